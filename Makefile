@@ -1,0 +1,64 @@
+# `make demo` and `make test` do all the set-up on a machine with Python >= 3.11, gcc and make.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := connector transports runner_mixin
+
+CONNECTOR ?= shm
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt transports/_native.c
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,metrics,dev]'
+	@touch $@
+
+.PHONY: venv
+venv: $(READY) ## create .venv with everything in it
+
+.PHONY: demo
+demo: $(READY) ## a prompt, prefilled by one process and answered by another
+	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) $(DEMO_ARGS)
+
+.PHONY: test
+test: $(READY) ## every test that this machine can run
+	$(BIN)/python -m pytest -m "" $(TEST_ARGS)
+
+.PHONY: test-fast
+test-fast: $(READY) ## the tests without the slow ones
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+.PHONY: typeroot
+typeroot:
+	@mkdir -p build/typeroot/kvferry
+	@for p in $(PACKAGES); do ln -sfn ../../../$$p build/typeroot/kvferry/$$p; done
+
+.PHONY: check
+check: $(READY) typeroot ## lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(READY) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(READY) ## measure the transports on this machine
+	$(BIN)/python benchmarks/transports.py
+
+.PHONY: clean
+clean: ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so

@@ -1,0 +1,154 @@
+"""What both sides of the seam are told before anything starts. Frozen: a setting never changes under a reader."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args
+
+from ..transports.errors import ConfigurationError
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "KVRole",
+    "KVTransferConfig",
+    "LoadFailurePolicy",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]
+
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model, as far as its KV cache depends on it.
+
+    Attributes:
+        model: Identity of the weights: two nodes with the same string compute the same cache.
+        dtype: Name of the activation dtype, e.g. `"float32"`.
+        max_model_len: Longest sequence, prompt and answer together, in tokens.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache pool.
+
+    Attributes:
+        block_size: Tokens a block.
+        cache_dtype: Name of the stored dtype; `"auto"` means the model's.
+        memory_utilization: Share of the device's memory that the node may use, 0 to 1.
+        enable_prefix_caching: Keep and reuse blocks of finished requests.
+        hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random per process.
+        num_blocks_override: Number of blocks whatever the memory; 0 means as many as fit.
+    """
+
+    block_size: int = 16
+    cache_dtype: str = "auto"
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    hash_seed: str = ""
+    num_blocks_override: int = 0
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step: tokens (the prefill chunk) and requests."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 16
+    enable_hybrid_kv_cache_manager: bool = True
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over ranks."""
+
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    pipeline_parallel_rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class KVTransferConfig:
+    """Which connector, in which role, with which options. The names are vLLM's.
+
+    Attributes:
+        kv_connector: Name of a registered connector, or of a class in `kv_connector_module_path`.
+        kv_role: `kv_producer` offers, `kv_consumer` loads, `kv_both` does either, as each request asks.
+        engine_id: This node's name in the handoff protocol; unique per node, by default random.
+        kv_connector_module_path: Import path of an out-of-tree connector's module; empty for registered ones.
+        kv_connector_extra_config: Options of the connector; it refuses those that it does not know.
+        kv_load_failure_policy: What becomes of a request whose load fails: `recompute` the prompt, or `fail` it.
+    """
+
+    kv_connector: str
+    kv_role: KVRole
+    engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    kv_connector_module_path: str = ""
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_load_failure_policy: LoadFailurePolicy = "recompute"
+
+    def __post_init__(self) -> None:
+        if not self.kv_connector:
+            raise ConfigurationError("kv_connector is empty", key="kv_connector", value=self.kv_connector)
+        _require_choice("kv_role", self.kv_role, get_args(KVRole))
+        _require_choice("kv_load_failure_policy", self.kv_load_failure_policy, get_args(LoadFailurePolicy))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Parse what a user wrote, e.g. the JSON of `--kv-transfer-config`.
+
+        Raises:
+            ConfigurationError: a key is unknown, missing, or has a value that is not allowed.
+        """
+        known = {f.name for f in fields(cls)}
+        for key in mapping:
+            if key not in known:
+                raise ConfigurationError(
+                    f"unknown key {key!r} in the KV transfer configuration; known: {', '.join(sorted(known))}",
+                    key=key,
+                    value=mapping[key],
+                )
+        for key in ("kv_connector", "kv_role"):
+            if key not in mapping:
+                raise ConfigurationError(f"the KV transfer configuration lacks {key!r}", key=key)
+        return cls(**mapping)
+
+    @property
+    def is_kv_producer(self) -> bool:
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that a node is told. `kv_transfer` is None on a node that hands nothing over."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kv_transfer: KVTransferConfig | None = None
+
+
+def _require_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{key}={value!r}; allowed: {', '.join(choices)}", key=key, value=value)

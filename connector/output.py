@@ -1,0 +1,33 @@
+"""What a connector reports after one step, and how the reports of several ranks become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["KVConnectorOutput"]
+
+
+@dataclass
+class KVConnectorOutput:
+    """One step's report of one rank.
+
+    Attributes:
+        finished_sending: Requests whose held blocks may be freed now.
+        finished_recving: Requests whose load ended, well or not.
+        invalid_block_ids: Local blocks that were to be loaded and whose contents are undefined.
+        kv_connector_stats: Figures of the last interval.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_stats: Any = None
+
+    def is_empty(self) -> bool:
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+        )

@@ -1,0 +1,3 @@
+"""KV cache management: block hashes, free queue, block pool, groups and memory checks."""
+
+from __future__ import annotations

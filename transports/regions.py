@@ -1,0 +1,116 @@
+"""Regions of bytes: the only thing a transport moves.
+
+A *pool* is the memory that one process registers: one or more segments of addresses, seen as a single
+run of offsets. A *region* is `num_bytes` bytes at an offset of a pool. *Region pairs* say which remote
+region goes into which local one. Nothing here knows a token, a layer or a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import RegionError
+
+__all__ = ["Guard", "Pool", "RegionPairs", "Segment"]
+
+Int64Array = npt.NDArray[np.int64]
+AddressArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`num_bytes` bytes at a virtual address of this process."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A word of the peer's guard table that must hold `value` after the bytes were copied.
+
+    The owner of the memory clears the word before it gives the memory another meaning, so bytes that
+    were copied while the word still held `value` are the bytes that were promised.
+    """
+
+    index: int
+    value: int
+
+
+class Pool:
+    """The registered memory of one process: segments laid end to end in one run of offsets."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self.segments = tuple(segments)
+        if not self.segments or any(s.num_bytes <= 0 for s in self.segments):
+            raise RegionError(f"a pool needs segments of at least one byte, got {self.segments}")
+        sizes = np.array([s.num_bytes for s in self.segments], dtype=np.int64)
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
+        self._bases = np.array([s.address for s in self.segments], dtype=np.uint64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the run of offsets, in bytes."""
+        return int(self._ends[-1])
+
+    def segment_offset(self, index: int) -> int:
+        """The pool offset at which segment `index` begins."""
+        return int(self._starts[index])
+
+    def addresses(self, offsets: Int64Array, num_bytes: Int64Array) -> AddressArray:
+        """Virtual addresses of regions, shape `(num_regions,)`.
+
+        Raises:
+            RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
+        """
+        index = np.searchsorted(self._ends, offsets, side="right")
+        inside = (offsets >= 0) & (num_bytes > 0) & (index < len(self.segments))
+        index = np.where(inside, index, 0)
+        # Compared as `num_bytes <= room`, never `offset + num_bytes <= end`: a sum of hostile numbers can wrap.
+        inside &= num_bytes <= self._ends[index] - offsets
+        if not inside.all():
+            first = int(np.argmin(inside))
+            raise RegionError(
+                f"region {first} (offset {int(offsets[first])}, {int(num_bytes[first])} bytes) "
+                f"is not inside one segment of a pool of {self.num_bytes} bytes"
+            )
+        return self._bases[index] + (offsets - self._starts[index]).astype(np.uint64)
+
+
+class RegionPairs:
+    """Which remote regions go into which local ones.
+
+    Attributes:
+        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. Local regions of
+            one transfer do not overlap.
+    """
+
+    def __init__(self, table: Int64Array) -> None:
+        if table.ndim != 2 or table.shape[1] != 3 or table.dtype != np.int64:
+            raise RegionError(f"region pairs are (num_regions, 3) int64, got {table.dtype} {table.shape}")
+        self.table = table
+
+    def __len__(self) -> int:
+        return int(self.table.shape[0])
+
+    @property
+    def local_offsets(self) -> Int64Array:
+        return self.table[:, 0]
+
+    @property
+    def remote_offsets(self) -> Int64Array:
+        return self.table[:, 1]
+
+    @property
+    def lengths(self) -> Int64Array:
+        return self.table[:, 2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in total."""
+        return int(self.table[:, 2].sum())
