@@ -1,0 +1,73 @@
+"""What is installed is what is in the tree, under one name, and cheap to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("connector", "runner_mixin", "transports")
+
+
+def _run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    """An unlisted subpackage imports from a checkout and is missing from the wheel."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    on_disk = {
+        "kvferry." + ".".join(init.parent.relative_to(ROOT).parts)
+        for package in PACKAGES
+        for init in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == on_disk
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_one_name(package: str) -> None:
+    """Imported by its folder name it would be a second set of classes."""
+    done = _run(f"import {package}", ROOT)
+    assert done.returncode != 0
+    assert f"import kvferry.{package}, not {package}" in done.stderr
+
+
+def test_importing_transports_does_not_import_torch(tmp_path: Path) -> None:
+    done = _run(
+        "import kvferry.transports, sys; print('torch' in sys.modules, 'zmq' in sys.modules)", tmp_path
+    )
+    assert done.stdout.strip() == "False False", done.stderr
+
+
+def test_importing_the_connector_opens_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, threading\n"
+        "before = set(os.listdir('/proc/self/fd'))\n"
+        "import kvferry.connector\n"
+        "after = set(os.listdir('/proc/self/fd'))\n"
+        "import sys; print(len(after - before), threading.active_count(), 'torch' in sys.modules)"
+    )
+    done = _run(code, tmp_path)
+    assert done.stdout.split() == ["0", "1", "False"], done.stdout + done.stderr
+
+
+def test_every_source_file_stays_readable() -> None:
+    """A file beyond 450 lines, or a function beyond 60, hides a second lifetime."""
+    import ast
+
+    too_long: list[str] = []
+    for folder in (*PACKAGES, "examples", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            if text.count("\n") > 450:
+                too_long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if length > 60:
+                        too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
+    assert not too_long
