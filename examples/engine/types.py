@@ -1,0 +1,182 @@
+"""What goes into the engine and what comes out of it. Plain frozen data, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import InvalidRequestError
+
+__all__ = [
+    "EngineStats",
+    "FinishReason",
+    "GenerationRequest",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TransferRecord",
+]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the answer is chosen.
+
+    Attributes:
+        max_tokens: Longest answer; it also ends where the model's `max_model_len` does.
+        temperature: 0 is greedy.
+        top_p: Sample from the smallest set of tokens whose probability reaches this, 0 < top_p <= 1.
+        seed: Same seed, same answer, whatever else runs; None draws one.
+        stop: The answer ends before the first of these texts.
+        ignore_eos: Go on past the model's end-of-sequence tokens.
+
+    Raises:
+        InvalidRequestError: a value is outside its range; `param` names it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(self.seed is None or abs(self.seed) < 1 << 63, "seed", self.seed, "64 bits")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to be continued.
+
+    Attributes:
+        request_id: Unique among the requests that are alive on the node.
+        kv_transfer_params: What a router or a prefill node said about this request's KV cache.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """How a request's KV cache came to this node.
+
+    Attributes:
+        connector: Class of the connector.
+        transport: Scheme of the transport, e.g. `"shm"`.
+        mechanism: What really moved the bytes, e.g. `"mapped"`.
+        layout: `"uniform"` or `"per-layer"`.
+        num_blocks: Blocks moved, over all groups; those that were cached here are not among them.
+        num_regions: Runs of bytes in which they came.
+        num_regions_per_layer: Runs that the same blocks would have taken with a buffer for each layer.
+        num_bytes: Bytes moved.
+        seconds: From the start of the read to the last byte.
+        error: Why the load failed, empty when it did not. The other figures are then 0.
+    """
+
+    connector: str
+    transport: str
+    mechanism: str
+    layout: str
+    num_blocks: int
+    num_regions: int
+    num_regions_per_layer: int
+    num_bytes: int
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Figures of one request, complete in its last output.
+
+    Attributes:
+        num_prompt_tokens: Length of the prompt.
+        num_output_tokens: Tokens generated so far.
+        num_cached_tokens: Prompt tokens found in this node's own prefix cache.
+        num_loaded_tokens: Prompt tokens whose KV cache another node computed.
+        num_preemptions: Times the request lost its blocks and was recomputed.
+        ttft_s: From arrival to the first token; 0 until there is one.
+        transfer: How the KV cache came here, None when nothing was loaded.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_loaded_tokens: int
+    num_preemptions: int
+    ttft_s: float
+    transfer: TransferRecord | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A piece of the answer. The last one, and only it, has a `finish_reason`.
+
+    Attributes:
+        new_token_ids: Tokens since the previous output.
+        text_delta: Text since the previous output; a stop text and what follows it never appear.
+        error: Why the request ended with `finish_reason` `"error"`, else empty.
+        kv_transfer_params: In the last output of a prefill: what the decode node needs.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    text_delta: str
+    finish_reason: FinishReason | None
+    error: str
+    kv_transfer_params: Mapping[str, Any] | None
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine at one moment, and what it did since it started.
+
+    Attributes:
+        healthy: The step loop runs.
+        error: Why it does not, else empty.
+        num_waiting: Requests that have no blocks yet, or lost them.
+        num_loading: Requests that wait for another node's KV cache.
+        num_running: Requests that are being computed.
+        num_offered: Finished requests whose blocks are kept for another node.
+        num_blocks: Blocks that requests can have (the pool without its null block).
+        num_free_blocks: Of these, how many nobody holds; cached ones are free until they are hit.
+        num_transfers: Loads that ended well; `num_failed_transfers`: those that did not.
+        transferred_bytes: Bytes that the former brought, `transfer_seconds` the time they took.
+        num_finished: Requests over, by finish reason.
+    """
+
+    healthy: bool
+    error: str
+    num_waiting: int
+    num_loading: int
+    num_running: int
+    num_offered: int
+    num_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_cache_queried_tokens: int
+    prefix_cache_hit_tokens: int
+    num_transfers: int
+    num_failed_transfers: int
+    transferred_bytes: int
+    transfer_seconds: float
+    num_finished: Mapping[FinishReason, int]
+
+
+def _require(holds: bool, param: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise InvalidRequestError(f"{param}={value!r}: it must be {allowed}", param=param)
