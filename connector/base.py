@@ -12,7 +12,7 @@ Order of calls, worker half
     once:  `allocate_kv_memory` → `register_kv_caches` or `register_cross_layers_kv_cache` → `get_handshake_metadata`
     step:  `handle_preemptions` → `bind_connector_metadata` → `start_load_kv` → per layer (`wait_for_layer_load`,
            `save_kv_layer`) → `wait_for_save` → `get_finished` → `get_block_ids_with_load_errors` →
-           `get_kv_connector_stats` → `clear_connector_metadata`
+           `take_load_errors` → `get_kv_connector_stats` → `clear_connector_metadata`
     end:   `shutdown`
 
 Source: the meaning of each method, and when an engine calls it, follows vLLM's KVConnectorBase_V1 (0.32).
@@ -219,6 +219,10 @@ class KVConnectorBase(ABC):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the local blocks whose loads failed; no later than the `get_finished` that names their request."""
         return set()
+
+    def take_load_errors(self) -> dict[str, str]:
+        """Take why loads failed, by request, in words for the client; with the `get_finished` that names it."""
+        return {}
 
     # -- scheduler half ------------------------------------------------------------------------------
 

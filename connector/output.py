@@ -16,12 +16,14 @@ class KVConnectorOutput:
         finished_sending: Requests whose held blocks may be freed now.
         finished_recving: Requests whose load ended, well or not.
         invalid_block_ids: Local blocks that were to be loaded and whose contents are undefined.
+        load_errors: Request → why its load failed, in words for its client.
         kv_connector_stats: Figures of the last interval.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
+    load_errors: dict[str, str] = field(default_factory=dict)
     kv_connector_stats: Any = None
 
     def is_empty(self) -> bool:
@@ -29,5 +31,6 @@ class KVConnectorOutput:
             self.finished_sending
             or self.finished_recving
             or self.invalid_block_ids
+            or self.load_errors
             or self.kv_connector_stats
         )

@@ -17,6 +17,7 @@
     │  ├─ VersionMismatchError                local, remote
     │  └─ IncompatiblePeerError               field, local, remote
     └─ ConnectorError
+       ├─ InvalidTransferParamsError(ValueError)  a request's kv_transfer_params are malformed: key, value
        ├─ StaleLeaseError                     the offer is over: released, expired, or of another epoch
        └─ LoadFailedError                     block ids whose contents are now undefined
 
@@ -36,6 +37,7 @@ __all__ = [
     "ConnectorError",
     "HandshakeError",
     "IncompatiblePeerError",
+    "InvalidTransferParamsError",
     "KVTransferError",
     "KVTransferStateError",
     "LoadFailedError",
@@ -140,6 +142,20 @@ class IncompatiblePeerError(HandshakeError):
 
 class ConnectorError(KVTransferError):
     """A handoff failed."""
+
+
+class InvalidTransferParamsError(ConnectorError, ValueError):
+    """A request's `kv_transfer_params` are malformed. The request was refused; nothing was claimed.
+
+    Attributes:
+        key: The parameter that is wrong, e.g. `"remote_lease"`.
+        value: What it was, shortened.
+    """
+
+    def __init__(self, message: str, *, key: str, value: object) -> None:
+        super().__init__(message)
+        self.key = key
+        self.value = value
 
 
 class StaleLeaseError(ConnectorError):
