@@ -1,0 +1,90 @@
+"""Leak guards around every test: what a test starts or opens is gone when it ends.
+
+Fixtures of a wider scope are set up before the guards look, so what they hold is not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("kvferry.transports.testing", "kvferry.connector.testing")
+
+#: For how long threads may finish and children may be reaped after the test's own tear-down.
+GRACE_S = 3.0
+
+
+def _threads() -> set[str]:
+    return {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"descriptor {name} -> {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return found
+
+
+def _children() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:  # the thread ended, or the kernel was built without the file
+            continue
+        found.update(f"child process {pid}" for pid in pids)
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+
+
+def _abstract_sockets() -> set[str]:
+    """Only this process's: another test run on the machine has its own pid in the name."""
+    mark = f"@kvferry-{os.getpid()}-"
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {f"socket {line.rsplit(' ', 1)[-1]}" for line in lines if mark in line}
+
+
+GUARDS: tuple[Callable[[], set[str]], ...] = (
+    _threads,
+    _descriptors,
+    _children,
+    _shared_memory,
+    _abstract_sockets,
+)
+
+
+def _snapshot() -> set[str]:
+    return set().union(*(guard() for guard in GUARDS))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _resource_tracker() -> None:
+    """Start multiprocessing's helper, which lives until the interpreter ends, before anyone counts."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(_resource_tracker: None) -> Iterator[None]:
+    """Fail a test after which a thread, descriptor, child, shared memory or socket remains."""
+    before = _snapshot()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    left = _snapshot() - before
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+        left = _snapshot() - before
+    assert not left, f"left behind: {sorted(left)}"
