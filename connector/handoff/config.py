@@ -1,0 +1,77 @@
+"""How long the handoff protocol waits for what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from ...transports.errors import ConfigurationError
+
+__all__ = ["HandoffConfig"]
+
+
+@dataclass(frozen=True)
+class HandoffConfig:
+    """Deadlines and bounds of the handoff protocol.
+
+    Attributes:
+        lease_s: A producer keeps an offer for this long after the last sign of life of its consumer.
+        heartbeat_s: A consumer renews its leases this often; at most half of `lease_s`.
+        connect_timeout_s: From the wish to connect to the end of the handshake, and on the producer's side
+            from a connection to its first message.
+        claim_timeout_s: From a claim to the producer's answer.
+        early_claim_wait_s: A producer keeps a claim that came before its offer for this long; less than
+            `claim_timeout_s`.
+        load_wait_s: A consumer holds a granted offer for this long without blocks to load it into.
+        read_timeout_s: A read of one request's blocks.
+        backoff_s: Rest of an address after a connection failed; doubled with each further failure.
+        max_backoff_s: Longest rest.
+        max_early_claims: Claims and releases that a producer keeps although their offer has not come yet.
+        max_failed_claims: Failures that a consumer remembers until somebody asks for the load.
+
+    Raises:
+        ConfigurationError: a value is not positive or not finite, or two of them do not fit together.
+    """
+
+    lease_s: float = 30.0
+    heartbeat_s: float = 5.0
+    connect_timeout_s: float = 5.0
+    claim_timeout_s: float = 10.0
+    early_claim_wait_s: float = 5.0
+    load_wait_s: float = 300.0
+    read_timeout_s: float = 30.0
+    backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+    max_early_claims: int = 1024
+    max_failed_claims: int = 4096
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            self._require_positive(setting.name)
+        if self.heartbeat_s > self.lease_s / 2:
+            raise ConfigurationError(
+                f"heartbeat_s={self.heartbeat_s} is more than half of lease_s={self.lease_s}",
+                key="heartbeat_s",
+                value=self.heartbeat_s,
+            )
+        if self.early_claim_wait_s >= self.claim_timeout_s:
+            raise ConfigurationError(
+                f"early_claim_wait_s={self.early_claim_wait_s} is not less than "
+                f"claim_timeout_s={self.claim_timeout_s}",
+                key="early_claim_wait_s",
+                value=self.early_claim_wait_s,
+            )
+        if self.max_backoff_s < self.backoff_s:
+            raise ConfigurationError(
+                f"max_backoff_s={self.max_backoff_s} is less than backoff_s={self.backoff_s}",
+                key="max_backoff_s",
+                value=self.max_backoff_s,
+            )
+
+    def _require_positive(self, key: str) -> None:
+        value = getattr(self, key)
+        whole = key.startswith("max_") and not key.endswith("_s")
+        allowed = (int,) if whole else (int, float)
+        if type(value) not in allowed or not math.isfinite(value) or value <= 0:
+            kind = "a positive integer" if whole else "a positive number of seconds"
+            raise ConfigurationError(f"{key}={value!r}: it must be {kind}", key=key, value=value)

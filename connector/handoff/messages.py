@@ -1,0 +1,334 @@
+"""The messages of the handoff protocol, and their form on the wire.
+
+A message travels as a MessagePack array of its tag and a map of its fields. Everything that arrives is
+hostile until `decode` has returned: sizes are limited, types are strict (a bool is not an integer), and
+a field that is missing, unknown or ill-typed is named in the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import msgpack
+
+from ...transports.base import MAX_MESSAGE_BYTES
+from ...transports.errors import ProtocolError, VersionMismatchError
+
+__all__ = [
+    "MAX_EPOCH",
+    "MAX_GROUPS",
+    "MAX_GROUP_BLOCKS",
+    "MAX_HEARTBEAT_LEASES",
+    "MAX_LEASE",
+    "MAX_TEXT_CHARS",
+    "PROTOCOL_VERSION",
+    "Claim",
+    "ConsumerMessage",
+    "Deny",
+    "Grant",
+    "Heartbeat",
+    "Hello",
+    "Message",
+    "ProducerMessage",
+    "Release",
+    "Revoke",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION: Final = 1
+
+#: Longest engine id, request id, digest or reason, in characters.
+MAX_TEXT_CHARS: Final = 1024
+#: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
+MAX_LEASE: Final = 2**63 - 1
+MAX_EPOCH: Final = 2**63 - 1
+MAX_GROUPS: Final = 64
+MAX_GROUP_BLOCKS: Final = 1 << 18
+MAX_HEARTBEAT_LEASES: Final = 1 << 16
+
+_MAX_FIELDS = 256
+_MAX_BLOCK_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Consumer: who I am, and the digest of what must be equal on both sides."""
+
+    version: int
+    engine_id: str
+    epoch: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Producer: who I am, what must be equal, in clear, and my pool's layout.
+
+    Attributes:
+        fields: The compatibility fields that `digest` covers.
+        layout: A `KVLayout` in plain form; meaningful only to a peer whose fields are equal.
+    """
+
+    version: int
+    engine_id: str
+    epoch: int
+    digest: str
+    fields: Mapping[str, str | int]
+    layout: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Consumer: I shall read this offer; from now on its lease follows my heartbeats."""
+
+    request_id: str
+    lease: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Producer: you may read these blocks for as long as the guard holds the lease number.
+
+    Attributes:
+        num_tokens: Tokens of the request whose keys and values are in the blocks.
+        block_ids: Per group, the request's block table.
+    """
+
+    request_id: str
+    lease: int
+    guard_index: int
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Deny:
+    """Producer: the offer is over, was never made, or is claimed by another."""
+
+    request_id: str
+    lease: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Consumer: renew these leases."""
+
+    leases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Consumer: I am done with this offer; also without a claim, when the request died before it."""
+
+    request_id: str
+    lease: int
+    delivered: bool
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """Producer: the offer ended on my side."""
+
+    request_id: str
+    lease: int
+    reason: str
+
+
+ConsumerMessage = Hello | Claim | Heartbeat | Release
+ProducerMessage = Welcome | Grant | Deny | Revoke
+Message = ConsumerMessage | ProducerMessage
+
+
+def encode(message: Message) -> bytes:
+    """Turn a message into bytes that `decode` accepts.
+
+    Raises:
+        ProtocolError: a field is over its limits, or the whole is longer than `MAX_MESSAGE_BYTES`.
+    """
+    tag = type(message).__name__
+    checks = _CHECKS[tag]
+    fields = {name: check(f"{tag}.{name}", getattr(message, name)) for name, check in checks.items()}
+    try:
+        data = cast(bytes, msgpack.packb([tag, fields]))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ProtocolError(f"{tag} cannot be encoded: {error}") from error
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{tag} has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Turn bytes from a peer into a message.
+
+    Raises:
+        VersionMismatchError: a `Hello` or `Welcome` of another version; its other fields were not looked at.
+        ProtocolError: anything else that is not exactly one message; the error names the field.
+    """
+    tag, fields = _unpack(data)
+    checks = _CHECKS.get(tag)
+    if checks is None:
+        raise ProtocolError(f"unknown message {tag[:40]!r}")
+    if "version" in checks:
+        _require_version(tag, fields)
+    for name in checks:
+        if name not in fields:
+            raise ProtocolError(f"{tag}.{name} is missing")
+    for name in fields:
+        if name not in checks:
+            raise ProtocolError(f"{tag}.{name[:40]} is unknown")
+    values = {name: check(f"{tag}.{name}", fields[name]) for name, check in checks.items()}
+    return _TYPES[tag](**values)
+
+
+def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
+    """Unpack the array of tag and fields, under the limits."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        parts = msgpack.unpackb(
+            data,
+            use_list=False,
+            object_pairs_hook=_map_without_duplicates,
+            max_str_len=4 * MAX_TEXT_CHARS,
+            max_array_len=MAX_GROUP_BLOCKS,
+            max_map_len=_MAX_FIELDS,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a message that is not MessagePack within the limits: {error}") from error
+    if type(parts) is not tuple or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not dict:
+        raise ProtocolError("a message is an array of a tag and a map of fields")
+    return parts[0], parts[1]
+
+
+def _map_without_duplicates(pairs: list[tuple[object, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if type(key) is not str:
+            raise ProtocolError(f"a field's name is a string, got {type(key).__name__}")
+        if key in result:
+            raise ProtocolError(f"field {key[:40]!r} appears twice")
+        result[key] = value
+    return result
+
+
+def _require_version(tag: str, fields: Mapping[str, object]) -> None:
+    if "version" not in fields:
+        raise ProtocolError(f"{tag}.version is missing")
+    version = _integer(0, MAX_LEASE)(f"{tag}.version", fields["version"])
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+
+
+# -- one check a kind of field: (its name, a value) → the value, or ProtocolError --------------------
+
+_Check = Callable[[str, object], Any]
+
+
+def _require_type(name: str, value: object, wanted: type) -> None:
+    if type(value) is not wanted:
+        raise ProtocolError(f"{name} is {wanted.__name__}, got {type(value).__name__}")
+
+
+def _integer(low: int, high: int) -> Callable[[str, object], int]:
+    def check(name: str, value: object) -> int:
+        _require_type(name, value, int)
+        number = cast(int, value)
+        if not low <= number <= high:
+            raise ProtocolError(f"{name} is from {low} to {high}, got {number}")
+        return number
+
+    return check
+
+
+def _integers(low: int, high: int, max_count: int) -> _Check:
+    def check(name: str, value: object) -> tuple[int, ...]:
+        _require_type(name, value, tuple)
+        numbers = cast(tuple[int, ...], value)
+        if len(numbers) > max_count:
+            raise ProtocolError(f"{name} has {len(numbers)} entries; at most {max_count} are allowed")
+        if any(type(number) is not int for number in numbers):
+            raise ProtocolError(f"{name} holds only integers")
+        if numbers and not low <= min(numbers) <= max(numbers) <= high:
+            raise ProtocolError(f"{name} holds integers from {low} to {high}")
+        return numbers
+
+    return check
+
+
+def _text(name: str, value: object) -> str:
+    _require_type(name, value, str)
+    text = cast(str, value)
+    if len(text) > MAX_TEXT_CHARS:
+        raise ProtocolError(f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed")
+    return text
+
+
+def _boolean(name: str, value: object) -> bool:
+    _require_type(name, value, bool)
+    return cast(bool, value)
+
+
+def _block_tables(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    _require_type(name, value, tuple)
+    tables = cast(tuple[object, ...], value)
+    if len(tables) > MAX_GROUPS:
+        raise ProtocolError(f"{name} has {len(tables)} groups; at most {MAX_GROUPS} are allowed")
+    check = _integers(0, _MAX_BLOCK_ID, MAX_GROUP_BLOCKS)
+    return tuple(check(f"{name}[{index}]", table) for index, table in enumerate(tables))
+
+
+def _compatibility_fields(name: str, value: object) -> dict[str, str | int]:
+    fields = _plain_map(name, value)
+    for key, entry in fields.items():
+        if type(entry) is int:
+            _integer(-MAX_LEASE, MAX_LEASE)(f"{name}.{key[:40]}", entry)
+        else:
+            _text(f"{name}.{key[:40]}", entry)
+    return cast(dict[str, str | int], fields)
+
+
+def _plain_map(name: str, value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{name} is a map, got {type(value).__name__}")
+    if len(value) > _MAX_FIELDS:
+        raise ProtocolError(f"{name} has {len(value)} entries; at most {_MAX_FIELDS} are allowed")
+    for key in value:
+        _text(f"a key of {name}", key)
+    return dict(value)
+
+
+_lease = _integer(1, MAX_LEASE)
+_TYPES: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Hello, Welcome, Claim, Grant, Deny, Heartbeat, Release, Revoke)
+}
+_IDENTITY: dict[str, _Check] = {
+    "version": _integer(0, MAX_LEASE),
+    "engine_id": _text,
+    "epoch": _integer(1, MAX_EPOCH),
+    "digest": _text,
+}
+_OFFER: dict[str, _Check] = {"request_id": _text, "lease": _lease}
+_CHECKS: dict[str, dict[str, _Check]] = {
+    "Hello": _IDENTITY,
+    "Welcome": {**_IDENTITY, "fields": _compatibility_fields, "layout": _plain_map},
+    "Claim": _OFFER,
+    "Grant": {
+        **_OFFER,
+        "guard_index": _integer(0, _MAX_BLOCK_ID),
+        "num_tokens": _integer(1, _MAX_BLOCK_ID),
+        "block_ids": _block_tables,
+    },
+    "Deny": {**_OFFER, "reason": _text},
+    "Heartbeat": {"leases": _integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
+    "Release": {**_OFFER, "delivered": _boolean},
+    "Revoke": {**_OFFER, "reason": _text},
+}

@@ -1,0 +1,55 @@
+"""Both roles of a node on one transport: what a peer does goes to the role that it concerns.
+
+A runtime turns transport events into these calls, and orders into calls of `producer` and `consumer`:
+
+    Connected        → peer_connected          offer, abort       → producer.offer, .abort
+    MessageReceived  → message_received        claim, load, drop  → consumer.claim, .load, .drop
+    PeerLost         → peer_lost               timeout            → advance, at next_deadline()
+    TransferEnded    → consumer.read_ended
+"""
+
+from __future__ import annotations
+
+from ...transports.errors import KVTransferError
+from .consumer import ConsumerProtocol
+from .events import Action
+from .producer import ProducerProtocol
+
+__all__ = ["NodeProtocol"]
+
+
+class NodeProtocol:
+    """A producer and a consumer that share a transport. Incoming peers are consumers, outgoing ones producers."""
+
+    def __init__(self, producer: ProducerProtocol, consumer: ConsumerProtocol) -> None:
+        self.producer = producer
+        self.consumer = consumer
+
+    def peer_connected(self, peer_id: int, incoming: bool, now: float) -> list[Action]:
+        """A peer can be talked to."""
+        role = self.producer if incoming else self.consumer
+        return role.peer_connected(peer_id, now)
+
+    def peer_lost(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
+        """A peer is gone, or never came."""
+        return [*self.producer.peer_lost(peer_id, now), *self.consumer.peer_lost(peer_id, error, now)]
+
+    def peer_failed(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
+        """A peer misbehaved, or nothing can be sent to it: drop it."""
+        raise NotImplementedError
+
+    def message_received(self, peer_id: int, data: bytes, now: float) -> list[Action]:
+        """A message came. A peer that sends what the protocol forbids is dropped."""
+        raise NotImplementedError
+
+    def advance(self, now: float) -> list[Action]:
+        """Do what is due."""
+        return [*self.producer.advance(now), *self.consumer.advance(now)]
+
+    def next_deadline(self) -> float:
+        """When `advance` will have something to do; infinity if never."""
+        return min(self.producer.next_deadline(), self.consumer.next_deadline())
+
+    def shutdown(self, now: float) -> list[Action]:
+        """End every offer and every load, and drop every peer."""
+        return [*self.producer.shutdown(now), *self.consumer.shutdown(now)]
