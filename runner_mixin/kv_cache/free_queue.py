@@ -1,0 +1,125 @@
+"""Blocks, and the queue of those that can be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...transports.errors import KVTransferStateError
+from .block_hash import BlockHashWithGroupId
+
+__all__ = ["FreeKVCacheBlockQueue", "KVCacheBlock"]
+
+
+@dataclass(eq=False, slots=True)
+class KVCacheBlock:
+    """What a pool knows of one block. The pool owns it; others only read it.
+
+    Attributes:
+        block_id: Its place in the pool.
+        ref_cnt: Holders: block tables of requests, and transfers.
+        pin_cnt: Those holders that are transfers.
+        block_hash: Its key in the prefix cache; None while it is not in it.
+        is_null: Whether it is block 0, which stands for "no block" and is never held, cached or transferred.
+    """
+
+    block_id: int
+    ref_cnt: int = 0
+    pin_cnt: int = 0
+    block_hash: BlockHashWithGroupId | None = None
+    is_null: bool = False
+    prev_free_block: KVCacheBlock | None = field(default=None, repr=False)
+    next_free_block: KVCacheBlock | None = field(default=None, repr=False)
+
+
+class FreeKVCacheBlockQueue:
+    """Free blocks in the order in which they are taken: least recently used first.
+
+    A doubly linked list through the blocks themselves, between a fake head and a fake tail: each operation is
+    O(1) per block, from whatever place, and allocates nothing but the list that it returns.
+
+    Args:
+        blocks: The blocks that are free at first, in order.
+
+    Raises:
+        KVTransferStateError: a block is in a queue already. The ones before it are in this one.
+    """
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.num_free_blocks = 0
+        self._head = KVCacheBlock(block_id=-1)
+        self._tail = KVCacheBlock(block_id=-1)
+        self._head.next_free_block = self._tail
+        self._tail.prev_free_block = self._head
+        self.append_n(blocks)
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block that was free for longest.
+
+        Raises:
+            KVTransferStateError: there is none.
+        """
+        block = self._head.next_free_block
+        if block is None or block is self._tail:
+            raise KVTransferStateError("no free block: the free queue is empty")
+        self.remove(block)
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the `n` blocks that were free for longest, in that order.
+
+        Raises:
+            KVTransferStateError: `n` is negative, or more than there are. None was taken.
+        """
+        if not 0 <= n <= self.num_free_blocks:
+            raise KVTransferStateError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
+        return [self.popleft() for _ in range(n)]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the middle.
+
+        Raises:
+            KVTransferStateError: it is not free. Nothing changed.
+        """
+        before, after = block.prev_free_block, block.next_free_block
+        if before is None or after is None:
+            raise KVTransferStateError(f"block {block.block_id} is not in the free queue: cannot remove it")
+        before.next_free_block = after
+        after.prev_free_block = before
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the end: it is taken after all that are free now.
+
+        Raises:
+            KVTransferStateError: it is in the queue already. Nothing changed.
+        """
+        if block.prev_free_block is not None or block.next_free_block is not None:
+            raise KVTransferStateError(f"block {block.block_id} is in the free queue already: freed twice?")
+        last = self._tail.prev_free_block
+        assert last is not None
+        last.next_free_block = block
+        block.prev_free_block = last
+        block.next_free_block = self._tail
+        self._tail.prev_free_block = block
+        self.num_free_blocks += 1
+
+    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Put blocks at the end, the first one to be taken first.
+
+        Raises:
+            KVTransferStateError: one is in the queue already. The ones before it were appended.
+        """
+        for block in blocks:
+            self.append(block)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """All free blocks, in the order in which they will be taken."""
+        return list(self)
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next_free_block
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free_block
