@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import product
 from typing import cast
 
-from ..transports.errors import ProtocolError
+from ..transports.errors import ConfigurationError, ProtocolError
+from .checks import Check, array, checked_fields, integer, integers, text
 
 __all__ = ["KVLayout", "LayerLayout", "layer_layout_of_view", "per_layer_layout", "uniform_layout"]
 
-#: Limits of a layout that comes from a peer.
-_MAX_NUMBER = 2**62
+# Limits of a layout that comes from a peer. Every offset inside an accepted one fits an int64.
+_MAX_BYTES = 2**60
+_MAX_BLOCKS = 2**31 - 1
+_MAX_BLOCK_SIZE = 1 << 20
+_MAX_GROUPS = 64
 _MAX_LAYERS = 4096
-_MAX_FRAGMENTS = 1 << 16
-_MAX_NAME_CHARS = 1024
+_MAX_FRAGMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class LayerLayout:
             "fragments": self.fragments,
         }
 
+    def end(self, num_blocks: int) -> int:
+        """Pool offset behind the last byte of `num_blocks` blocks."""
+        farthest = max(offset + num_bytes for offset, num_bytes in self.fragments)
+        return self.base_offset + (num_blocks - 1) * self.block_stride + farthest
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -96,21 +104,86 @@ class KVLayout:
             ProtocolError: a field is missing, unknown, ill-typed or over its limits, or a page would lie
                 outside the pool; the error names the field.
         """
-        raise NotImplementedError
+        layout = cls(**checked_fields("layout", plain, _LAYOUT_CHECKS))
+        names = {layer.name for layer in layout.layers}
+        if len(names) < len(layout.layers):
+            raise ProtocolError("layout.layers: a name appears twice")
+        for index, layer in enumerate(layout.layers):
+            end = layer.end(layout.num_blocks)
+            if end > layout.pool_bytes:
+                raise ProtocolError(
+                    f"layout.layers[{index}] ends at byte {end} of a pool of {layout.pool_bytes} bytes"
+                )
+        return layout
+
+
+# -- what a peer's layout must look like -------------------------------------------------------------
+
+
+def _layers(name: str, value: object) -> tuple[LayerLayout, ...]:
+    plain_layers = array(name, value, _MAX_LAYERS)
+    layers = []
+    num_fragments = 0
+    for index, plain in enumerate(plain_layers):
+        if type(plain) is not dict:
+            raise ProtocolError(f"{name}[{index}] must be a map, got {type(plain).__name__}")
+        layer = LayerLayout(**checked_fields(f"{name}[{index}]", plain, _LAYER_CHECKS))
+        num_fragments += len(layer.fragments)
+        if num_fragments > _MAX_FRAGMENTS:
+            raise ProtocolError(f"{name} has more than {_MAX_FRAGMENTS} fragments")
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _fragments(name: str, value: object) -> tuple[tuple[int, int], ...]:
+    pair = integers(0, _MAX_BYTES, max_count=2)
+    fragments = tuple(pair(name, entry) for entry in array(name, value, _MAX_FRAGMENTS))
+    if not fragments or any(len(entry) != 2 or entry[1] == 0 for entry in fragments):
+        raise ProtocolError(f"{name} holds at least one pair of offset and size, no size being 0")
+    return cast(tuple[tuple[int, int], ...], fragments)
+
+
+_LAYER_CHECKS: dict[str, Check] = {
+    "name": text,
+    "group_index": integer(0, _MAX_GROUPS - 1),
+    "page_format": text,
+    "base_offset": integer(0, _MAX_BYTES),
+    "block_stride": integer(1, _MAX_BYTES),
+    "fragments": _fragments,
+}
+_LAYOUT_CHECKS: dict[str, Check] = {
+    "block_size": integer(1, _MAX_BLOCK_SIZE),
+    "num_blocks": integer(1, _MAX_BLOCKS),
+    "pool_bytes": integer(1, _MAX_BYTES),
+    "layers": _layers,
+}
+
+
+# -- builders ----------------------------------------------------------------------------------------
 
 
 def uniform_layout(
     layer_names: Sequence[str], *, page_bytes: int, num_blocks: int, block_size: int, page_format: str
 ) -> KVLayout:
-    """One block of all layers is one run of bytes: physical order (block, layer, page)."""
-    raise NotImplementedError
+    """One block of all layers is one run of bytes: physical order (block, layer, page). One group."""
+    block_bytes = len(layer_names) * page_bytes
+    layers = tuple(
+        LayerLayout(name, 0, page_format, index * page_bytes, block_bytes, ((0, page_bytes),))
+        for index, name in enumerate(layer_names)
+    )
+    return KVLayout(block_size, num_blocks, num_blocks * block_bytes, layers)
 
 
 def per_layer_layout(
     layer_names: Sequence[str], *, page_bytes: int, num_blocks: int, block_size: int, page_format: str
 ) -> KVLayout:
-    """Each layer has a cache of its own: physical order (layer, block, page)."""
-    raise NotImplementedError
+    """Each layer has a cache of its own: physical order (layer, block, page). One group."""
+    layer_bytes = num_blocks * page_bytes
+    layers = tuple(
+        LayerLayout(name, 0, page_format, index * layer_bytes, page_bytes, ((0, page_bytes),))
+        for index, name in enumerate(layer_names)
+    )
+    return KVLayout(block_size, num_blocks, len(layer_names) * layer_bytes, layers)
 
 
 def layer_layout_of_view(
@@ -134,6 +207,34 @@ def layer_layout_of_view(
         kernel_blocks_per_block: Consecutive kernel blocks that make one block of the block table.
 
     Raises:
-        ConfigurationError: the view has no page, or `kernel_blocks_per_block` does not divide its blocks.
+        ConfigurationError: an axis is empty, a stride negative, or `kernel_blocks_per_block` does not divide
+            the view's blocks.
     """
-    raise NotImplementedError
+    if len(shape) != len(strides) or min(shape, default=0) < 1 or min(strides) < 0:
+        raise ConfigurationError(f"cache of {name}: shape {tuple(shape)}, strides {tuple(strides)}")
+    if shape[0] % kernel_blocks_per_block:
+        raise ConfigurationError(
+            f"cache of {name}: {shape[0]} kernel blocks are not whole blocks of {kernel_blocks_per_block}"
+        )
+    byte_strides = [stride * itemsize for stride in strides]
+    fragments = _contiguous_runs((kernel_blocks_per_block, *shape[1:]), byte_strides, itemsize)
+    block_stride = kernel_blocks_per_block * byte_strides[0]
+    return LayerLayout(name, group_index, page_format, data_offset, block_stride, fragments)
+
+
+def _contiguous_runs(
+    shape: Sequence[int], byte_strides: Sequence[int], itemsize: int
+) -> tuple[tuple[int, int], ...]:
+    """The fewest `(offset, num_bytes)` that hold an array's elements in logical order."""
+    axes = [(size, stride) for size, stride in zip(shape, byte_strides, strict=True) if size > 1]
+    run = itemsize
+    while axes and axes[-1][1] == run:
+        run *= axes.pop()[0]
+    runs: list[tuple[int, int]] = []
+    for index in product(*(range(size) for size, _ in axes)):
+        offset = sum(i * stride for i, (_, stride) in zip(index, axes, strict=True))
+        if runs and sum(runs[-1]) == offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + run)
+        else:
+            runs.append((offset, run))
+    return tuple(runs)

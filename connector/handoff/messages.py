@@ -7,14 +7,15 @@ a field that is missing, unknown or ill-typed is named in the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import msgpack
 
 from ...transports.base import MAX_MESSAGE_BYTES
 from ...transports.errors import ProtocolError, VersionMismatchError
+from ..checks import MAX_TEXT_CHARS, Check, array, boolean, checked_fields, integer, integers, text
 
 __all__ = [
     "MAX_EPOCH",
@@ -41,8 +42,6 @@ __all__ = [
 
 PROTOCOL_VERSION: Final = 1
 
-#: Longest engine id, request id, digest or reason, in characters.
-MAX_TEXT_CHARS: Final = 1024
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
 MAX_EPOCH: Final = 2**63 - 1
@@ -151,8 +150,7 @@ def encode(message: Message) -> bytes:
         ProtocolError: a field is over its limits, or the whole is longer than `MAX_MESSAGE_BYTES`.
     """
     tag = type(message).__name__
-    checks = _CHECKS[tag]
-    fields = {name: check(f"{tag}.{name}", getattr(message, name)) for name, check in checks.items()}
+    fields = checked_fields(tag, vars(message), _CHECKS[tag])
     try:
         data = cast(bytes, msgpack.packb([tag, fields]))
     except (ValueError, TypeError, OverflowError) as error:
@@ -175,14 +173,7 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"unknown message {tag[:40]!r}")
     if "version" in checks:
         _require_version(tag, fields)
-    for name in checks:
-        if name not in fields:
-            raise ProtocolError(f"{tag}.{name} is missing")
-    for name in fields:
-        if name not in checks:
-            raise ProtocolError(f"{tag}.{name[:40]} is unknown")
-    values = {name: check(f"{tag}.{name}", fields[name]) for name, check in checks.items()}
-    return _TYPES[tag](**values)
+    return _TYPES[tag](**checked_fields(tag, fields, checks))
 
 
 def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
@@ -223,66 +214,17 @@ def _map_without_duplicates(pairs: list[tuple[object, object]]) -> dict[str, obj
 def _require_version(tag: str, fields: Mapping[str, object]) -> None:
     if "version" not in fields:
         raise ProtocolError(f"{tag}.version is missing")
-    version = _integer(0, MAX_LEASE)(f"{tag}.version", fields["version"])
+    version = integer(0, MAX_LEASE)(f"{tag}.version", fields["version"])
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
 
 
-# -- one check a kind of field: (its name, a value) → the value, or ProtocolError --------------------
-
-_Check = Callable[[str, object], Any]
-
-
-def _require_type(name: str, value: object, wanted: type) -> None:
-    if type(value) is not wanted:
-        raise ProtocolError(f"{name} is {wanted.__name__}, got {type(value).__name__}")
-
-
-def _integer(low: int, high: int) -> Callable[[str, object], int]:
-    def check(name: str, value: object) -> int:
-        _require_type(name, value, int)
-        number = cast(int, value)
-        if not low <= number <= high:
-            raise ProtocolError(f"{name} is from {low} to {high}, got {number}")
-        return number
-
-    return check
-
-
-def _integers(low: int, high: int, max_count: int) -> _Check:
-    def check(name: str, value: object) -> tuple[int, ...]:
-        _require_type(name, value, tuple)
-        numbers = cast(tuple[int, ...], value)
-        if len(numbers) > max_count:
-            raise ProtocolError(f"{name} has {len(numbers)} entries; at most {max_count} are allowed")
-        if any(type(number) is not int for number in numbers):
-            raise ProtocolError(f"{name} holds only integers")
-        if numbers and not low <= min(numbers) <= max(numbers) <= high:
-            raise ProtocolError(f"{name} holds integers from {low} to {high}")
-        return numbers
-
-    return check
-
-
-def _text(name: str, value: object) -> str:
-    _require_type(name, value, str)
-    text = cast(str, value)
-    if len(text) > MAX_TEXT_CHARS:
-        raise ProtocolError(f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed")
-    return text
-
-
-def _boolean(name: str, value: object) -> bool:
-    _require_type(name, value, bool)
-    return cast(bool, value)
+# -- checks of fields that only messages have --------------------------------------------------------
 
 
 def _block_tables(name: str, value: object) -> tuple[tuple[int, ...], ...]:
-    _require_type(name, value, tuple)
-    tables = cast(tuple[object, ...], value)
-    if len(tables) > MAX_GROUPS:
-        raise ProtocolError(f"{name} has {len(tables)} groups; at most {MAX_GROUPS} are allowed")
-    check = _integers(0, _MAX_BLOCK_ID, MAX_GROUP_BLOCKS)
+    check = integers(0, _MAX_BLOCK_ID, MAX_GROUP_BLOCKS)
+    tables = array(name, value, MAX_GROUPS)
     return tuple(check(f"{name}[{index}]", table) for index, table in enumerate(tables))
 
 
@@ -290,9 +232,9 @@ def _compatibility_fields(name: str, value: object) -> dict[str, str | int]:
     fields = _plain_map(name, value)
     for key, entry in fields.items():
         if type(entry) is int:
-            _integer(-MAX_LEASE, MAX_LEASE)(f"{name}.{key[:40]}", entry)
+            integer(-MAX_LEASE, MAX_LEASE)(f"{name}.{key[:40]}", entry)
         else:
-            _text(f"{name}.{key[:40]}", entry)
+            text(f"{name}.{key[:40]}", entry)
     return cast(dict[str, str | int], fields)
 
 
@@ -302,33 +244,33 @@ def _plain_map(name: str, value: object) -> dict[str, object]:
     if len(value) > _MAX_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} entries; at most {_MAX_FIELDS} are allowed")
     for key in value:
-        _text(f"a key of {name}", key)
+        text(f"a key of {name}", key)
     return dict(value)
 
 
-_lease = _integer(1, MAX_LEASE)
+_lease = integer(1, MAX_LEASE)
 _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind for kind in (Hello, Welcome, Claim, Grant, Deny, Heartbeat, Release, Revoke)
 }
-_IDENTITY: dict[str, _Check] = {
-    "version": _integer(0, MAX_LEASE),
-    "engine_id": _text,
-    "epoch": _integer(1, MAX_EPOCH),
-    "digest": _text,
+_IDENTITY: dict[str, Check] = {
+    "version": integer(0, MAX_LEASE),
+    "engine_id": text,
+    "epoch": integer(1, MAX_EPOCH),
+    "digest": text,
 }
-_OFFER: dict[str, _Check] = {"request_id": _text, "lease": _lease}
-_CHECKS: dict[str, dict[str, _Check]] = {
+_OFFER: dict[str, Check] = {"request_id": text, "lease": _lease}
+_CHECKS: dict[str, dict[str, Check]] = {
     "Hello": _IDENTITY,
     "Welcome": {**_IDENTITY, "fields": _compatibility_fields, "layout": _plain_map},
     "Claim": _OFFER,
     "Grant": {
         **_OFFER,
-        "guard_index": _integer(0, _MAX_BLOCK_ID),
-        "num_tokens": _integer(1, _MAX_BLOCK_ID),
+        "guard_index": integer(0, _MAX_BLOCK_ID),
+        "num_tokens": integer(1, _MAX_BLOCK_ID),
         "block_ids": _block_tables,
     },
-    "Deny": {**_OFFER, "reason": _text},
-    "Heartbeat": {"leases": _integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
-    "Release": {**_OFFER, "delivered": _boolean},
-    "Revoke": {**_OFFER, "reason": _text},
+    "Deny": {**_OFFER, "reason": text},
+    "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
+    "Release": {**_OFFER, "delivered": boolean},
+    "Revoke": {**_OFFER, "reason": text},
 }
