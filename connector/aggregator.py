@@ -1,0 +1,71 @@
+"""How the reports of several ranks become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .output import KVConnectorOutput
+
+__all__ = ["KVOutputAggregator"]
+
+
+class KVOutputAggregator:
+    """Joins what the ranks of one node report, step after step.
+
+    A request is finished once `expected_count` different ranks have named it, in whichever steps. Failed
+    blocks are united at once, so that no rank goes on with a block that another one lacks.
+
+    Args:
+        expected_count: Ranks that report each request, at least 1.
+
+    Raises:
+        ValueError: `expected_count` is not positive.
+    """
+
+    def __init__(self, expected_count: int) -> None:
+        if expected_count < 1:
+            raise ValueError(f"expected_count={expected_count}: at least one rank reports")
+        self._expected_count = expected_count
+        self._sending: dict[str, set[int]] = {}
+        self._recving: dict[str, set[int]] = {}
+
+    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+        """Join one step's reports.
+
+        Args:
+            outputs: `(num_ranks,)`: each rank's report at its index, None where it had nothing to say.
+        """
+        joined = KVConnectorOutput()
+        for rank, output in enumerate(outputs):
+            if output is None:
+                continue
+            joined.finished_sending |= self._count(self._sending, rank, output.finished_sending)
+            joined.finished_recving |= self._count(self._recving, rank, output.finished_recving)
+            joined.invalid_block_ids |= output.invalid_block_ids
+            _merge_errors(joined.load_errors, output.load_errors)
+            _merge_stats(joined, output)
+        return joined
+
+    def _count(self, said: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:
+        complete = set()
+        for request_id in request_ids:
+            ranks = said.setdefault(request_id, set())
+            ranks.add(rank)
+            if len(ranks) >= self._expected_count:
+                complete.add(request_id)
+                del said[request_id]
+        return complete
+
+
+def _merge_errors(into: dict[str, str], more: dict[str, str]) -> None:
+    for request_id, reason in more.items():
+        into.setdefault(request_id, reason)  # the lowest rank's reason: ranks fail together, for one cause
+
+
+def _merge_stats(joined: KVConnectorOutput, output: KVConnectorOutput) -> None:
+    if output.kv_connector_stats is None:
+        return
+    if joined.kv_connector_stats is None:
+        joined.kv_connector_stats = output.kv_connector_stats
+    else:
+        joined.kv_connector_stats = joined.kv_connector_stats.aggregate(output.kv_connector_stats)

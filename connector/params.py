@@ -1,0 +1,150 @@
+"""`kv_transfer_params`: what a router carries from the producer's answer to the consumer's request.
+
+To a prefill node: `{"do_remote_decode": true}`. It answers with what `offer_params` makes; the router hands
+that to a decode node unchanged. The names are vLLM's where vLLM has one. Keys that are not ours are
+ignored, because proxies add some; ours are checked strictly, because anybody can write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..transports.errors import InvalidTransferParamsError
+from .handoff.events import BlockTables, RemoteOffer
+from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_TEXT_CHARS
+
+__all__ = ["TransferWish", "offer_params", "parse_transfer_params"]
+
+_MAX_RANKS = 1024
+_MAX_INT32 = 2**31 - 1
+_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True)
+class TransferWish:
+    """What a request asks of its node.
+
+    Attributes:
+        offer_result: Offer the prompt's blocks to another node when the request has finished.
+        load_from: The offer to load the prompt's blocks from; None to compute them here.
+    """
+
+    offer_result: bool = False
+    load_from: RemoteOffer | None = None
+
+
+def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
+    """Read a request's `kv_transfer_params`; None asks for nothing.
+
+    Raises:
+        InvalidTransferParamsError: a value is missing, of the wrong type, or out of bounds; it names the key.
+    """
+    if params is None:
+        return TransferWish()
+    if not isinstance(params, Mapping):
+        raise _error("kv_transfer_params", params, "it must be an object")
+    load_from = _remote_offer(params) if _flag(params, "do_remote_prefill") else None
+    return TransferWish(_flag(params, "do_remote_decode"), load_from)
+
+
+def offer_params(offer: RemoteOffer) -> dict[str, Any]:
+    """Say what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": offer.engine_id,
+        "remote_epoch": f"{offer.epoch:x}",
+        "remote_request_id": offer.request_id,
+        "remote_lease": offer.lease,
+        "remote_addresses": list(offer.addresses),
+        "remote_num_tokens": offer.num_tokens,
+        "remote_block_ids": [list(table) for table in offer.block_ids],
+        "tp_size": len(offer.addresses),
+    }
+
+
+def _remote_offer(params: Mapping[str, Any]) -> RemoteOffer:
+    addresses = _addresses(params)
+    _integer(params, "tp_size", len(addresses), len(addresses))
+    return RemoteOffer(
+        engine_id=_text(params, "remote_engine_id"),
+        epoch=_epoch(params),
+        request_id=_text(params, "remote_request_id"),
+        lease=_integer(params, "remote_lease", 1, MAX_LEASE),
+        addresses=addresses,
+        num_tokens=_integer(params, "remote_num_tokens", 1, _MAX_INT32),
+        block_ids=_block_tables(params),
+    )
+
+
+def _flag(params: Mapping[str, Any], key: str) -> bool:
+    value = params.get(key)
+    if value is None:
+        return False  # vLLM's proxies send null for what they do not set
+    if not isinstance(value, bool):
+        raise _error(key, value, "it must be true or false")
+    return value
+
+
+def _text(params: Mapping[str, Any], key: str) -> str:
+    value = params.get(key)
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_TEXT_CHARS:
+        raise _error(key, value, f"it must be a string of 1 to {MAX_TEXT_CHARS} characters")
+    return value
+
+
+def _integer(params: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    value = params.get(key)
+    if type(value) is not int or not low <= value <= high:
+        wanted = f"{low}" if low == high else f"an integer from {low} to {high}"
+        raise _error(key, value, f"it must be {wanted}")
+    return value
+
+
+def _epoch(params: Mapping[str, Any]) -> int:
+    value = params.get("remote_epoch")
+    if isinstance(value, str) and re.fullmatch("[0-9a-fA-F]{1,16}", value):
+        epoch = int(value, 16)
+        if 1 <= epoch <= MAX_EPOCH:
+            return epoch
+    raise _error("remote_epoch", value, f"it must be a hexadecimal string from 1 to {MAX_EPOCH:x}")
+
+
+def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:
+    value = params.get("remote_addresses")
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_RANKS:
+        raise _error("remote_addresses", value, f"it must be a list of 1 to {_MAX_RANKS} addresses")
+    for address in value:
+        if not isinstance(address, str) or not 1 <= len(address) <= MAX_TEXT_CHARS:
+            raise _error("remote_addresses", value, "each address must be a string that is not empty")
+    return tuple(value)
+
+
+def _block_tables(params: Mapping[str, Any]) -> BlockTables:
+    key, value = "remote_block_ids", params.get("remote_block_ids")
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_GROUPS:
+        raise _error(key, value, f"it must be a list of 1 to {MAX_GROUPS} lists of block ids")
+    for table in value:
+        if not isinstance(table, list | tuple) or len(table) > MAX_GROUP_BLOCKS:
+            raise _error(key, value, f"each group must be a list of at most {MAX_GROUP_BLOCKS} block ids")
+        if any(type(block) is not int or not 0 <= block <= _MAX_INT32 for block in table):
+            raise _error(key, value, f"each block id must be an integer from 0 to {_MAX_INT32}")
+    return tuple(tuple(table) for table in value)
+
+
+def _error(key: str, value: object, why: str) -> InvalidTransferParamsError:
+    text = "is missing" if value is None else f"is {_shown(value)}"
+    return InvalidTransferParamsError(
+        f"kv_transfer_params: {key} {text}: {why}", key=key, value=_shown(value)
+    )
+
+
+def _shown(value: object) -> str:
+    # A long list is not turned into text as a whole only to be cut: the value may be megabytes.
+    if isinstance(value, list | tuple | dict | str) and len(value) > _SHOWN_CHARS:
+        return f"{type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
