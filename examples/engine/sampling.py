@@ -1,0 +1,71 @@
+"""The next token of each request of a batch, from the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .types import SamplingParams
+
+__all__ = ["TokenSampler", "sample"]
+
+
+class TokenSampler:
+    """How one request draws its tokens: its parameters and its own stream of random numbers.
+
+    The stream belongs to the request, so a seed gives the same answer whatever else is in the batch.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.generator = torch.Generator(device="cpu")
+        if params.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(params.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0.0
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
+    """Choose a token for each row.
+
+    Args:
+        logits: `(num_requests, vocab_size)`, any float type, any device.
+        samplers: One for each row.
+
+    Returns:
+        Token ids, one for each row.
+    """
+    tokens = logits.argmax(dim=-1)
+    random_rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
+    if random_rows:
+        rows = torch.tensor(random_rows, device=logits.device)
+        tokens[rows] = _sample_random(logits[rows].float(), [samplers[row] for row in random_rows])
+    return [int(token) for token in tokens.tolist()]
+
+
+def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:
+    """Draw from `(num_requests, vocab_size)` float32 logits; returns `(num_requests,)` token ids."""
+    column = {"dtype": torch.float32, "device": logits.device}
+    temperature = torch.tensor([s.params.temperature for s in samplers], **column).unsqueeze(1)
+    top_p = torch.tensor([s.params.top_p for s in samplers], **column).unsqueeze(1)
+    # Shifted first: a tiny temperature would otherwise turn large logits into infinities.
+    shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
+    # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p, one request's stream a row.
+    races = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in samplers])
+    return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
+
+
+def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zero what lies outside each row's smallest set that reaches `top_p`; its most likely token always stays."""
+    if bool((top_p >= 1.0).all()):
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    kept = ordered.masked_fill((mass_before >= top_p) & (top_p < 1.0), 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, kept)

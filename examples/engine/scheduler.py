@@ -1,0 +1,295 @@
+"""Which requests compute which tokens in the next step.
+
+A request holds blocks while it is *loading*, *ready* or *running*; together at most `max_num_seqs` do. Among those
+that compete for blocks the oldest wins: it takes them from the newest, which is recomputed later. The newest itself
+waits for blocks rather than give up its own, so the oldest can always go on, unless blocks are on loan to another
+node; those come back by themselves, at the latest when their lease runs out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvferry.connector.base import KVConnectorBase
+from kvferry.connector.config import EngineConfig
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.runner_mixin.kv_cache import KVCacheManager
+
+from .handoffs import Handoffs
+from .request import Request, RequestStatus
+from .step import ScheduledRequest, StepOutcome, StepPlan
+from .types import FinishReason
+
+__all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Draft:
+    """A step while it is being put together."""
+
+    num_free_tokens: int
+    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+    pool_is_full: bool = False
+
+    def add(self, item: ScheduledRequest) -> None:
+        self.scheduled[item.request.request_id] = item
+        self.num_free_tokens -= item.num_new_tokens
+
+    def remove(self, request_id: str) -> None:
+        self.preempted.add(request_id)
+        if item := self.scheduled.pop(request_id, None):
+            self.num_free_tokens += item.num_new_tokens
+
+
+class Scheduler:
+    """The queues of a node. One thread calls it, in turn `plan` and `update`; `add` and `finish` between the two.
+
+    Args:
+        connector: The scheduler half of the node's connector, if it has one.
+    """
+
+    def __init__(
+        self, config: EngineConfig, manager: KVCacheManager, connector: KVConnectorBase | None
+    ) -> None:
+        self._limits = config.scheduler
+        self._fails_on_load_error = (
+            config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail"
+        )
+        self._manager = manager
+        self.handoffs = Handoffs(connector)
+        self.waiting: deque[Request] = deque()
+        self.ready: list[Request] = []
+        self.running: list[Request] = []
+        self._finished_ids: set[str] = set()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: a request is alive, a transfer pends, or an end is still to be told."""
+        is_alive = self.waiting or self.ready or self.running
+        must_tell = self.handoffs.has_connector and self._finished_ids
+        return bool(is_alive or must_tell or self.handoffs.is_pending)
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """Requests that are not finished."""
+        return [*self.running, *self.ready, *self.handoffs.loading.values(), *self.waiting]
+
+    def add(self, request: Request) -> None:
+        """Accept a request.
+
+        Raises:
+            ConnectorError: its `kv_transfer_params` are malformed; it was not accepted.
+        """
+        self.handoffs.on_new_request(request)
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
+        """End a request wherever it stands; blocks that a transfer still uses stay out of the pool until it ended.
+
+        Returns:
+            `kv_transfer_params` for the client.
+        """
+        self._forget(request)
+        request.finish_reason = reason
+        request.status = RequestStatus.FINISHED
+        block_ids = self._manager.get_block_ids(request.request_id)
+        keep_blocks, params = self.handoffs.on_finished(request, block_ids)
+        if keep_blocks:
+            self._manager.pin(request.request_id)
+        self._manager.free(request.request_id)
+        self._finished_ids.add(request.request_id)
+        return params
+
+    def _forget(self, request: Request) -> None:
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        elif request.status is RequestStatus.READY:
+            self.ready.remove(request)
+        elif request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+
+    # -- the next step -------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Decide the next step, and allocate the slots that it needs."""
+        draft = _Draft(self._limits.max_num_batched_tokens)
+        self._plan_running(draft)
+        self._plan_ready(draft)
+        if not draft.pool_is_full:
+            self._plan_waiting(draft)
+        finished, self._finished_ids = self._finished_ids, set()
+        plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
+        return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
+
+    def _plan_running(self, draft: _Draft) -> None:
+        # A long prompt must not keep those waiting that need one token each.
+        decodes_first = sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1)
+        for request in decodes_first:
+            if draft.num_free_tokens == 0:
+                return
+            if request.status is RequestStatus.RUNNING:  # it was not preempted for one before it
+                self._try_schedule(request, draft)
+
+    def _plan_ready(self, draft: _Draft) -> None:
+        for request in list(self.ready):
+            if draft.num_free_tokens == 0:
+                return
+            if request.status is RequestStatus.READY and self._try_schedule(request, draft):
+                self.ready.remove(request)
+                self._run(request)
+                self.handoffs.on_allocated(request, self._manager.get_block_ids(request.request_id), 0)
+
+    def _try_schedule(self, request: Request, draft: _Draft) -> bool:
+        """Schedule a request that holds blocks; takes blocks from newer ones if it must."""
+        num_new_tokens = min(request.num_uncomputed_tokens, draft.num_free_tokens)
+        while self._manager.allocate_slots(request, num_new_tokens) is None:
+            draft.pool_is_full = True
+            newest = max(self.running + self.ready, key=lambda other: other.figures.arrival_s)
+            if newest is request:
+                return False
+            self._preempt(newest, draft)
+        self._draft(request, num_new_tokens, draft)
+        return True
+
+    def _draft(self, request: Request, num_new_tokens: int, draft: _Draft) -> None:
+        block_ids = self._manager.get_block_ids(request.request_id)
+        draft.add(ScheduledRequest(request, num_new_tokens, block_ids))
+
+    def _run(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def _preempt(self, request: Request, draft: _Draft) -> None:
+        logger.debug("preempt %s: the pool is full", request)
+        self._forget(request)
+        draft.remove(request.request_id)
+        self._manager.free(request.request_id)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.figures.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    # -- requests without blocks ---------------------------------------------------------------------
+
+    def _plan_waiting(self, draft: _Draft) -> None:
+        not_yet: list[Request] = []
+        while self.waiting and draft.num_free_tokens > 0 and self._num_holders < self._limits.max_num_seqs:
+            request = self.waiting[0]
+            local_blocks, num_local = self._manager.get_computed_blocks(request)
+            num_external, is_async = self.handoffs.num_loadable_tokens(request, num_local)
+            if num_external is None:
+                not_yet.append(self.waiting.popleft())
+                continue
+            num_uncomputed = request.num_tokens - num_local - num_external
+            num_new_tokens = 0 if is_async else min(num_uncomputed, draft.num_free_tokens)
+            if not self._manager.allocate_slots(
+                request, num_new_tokens, computed_blocks=local_blocks, num_external_tokens=num_external
+            ):
+                break
+            self.waiting.popleft()
+            self._start(request, num_local, num_external, num_new_tokens, draft)
+        self.waiting.extendleft(reversed(not_yet))
+
+    def _start(
+        self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: _Draft
+    ) -> None:
+        """A request has its first blocks: it loads, if there is nothing to compute for it yet, or runs."""
+        if request.figures.num_preemptions == 0:
+            request.figures.num_cached_tokens = num_local
+        request.num_computed_tokens = num_local
+        block_ids = self._manager.get_block_ids(request.request_id)
+        self.handoffs.on_allocated(request, block_ids, num_external)
+        request.figures.num_loaded_tokens += num_external
+        if num_new_tokens == 0:
+            request.status = RequestStatus.LOADING
+            self.handoffs.loading[request.request_id] = request
+            return
+        request.num_computed_tokens += num_external
+        self._run(request)
+        self._draft(request, num_new_tokens, draft)
+
+    @property
+    def _num_holders(self) -> int:
+        return len(self.running) + len(self.ready) + len(self.handoffs.loading)
+
+    # -- what the step brought -----------------------------------------------------------------------
+
+    def update(
+        self, plan: StepPlan, sampled: Mapping[str, int], report: KVConnectorOutput | None
+    ) -> StepOutcome:
+        """Take in a step's results.
+
+        Args:
+            sampled: Request id → token, for the scheduled requests that yield one.
+            report: What the connector's worker half said, None without a connector.
+        """
+        outcome = StepOutcome()
+        cut = self._apply_report(report, outcome) if report is not None else set()
+        for item in plan.scheduled:
+            request = item.request
+            if request.request_id in cut:
+                continue  # it was computed on top of blocks that hold nothing
+            yields_token = item.yields_token
+            request.num_computed_tokens += item.num_new_tokens
+            self._manager.cache_blocks(request, request.num_computed_tokens)
+            if yields_token:
+                request.append_token(sampled[request.request_id])
+                outcome.new_tokens.append(request)
+        return outcome
+
+    def _apply_report(self, report: KVConnectorOutput, outcome: StepOutcome) -> set[str]:
+        """Act on what the worker half said; returns the running requests whose step is void."""
+        loading = {
+            request_id: set().union(*self._manager.get_block_ids(request_id)) - {0}
+            for request_id in self.handoffs.loading
+        }
+        ended = self.handoffs.apply(report, loading)
+        for request_id in ended.released:
+            self._manager.unpin(request_id)
+        for request in ended.loaded:
+            self._end_load(request)
+        valid_tokens = self._manager.invalidate_blocks(ended.invalid_block_ids)
+        for request, why in ended.failed:
+            self._end_failed_load(request, why, valid_tokens, outcome)
+        return self._cut_running(report, valid_tokens, outcome)
+
+    def _end_load(self, request: Request) -> None:
+        request.num_computed_tokens += request.figures.num_loaded_tokens
+        self._manager.cache_blocks(request, request.num_computed_tokens)
+        # Whatever was loaded, the next token comes from the last one's logits: that one is computed here.
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._make_ready(request)
+
+    def _end_failed_load(
+        self, request: Request, why: str, valid_tokens: Mapping[str, int], outcome: StepOutcome
+    ) -> None:
+        request.num_computed_tokens = valid_tokens.get(request.request_id, request.num_computed_tokens)
+        request.figures.num_loaded_tokens = 0
+        self._make_ready(request)
+        if self._fails_on_load_error:
+            outcome.failed.append((request, f"the KV cache of the prompt could not be loaded: {why}"))
+        else:
+            logger.warning("%s: %s; its prompt is computed here instead", request.request_id, why)
+
+    def _make_ready(self, request: Request) -> None:
+        request.status = RequestStatus.READY
+        self.ready.append(request)
+
+    def _cut_running(
+        self, report: KVConnectorOutput, valid_tokens: Mapping[str, int], outcome: StepOutcome
+    ) -> set[str]:
+        """Requests that ran on synchronously loaded blocks whose load failed go back to their valid prefix."""
+        cut = {request.request_id: request for request in self.running if request.request_id in valid_tokens}
+        for request_id, request in cut.items():
+            request.num_computed_tokens = min(request.num_computed_tokens, valid_tokens[request_id])
+            if self._fails_on_load_error:
+                why = report.load_errors.get(request_id, "the load failed")
+                outcome.failed.append((request, f"the KV cache of the prompt could not be loaded: {why}"))
+        return set(cut)

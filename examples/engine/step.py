@@ -1,0 +1,62 @@
+"""What one step computes: made by the scheduler, read by connector, mixin and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.connector.base import KVConnectorMetadata
+
+from .request import Request
+
+__all__ = ["ScheduledRequest", "StepOutcome", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """Tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)` of a request, and its block table.
+
+    Attributes:
+        block_ids: One list per KV cache group, with slots for all these tokens.
+    """
+
+    request: Request
+    num_new_tokens: int
+    block_ids: tuple[list[int], ...]
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether all known tokens are computed afterwards, so that the next one can be sampled."""
+        return self.num_new_tokens == self.request.num_uncomputed_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. It is the `SchedulerOutput` of the connector's interface.
+
+    Attributes:
+        scheduled: What to compute, each request once.
+        finished_req_ids: Requests that finished since the previous step.
+        preempted_req_ids: Requests that lost their blocks in this step.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    kv_connector_metadata: KVConnectorMetadata | None = None
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step brought.
+
+    Attributes:
+        new_tokens: Requests that have a new token, already appended.
+        failed: Requests that cannot go on, and why; they are still to be finished.
+    """
+
+    new_tokens: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
