@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..transports.errors import InvalidTransferParamsError
 from .handoff.events import BlockTables, RemoteOffer
@@ -21,6 +21,7 @@ __all__ = ["TransferWish", "offer_params", "parse_transfer_params"]
 _MAX_RANKS = 1024
 _MAX_INT32 = 2**31 - 1
 _SHOWN_CHARS = 80
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,14 @@ def _flag(params: Mapping[str, Any], key: str) -> bool:
 
 def _text(params: Mapping[str, Any], key: str) -> str:
     value = params.get(key)
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_TEXT_CHARS:
+    if not _is_text(value):
         raise _error(key, value, f"it must be a string of 1 to {MAX_TEXT_CHARS} characters")
-    return value
+    return cast(str, value)
+
+
+def _is_text(value: object) -> bool:
+    # A lone surrogate is a string to JSON, but could not be sent to the peer.
+    return isinstance(value, str) and 1 <= len(value) <= MAX_TEXT_CHARS and not _SURROGATE.search(value)
 
 
 def _integer(params: Mapping[str, Any], key: str, low: int, high: int) -> int:
@@ -117,9 +123,8 @@ def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:
     value = params.get("remote_addresses")
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_RANKS:
         raise _error("remote_addresses", value, f"it must be a list of 1 to {_MAX_RANKS} addresses")
-    for address in value:
-        if not isinstance(address, str) or not 1 <= len(address) <= MAX_TEXT_CHARS:
-            raise _error("remote_addresses", value, "each address must be a string that is not empty")
+    if not all(map(_is_text, value)):
+        raise _error("remote_addresses", value, f"each must be a string of 1 to {MAX_TEXT_CHARS} characters")
     return tuple(value)
 
 
