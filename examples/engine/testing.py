@@ -1,0 +1,88 @@
+"""Tiny models with random weights, written as ordinary folders: for tests, and for trying things without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from .progress import quiet_loading
+
+__all__ = ["FAMILIES", "write_tiny_model"]
+
+_EOS = "<eos>"
+_COMMON = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    # Wide enough that the greedy token does not hang on the last bit of a sum.
+    "initializer_range": 0.3,
+}
+
+#: Family → what its configuration has beside the common part.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+}
+
+
+def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a model of a family: random weights, and a tokenizer that has a token for each byte and one end token.
+
+    Args:
+        seed: Of the weights; the same seed writes the same model.
+        overrides: Fields of the configuration that should differ.
+    """
+    settings = {**_COMMON, **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = settings["eos_token_id"]
+    with quiet_loading():
+        model.save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {_EOS: len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)
+    wrapped.chat_template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
+    return wrapped

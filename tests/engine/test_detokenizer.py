@@ -1,0 +1,78 @@
+"""Text comes out whole, once, and never past a stop text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.detokenizer import IncrementalDetokenizer, StopMatcher
+
+
+class ByteDecoder:
+    """A token a byte; token 256 is special."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
+
+
+def test_the_pieces_together_are_the_text_and_each_piece_is_whole_characters() -> None:
+    text = "naïve café 🚢 über"
+    detokenizer = IncrementalDetokenizer(ByteDecoder(), list(b"prompt"))
+    pieces = [detokenizer.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert detokenizer.flush() == ""
+
+
+def test_a_character_that_stays_incomplete_comes_out_at_the_end() -> None:
+    detokenizer = IncrementalDetokenizer(ByteDecoder(), [])
+    assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_add_no_text() -> None:
+    detokenizer = IncrementalDetokenizer(ByteDecoder(), [])
+    assert [detokenizer.push(token) for token in (65, 256, 66)] == ["A", "", "B"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stop_text_may_cross_pieces(size: int) -> None:
+    matcher = StopMatcher(["<end>", "STOP"])
+    text = "say <en and ST, then STOP and more <end>"
+    out = "".join(matcher.push(text[at : at + size]) for at in range(0, len(text), size))
+    assert out == "say <en and ST, then "
+    assert matcher.matched
+    assert matcher.flush() == ""
+
+
+def test_what_might_begin_a_stop_text_is_held_back_until_it_does_not() -> None:
+    matcher = StopMatcher(["abc"])
+    assert matcher.push("xab") == "x"
+    assert matcher.push("d") == "abd"
+    assert matcher.push("ab") == ""
+    assert matcher.flush() == "ab"
+
+
+def test_the_first_of_several_stop_texts_wins() -> None:
+    matcher = StopMatcher(["later", "now"])
+    assert matcher.push("do it now or later") == "do it "
+
+
+def test_without_stop_texts_nothing_is_held_back() -> None:
+    assert StopMatcher([]).push("anything") == "anything"
+
+
+def test_random_pieces_give_what_a_search_of_the_whole_text_gives() -> None:
+    random_numbers = random.Random(7)
+    for _ in range(300):
+        text = "".join(random_numbers.choices("ab", k=20))
+        stops = ["".join(random_numbers.choices("ab", k=random_numbers.randint(2, 5))) for _ in range(2)]
+        matcher = StopMatcher(stops)
+        out = "".join(matcher.push(character) for character in text) + matcher.flush()
+        # A stop text that ends first wins: what comes later has not been generated when it is seen.
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        seen = text[: min(ends)] if ends else text
+        cuts = [seen.find(stop) for stop in stops if stop in seen]
+        assert out == (seen[: min(cuts)] if cuts else text)
