@@ -10,9 +10,10 @@ A runtime turns transport events into these calls, and orders into calls of `pro
 
 from __future__ import annotations
 
-from ...transports.errors import KVTransferError
+from ...transports.errors import KVTransferError, ProtocolError, VersionMismatchError
 from .consumer import ConsumerProtocol
-from .events import Action
+from .events import Action, Disconnect
+from .messages import ConsumerMessage, decode
 from .producer import ProducerProtocol
 
 __all__ = ["NodeProtocol"]
@@ -36,11 +37,19 @@ class NodeProtocol:
 
     def peer_failed(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
         """A peer misbehaved, or nothing can be sent to it: drop it."""
-        raise NotImplementedError
+        return [Disconnect(peer_id), *self.peer_lost(peer_id, error, now)]
 
     def message_received(self, peer_id: int, data: bytes, now: float) -> list[Action]:
         """A message came. A peer that sends what the protocol forbids is dropped."""
-        raise NotImplementedError
+        try:
+            message = decode(data)
+        except VersionMismatchError as error:
+            return [*self.producer.greet(peer_id), *self.consumer.peer_lost(peer_id, error, now)]
+        except ProtocolError as error:
+            return self.peer_failed(peer_id, error, now)
+        if isinstance(message, ConsumerMessage):
+            return self.producer.receive(peer_id, message, now)
+        return self.consumer.receive(peer_id, message, now)
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""

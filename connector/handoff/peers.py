@@ -1,0 +1,190 @@
+"""The consumer's peers: one producer an address, from the wish to connect to a finished handshake."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...transports.errors import IncompatiblePeerError, ProtocolError
+from ..compatibility import require_compatible
+from ..layout import KVLayout
+from ..plan import Planner
+from .config import HandoffConfig
+from .events import Action, Connect, Disconnect, Identity, Send
+from .messages import PROTOCOL_VERSION, Hello, Welcome
+
+__all__ = ["PeerSession", "Peers"]
+
+#: In place of a peer id: the runtime has not told it yet.
+_UNKNOWN = -1
+
+
+@dataclass
+class PeerSession:
+    """A producer whose handshake is done.
+
+    Attributes:
+        planner: Its pool, paired with ours.
+        next_heartbeat: When its leases are to be renewed; infinity while there are none.
+    """
+
+    peer_id: int
+    engine_id: str
+    epoch: int
+    planner: Planner
+    next_heartbeat: float = math.inf
+
+
+@dataclass
+class _Connecting:
+    """Until `deadline`, a connection is made and hands are shaken."""
+
+    deadline: float
+    failures: int
+    peer_id: int = _UNKNOWN
+
+
+@dataclass
+class _Resting:
+    """After a failure: nobody connects before `until`. Somebody who `is_wanted` is connected to then."""
+
+    until: float
+    failures: int
+    is_wanted: bool = False
+
+
+class Peers:
+    """Producers by address.
+
+    An address is unknown, connecting, ready (it has a session) or resting. A connection that fails rests
+    for a time that doubles with each failure; whoever wants the address meanwhile waits for the next attempt,
+    so a claim waits at most `max_backoff_s + connect_timeout_s` for its session.
+    """
+
+    def __init__(self, identity: Identity, config: HandoffConfig) -> None:
+        self._identity = identity
+        self._config = config
+        self._states: dict[str, _Connecting | PeerSession | _Resting] = {}
+        self._address_of: dict[int, str] = {}
+
+    def session(self, address: str) -> PeerSession | None:
+        """The session with this address, if hands are shaken."""
+        state = self._states.get(address)
+        return state if isinstance(state, PeerSession) else None
+
+    def sessions(self) -> list[tuple[str, PeerSession]]:
+        """All sessions, by address."""
+        return [(key, state) for key, state in self._states.items() if isinstance(state, PeerSession)]
+
+    def address_of(self, peer_id: int) -> str | None:
+        """The address of a peer that is connecting or ready."""
+        return self._address_of.get(peer_id)
+
+    # -- one address -----------------------------------------------------------------------------------
+
+    def want(self, address: str, now: float) -> list[Action]:
+        """See to it that the address becomes ready, or fails."""
+        state = self._states.get(address)
+        if state is None:
+            return self._connect(address, 0, now)
+        if isinstance(state, _Resting):
+            state.is_wanted = True
+            return self._end_rest(address, state, now)
+        return []
+
+    def started(self, address: str, peer_id: int) -> list[Action]:
+        """The connection that was asked for goes by this peer id."""
+        state = self._states.get(address)
+        if not isinstance(state, _Connecting) or state.peer_id != _UNKNOWN:
+            return [Disconnect(peer_id)]  # it took so long that nobody waits for it any more
+        state.peer_id = peer_id
+        self._address_of[peer_id] = address
+        return []
+
+    def greet(self, peer_id: int) -> list[Action]:
+        """The connection is made: shake hands."""
+        me = self._identity
+        return [Send(peer_id, Hello(PROTOCOL_VERSION, me.engine_id, me.epoch, me.digest))]
+
+    def welcome(self, address: str, welcome: Welcome) -> PeerSession:
+        """End the handshake: digest first, then the fields, and only then the layout.
+
+        Raises:
+            IncompatiblePeerError: the peer's cache cannot be read into ours; names the field.
+            ProtocolError: the layout is malformed, or hands were shaken before.
+        """
+        state = self._states[address]
+        if not isinstance(state, _Connecting):
+            raise ProtocolError("a second Welcome")
+        mine = self._identity
+        if welcome.digest != mine.digest:
+            require_compatible(mine.fields, welcome.fields)
+            raise IncompatiblePeerError(field="digest", local=mine.digest, remote=welcome.digest)
+        planner = Planner(mine.layout, KVLayout.from_plain(welcome.layout))
+        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, planner)
+        self._states[address] = session
+        return session
+
+    def fail(self, address: str, now: float) -> list[Action]:
+        """Drop a peer that is connecting or ready, and let the address rest."""
+        state = self._states.get(address)
+        if state is None or isinstance(state, _Resting):
+            return []
+        failures = 1 + (state.failures if isinstance(state, _Connecting) else 0)
+        rest = min(self._config.backoff_s * 2.0 ** min(failures - 1, 32), self._config.max_backoff_s)
+        self._states[address] = _Resting(now + rest, failures)
+        if state.peer_id == _UNKNOWN:
+            return []
+        del self._address_of[state.peer_id]
+        return [Disconnect(state.peer_id)]
+
+    # -- all of them -----------------------------------------------------------------------------------
+
+    def overdue(self, now: float) -> list[str]:
+        """Addresses whose connection took too long."""
+        return [
+            address
+            for address, state in self._states.items()
+            if isinstance(state, _Connecting) and state.deadline <= now
+        ]
+
+    def advance(self, now: float) -> list[Action]:
+        """Connect to what is wanted and has rested; forget what nobody wanted."""
+        resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
+        return [action for address, state in resting for action in self._end_rest(address, state, now)]
+
+    def next_deadline(self) -> float:
+        """When `overdue`, `advance` or a heartbeat is due."""
+        return min((self._deadline(state) for state in self._states.values()), default=math.inf)
+
+    def close(self) -> list[Action]:
+        """Drop every peer."""
+        actions: list[Action] = [Disconnect(peer_id) for peer_id in self._address_of]
+        self._states.clear()
+        self._address_of.clear()
+        return actions
+
+    def _connect(self, address: str, failures: int, now: float) -> list[Action]:
+        timeout_s = self._config.connect_timeout_s
+        self._states[address] = _Connecting(now + timeout_s, failures)
+        return [Connect(address, timeout_s)]
+
+    def _end_rest(self, address: str, state: _Resting, now: float) -> list[Action]:
+        if now < self._deadline(state):
+            return []
+        if state.is_wanted:
+            return self._connect(address, state.failures, now)
+        del self._states[address]
+        return []
+
+    def _deadline(self, state: _Connecting | PeerSession | _Resting) -> float:
+        match state:
+            case _Connecting():
+                return state.deadline
+            case PeerSession():
+                return state.next_heartbeat
+            case _Resting(is_wanted=True):
+                return state.until
+            case _Resting():
+                # Kept a little longer than it rests, so that failures that follow each other are counted.
+                return state.until + self._config.max_backoff_s
