@@ -10,7 +10,9 @@ from typing import Any, Literal, Self, get_args
 from ..transports.errors import ConfigurationError
 
 __all__ = [
+    "AttentionLayerConfig",
     "CacheConfig",
+    "CompilationConfig",
     "EngineConfig",
     "KVRole",
     "KVTransferConfig",
@@ -25,6 +27,27 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 
 
 @dataclass(frozen=True)
+class AttentionLayerConfig:
+    """One attention layer, as far as its KV cache depends on it. Head counts are this rank's.
+
+    Attributes:
+        name: The layer's name; its number is the only integer in it, e.g. `"model.layers.3.self_attn"`.
+        num_kv_heads: Heads of keys and of values.
+        head_size: Elements a head.
+        sliding_window: Tokens that a token sees, itself included; None: all.
+        is_decoder: False for a layer of an encoder, which keeps no cache.
+        kv_sharing_target: Name of the layer whose cache this one reads instead of its own; empty: none.
+    """
+
+    name: str
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None = None
+    is_decoder: bool = True
+    kv_sharing_target: str = ""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model, as far as its KV cache depends on it.
 
@@ -32,11 +55,13 @@ class ModelConfig:
         model: Identity of the weights: two nodes with the same string compute the same cache.
         dtype: Name of the activation dtype, e.g. `"float32"`.
         max_model_len: Longest sequence, prompt and answer together, in tokens.
+        layers: Its attention layers, in the order in which they run.
     """
 
     model: str
     dtype: str
     max_model_len: int
+    layers: tuple[AttentionLayerConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,7 @@ class CacheConfig:
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random per process.
         num_blocks_override: Number of blocks whatever the memory; 0 means as many as fit.
+        attention_backend: Name of the attention backend; `"auto"`: the best one for the device.
     """
 
     block_size: int = 16
@@ -58,6 +84,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     hash_seed: str = ""
     num_blocks_override: int = 0
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,23 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """How the model is compiled, for engines that compile it.
+
+    Attributes:
+        enable_sequence_parallelism: Between layers, each tensor-parallel rank keeps a share of the tokens.
+        full_graph: The model is one graph: it is not split at the attention layers.
+        use_graph_partition: The compiler itself partitions the graph, after its passes.
+        compile_sizes: Token counts for which a graph of its own is compiled.
+    """
+
+    enable_sequence_parallelism: bool = False
+    full_graph: bool = False
+    use_graph_partition: bool = False
+    compile_sizes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,6 +190,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
     kv_transfer: KVTransferConfig | None = None
 
 

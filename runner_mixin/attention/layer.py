@@ -1,0 +1,63 @@
+"""One attention layer of a model, over its paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..forward_context import get_forward_context
+from ..hooks import maybe_transfer_kv_layer
+from .backend import AttentionBackend, AttentionParams
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AttentionLayer"]
+
+
+class AttentionLayer:
+    """Write this step's keys and values, attend to the request's cache, with the connector's hooks around.
+
+    Args:
+        name: As in `AttentionLayerConfig`.
+        params: Heads, scale, window.
+        backend: As `AttentionSetup.attn_backends` says.
+        writes_cache: False for a layer that reads another's cache.
+
+    Attributes:
+        kv_cache: Empty until bound, then one tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: AttentionParams,
+        backend: type[AttentionBackend],
+        *,
+        writes_cache: bool = True,
+    ) -> None:
+        self.name = name
+        self.params = params
+        self.backend = backend
+        self.writes_cache = writes_cache
+        self.kv_cache: list[torch.Tensor] = []
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Run the layer for the tokens of the current forward context's step.
+
+        Args:
+            query: `(num_tokens, num_heads, head_size)`.
+            key: `(num_tokens, num_kv_heads, head_size)`; ignored by a layer that reads another's cache.
+            value: Like `key`.
+
+        Returns:
+            `(num_tokens, num_heads, head_size)`.
+
+        Raises:
+            KVTransferStateError: there is no forward context.
+        """
+        metadata = get_forward_context().attn_metadata[self.name]
+        (kv_cache,) = self.kv_cache
+        with maybe_transfer_kv_layer(self.name):
+            if self.writes_cache:
+                self.backend.write_kv(key, value, kv_cache, metadata)
+            return self.backend.attend(query, kv_cache, metadata, self.params)

@@ -1,0 +1,172 @@
+"""What attention must know of one step: a ragged batch, and each group's blocks and slots.
+
+Tokens of a step lie request after request in one flat run of `num_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..block_sizes import expand_block_table
+
+if TYPE_CHECKING:
+    from .backend import MetadataBuilder
+
+__all__ = [
+    "AttentionMetadata",
+    "CommonAttentionMetadata",
+    "StepBatch",
+    "build_attn_metadata",
+    "compute_slot_mapping",
+]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step, whatever the group.
+
+    Attributes:
+        query_start_loc: `(num_reqs + 1,)` int32, on the device: where each request's tokens begin, and the end.
+        query_start_loc_cpu: The same on the CPU.
+        seq_lens: `(num_reqs,)` int32, on the device: tokens computed before this step plus those of this step.
+        seq_lens_cpu: The same on the CPU.
+        num_computed_tokens_cpu: `(num_reqs,)` int32, on the CPU: tokens computed before this step.
+        num_reqs: Requests.
+        num_tokens: Tokens of this step.
+        max_query_len: Most tokens of one request.
+        max_seq_len: Longest sequence.
+        causal: A token sees only those before it, and itself.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    num_computed_tokens_cpu: torch.Tensor
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: bool
+
+    @classmethod
+    def from_lens(
+        cls,
+        query_lens: Sequence[int],
+        num_computed_tokens: Sequence[int],
+        device: torch.device,
+        *,
+        causal: bool = True,
+    ) -> StepBatch:
+        """Make the batch of one step.
+
+        Args:
+            query_lens: Tokens of each request in this step, at least one.
+            num_computed_tokens: Tokens of each request computed before this step.
+
+        Raises:
+            ValueError: no request, one without a token, or lists of different length.
+        """
+        queries = np.asarray(query_lens, dtype=np.int32)
+        computed = np.asarray(num_computed_tokens, dtype=np.int32)
+        if queries.shape != computed.shape or not queries.size or queries.min() < 1 or computed.min() < 0:
+            raise ValueError(
+                f"a step needs tokens of at least one request: {queries.tolist()} new, {computed.tolist()} computed"
+            )
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32))
+        seq_lens = torch.from_numpy(queries + computed)
+        return cls(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens.to(device),
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=torch.from_numpy(computed),
+            num_reqs=len(queries),
+            num_tokens=int(queries.sum()),
+            max_query_len=int(queries.max()),
+            max_seq_len=int(seq_lens.max()),
+            causal=causal,
+        )
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata(StepBatch):
+    """One step of one group.
+
+    Attributes:
+        block_table: `(num_reqs, max_blocks)` int32, on the device: kernel block ids. Only those are read that hold
+            tokens which a request's tokens see.
+        slot_mapping: `(num_tokens,)` int64, on the device: the slot of each token.
+    """
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What a backend keeps for one step of one group; a backend derives its own.
+
+    Attributes:
+        common: The batch.
+    """
+
+    common: CommonAttentionMetadata
+
+
+def build_attn_metadata(
+    metadata_builders: Sequence[MetadataBuilder],
+    batch: StepBatch,
+    block_tables: Sequence[torch.Tensor],
+    slot_mappings: Sequence[torch.Tensor],
+) -> dict[str, AttentionMetadata]:
+    """Build one step's metadata, once a group; the layers of a group share the object.
+
+    Args:
+        metadata_builders: As `init_attn_backend` made them.
+        batch: The step's requests.
+        block_tables: Per KV cache group, `(num_reqs, max_blocks)` int32 on the device: the manager's block ids.
+        slot_mappings: Per KV cache group, `(num_tokens,)` int64 on the device.
+
+    Returns:
+        Layer name → metadata.
+    """
+    shared = {f.name: getattr(batch, f.name) for f in fields(StepBatch)}
+    metadata: dict[str, AttentionMetadata] = {}
+    for builder in metadata_builders:
+        group = builder.group
+        table = block_tables[group.kv_cache_group_id]
+        common = CommonAttentionMetadata(
+            **shared,
+            block_table=expand_block_table(
+                table, group.kv_cache_spec.block_size // builder.kernel_block_size
+            ),
+            slot_mapping=slot_mappings[group.kv_cache_group_id],
+        )
+        metadata.update(dict.fromkeys(group.layer_names, builder.build(common)))
+    return metadata
+
+
+def compute_slot_mapping(block_table: torch.Tensor, batch: StepBatch, block_size: int) -> torch.Tensor:
+    """Compute the slot of each token of a step: `block_id * block_size + offset`.
+
+    Args:
+        block_table: `(num_reqs, max_blocks)` int32: the manager's block ids; its device is the result's.
+        block_size: Tokens a block of the manager.
+
+    Returns:
+        `(num_tokens,)` int64.
+    """
+    query_lens = batch.query_start_loc_cpu.diff()
+    request = torch.repeat_interleave(torch.arange(batch.num_reqs), query_lens)
+    # Position = tokens computed before + index inside the request's run.
+    shift = batch.num_computed_tokens_cpu - batch.query_start_loc_cpu[:-1]
+    positions = torch.arange(batch.num_tokens) + shift[request]
+    request, positions = request.to(block_table.device), positions.to(block_table.device)
+    blocks = block_table[request, positions // block_size].to(torch.int64)
+    return blocks * block_size + positions % block_size

@@ -1,0 +1,88 @@
+"""Which attention backend a node uses: by name, or the best one that its device has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ...transports.errors import BackendUnavailableError, ConfigurationError
+from .backend import AttentionBackend
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["attention_backend_names", "register_attention_backend", "select_attention_backend"]
+
+#: Name → `module:class`, best first. Loaded when asked for.
+_BACKENDS = {
+    "FLASHINFER": "kvferry.runner_mixin.attention.flashinfer_backend:FlashInferBackend",
+    "TORCH": "kvferry.runner_mixin.attention.torch_backend:TorchAttentionBackend",
+}
+
+
+def attention_backend_names() -> tuple[str, ...]:
+    """The backends that can be named, best first; not all can work on every device."""
+    return tuple(_BACKENDS)
+
+
+def register_attention_backend(name: str, path: str) -> None:
+    """Make an out-of-tree backend known; `"auto"` chooses it only when no other can work.
+
+    Args:
+        name: As users write it; an earlier backend of the same name is replaced.
+        path: `module:class`.
+    """
+    _BACKENDS[name] = path
+
+
+def select_attention_backend(device: torch.device, name: str = "auto") -> type[AttentionBackend]:
+    """Choose a backend.
+
+    Args:
+        device: Where the cache is.
+        name: A backend's name in any case, or `"auto"`.
+
+    Raises:
+        ConfigurationError: no backend has this name, or its class cannot be loaded.
+        BackendUnavailableError: it cannot work on `device`; says why.
+    """
+    if name == "auto":
+        return _first_available(device)
+    path = _BACKENDS.get(name) or _BACKENDS.get(name.upper())
+    if path is None:
+        raise ConfigurationError(
+            f"unknown attention backend {name!r}; known: auto, {', '.join(_BACKENDS)}",
+            key="attention_backend",
+            value=name,
+        )
+    backend = _load(name, path)
+    reason = backend.get_unavailable_reason(device)
+    if reason:
+        raise BackendUnavailableError(f"attention backend {name} cannot work on {device}: {reason}")
+    return backend
+
+
+def _first_available(device: torch.device) -> type[AttentionBackend]:
+    reasons = []
+    for name, path in _BACKENDS.items():
+        backend = _load(name, path)
+        reason = backend.get_unavailable_reason(device)
+        if not reason:
+            return backend
+        reasons.append(f"{name}: {reason}")
+    raise BackendUnavailableError(f"no attention backend works on {device}: {'; '.join(reasons)}")
+
+
+def _load(name: str, path: str) -> type[AttentionBackend]:
+    module, _, attribute = path.partition(":")
+    try:
+        backend = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"attention backend {name!r} cannot be loaded from {path!r}: {error}",
+            key="attention_backend",
+            value=name,
+        ) from error
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise ConfigurationError(f"{path!r} is not an AttentionBackend", key="attention_backend", value=name)
+    return backend

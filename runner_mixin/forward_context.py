@@ -1,0 +1,77 @@
+"""What a layer may know of the step it runs in, without a handle to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..transports.errors import KVTransferStateError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .attention.metadata import AttentionMetadata
+
+__all__ = [
+    "EMPTY_FORWARD_CONTEXT",
+    "ForwardContext",
+    "LayerWithCache",
+    "get_forward_context",
+    "set_forward_context",
+]
+
+
+class LayerWithCache(Protocol):
+    """A layer that keeps keys and values, or a state.
+
+    Attributes:
+        kv_cache: Empty until `bind_kv_cache`, then one tensor: the layer's cache in logical order.
+    """
+
+    kv_cache: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One step.
+
+    Attributes:
+        layers: Layer name → layer.
+        attn_metadata: Layer name → the step's metadata; layers of one group share one object.
+    """
+
+    layers: Mapping[str, LayerWithCache] = field(default_factory=dict)
+    attn_metadata: Mapping[str, AttentionMetadata] = field(default_factory=dict)
+
+
+#: A step without a forward pass.
+EMPTY_FORWARD_CONTEXT = ForwardContext()
+
+_current: ContextVar[ForwardContext] = ContextVar("kvferry_forward_context")
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make `context` the current one, in this thread, for the length of a `with`."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def get_forward_context() -> ForwardContext:
+    """Return the current step.
+
+    Raises:
+        KVTransferStateError: this thread is in no step.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise KVTransferStateError(
+            "no forward context: run the step inside `with set_forward_context(...)`"
+        ) from None

@@ -1,0 +1,73 @@
+"""Caches of a runner that may have a connector: allocated as it prefers, bound, and made known to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from . import state
+from .hybrid_uniform import allocate_hybrid_uniform_kv_caches, use_hybrid_uniform_kv_cache
+from .kv_caches import AttentionSetup, allocate_per_layer_kv_caches, share_and_bind
+from .uniform import allocate_uniform_kv_caches, use_uniform_kv_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..connector.kv_cache_specs import KVCacheConfig
+    from .forward_context import LayerWithCache
+
+__all__ = ["KVCacheLayout", "init_kv_cache_for_connector"]
+
+#: How the pool lies in memory: see `uniform.py`, `hybrid_uniform.py` and `kv_caches.py`.
+KVCacheLayout = Literal["uniform", "hybrid-uniform", "per-layer"]
+
+
+def init_kv_cache_for_connector(
+    runner_kv_caches: list[torch.Tensor],
+    forward_context: Mapping[str, LayerWithCache],
+    kv_cache_config: KVCacheConfig,
+    attention: AttentionSetup,
+    cache_dtype: str,
+    device: torch.device,
+) -> KVCacheLayout:
+    """Allocate the caches in the layout that the process's connector prefers, bind them, and register them.
+
+    A connector that prefers cross-layer blocks gets `register_cross_layers_kv_cache` for one group, and
+    `register_kv_caches` with views into one block-major buffer for several that allow it; else it gets
+    `register_kv_caches` with separate caches. Layers that only read another's cache are not registered: their
+    bytes cross once. Without a connector the layout is per layer.
+
+    Args:
+        runner_kv_caches: The runner's list, empty; filled in layer order.
+        forward_context: Layer name → layer; its `kv_cache` is set.
+        kv_cache_config: Tensors and groups.
+        attention: As `init_attn_backend` made it.
+        cache_dtype: Name of the stored dtype, or `"auto"`.
+        device: Where.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ConfigurationError: a layer has no tensor, a tensor is not whole pages, or a layer is unknown.
+        KVTransferStateError: caches are bound already.
+    """
+    groups, sizes = attention.attn_groups, attention.kernel_block_sizes
+    layout: KVCacheLayout
+    if use_uniform_kv_cache(groups, cache_dtype):
+        layout = "uniform"
+        kv_caches, cross_layers, backend = allocate_uniform_kv_caches(
+            kv_cache_config, groups, cache_dtype, device, sizes
+        )
+        state.get_kv_transfer_group().register_cross_layers_kv_cache(cross_layers, backend)
+    else:
+        if use_hybrid_uniform_kv_cache(kv_cache_config, groups, cache_dtype):
+            layout = "hybrid-uniform"
+            kv_caches = allocate_hybrid_uniform_kv_caches(kv_cache_config, groups, cache_dtype, device, sizes)
+        else:
+            layout = "per-layer"
+            kv_caches = allocate_per_layer_kv_caches(kv_cache_config, attention, device)
+        if state.has_kv_transfer_group():
+            state.get_kv_transfer_group().register_kv_caches(dict(kv_caches))
+    share_and_bind(kv_caches, forward_context, runner_kv_caches, kv_cache_config, attention)
+    return layout

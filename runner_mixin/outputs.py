@@ -1,0 +1,28 @@
+"""What a model runner returns from one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..connector.output import KVConnectorOutput
+
+__all__ = ["EMPTY_MODEL_RUNNER_OUTPUT", "ModelRunnerOutput"]
+
+
+@dataclass(frozen=True)
+class ModelRunnerOutput:
+    """One step's result of one rank.
+
+    Attributes:
+        req_ids: The requests that ran.
+        sampled_token_ids: For each of them the new tokens; empty while its prompt is not computed.
+        kv_connector_output: What the connector reported, or None when it had nothing to say.
+    """
+
+    req_ids: tuple[str, ...] = ()
+    sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+#: Shared by every step with nothing to say. Frozen; to add to it, `dataclasses.replace` it.
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

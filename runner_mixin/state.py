@@ -1,0 +1,141 @@
+"""The connector of this process: one slot, which only the mixin, the allocation and the layer hook read.
+
+The slot is process-wide because an attention layer has no handle to its runner. It remembers the process
+that filled it: after a `fork` the child has the connector's object, but none of its threads and sockets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..connector.base import KVConnectorBase, KVConnectorRole
+from ..transports.errors import KVTransferStateError
+
+if TYPE_CHECKING:
+    from ..connector.config import EngineConfig
+    from ..connector.kv_cache_specs import KVCacheConfig
+
+__all__ = [
+    "ensure_kv_transfer_initialized",
+    "ensure_kv_transfer_shutdown",
+    "get_kv_transfer_group",
+    "has_kv_transfer_group",
+    "install_kv_transfer_group",
+    "kv_transfer_group",
+]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    connector: KVConnectorBase
+    pid: int
+
+
+_slot: _Slot | None = None
+
+
+def has_kv_transfer_group() -> bool:
+    """Tell whether this process has a connector.
+
+    Raises:
+        KVTransferStateError: the connector belongs to the process that this one was forked from.
+    """
+    return _own_slot() is not None
+
+
+def get_kv_transfer_group() -> KVConnectorBase:
+    """Return this process's connector.
+
+    Raises:
+        KVTransferStateError: there is none, or it belongs to the process that this one was forked from.
+    """
+    slot = _own_slot()
+    if slot is None:
+        raise KVTransferStateError(
+            "this process has no KV connector: call ensure_kv_transfer_initialized first"
+        )
+    return slot.connector
+
+
+def install_kv_transfer_group(connector: KVConnectorBase) -> None:
+    """Make `connector` this process's; again with the same one does nothing.
+
+    Raises:
+        KVTransferStateError: another connector is installed. It stays.
+    """
+    global _slot
+    slot = _own_slot()
+    if slot is not None and slot.connector is not connector:
+        raise KVTransferStateError(
+            f"a {type(slot.connector).__name__} is installed in this process already; "
+            "shut it down with ensure_kv_transfer_shutdown first"
+        )
+    _slot = _Slot(connector, os.getpid())
+
+
+def ensure_kv_transfer_initialized(config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Create and install the worker half that `config.kv_transfer` names; nothing without one.
+
+    Called again with equal arguments it does nothing.
+
+    Raises:
+        KVTransferStateError: a connector with other settings is installed. It stays.
+        ConfigurationError: the connector or one of its options is unknown. Nothing is installed.
+    """
+    if config.kv_transfer is None:
+        return
+    slot = _own_slot()
+    if slot is not None:
+        _require_same(slot.connector, config, kv_cache_config)
+        return
+    # Imported here so that the seam itself loads no registry.
+    from ..connector.factory import KVConnectorFactory
+
+    install_kv_transfer_group(
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
+    )
+
+
+def ensure_kv_transfer_shutdown() -> None:
+    """Shut this process's connector down, if there is one, and empty the slot.
+
+    In a forked child it only empties the slot: the connector is its parent's. The slot is empty also when
+    the connector's `shutdown` raises.
+    """
+    global _slot
+    slot, _slot = _slot, None
+    if slot is not None and slot.pid == os.getpid():
+        slot.connector.shutdown()
+
+
+@contextmanager
+def kv_transfer_group(connector: KVConnectorBase) -> Iterator[KVConnectorBase]:
+    """Install `connector` for the length of a `with`, then put back what was there. Shuts nothing down."""
+    global _slot
+    before, _slot = _slot, _Slot(connector, os.getpid())
+    try:
+        yield connector
+    finally:
+        _slot = before
+
+
+def _own_slot() -> _Slot | None:
+    slot = _slot
+    if slot is not None and slot.pid != os.getpid():
+        raise KVTransferStateError(
+            f"the KV connector of this process belongs to process {slot.pid}, which forked it: "
+            "start workers with spawn, or call ensure_kv_transfer_shutdown in the child to forget it"
+        )
+    return slot
+
+
+def _require_same(connector: KVConnectorBase, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+    if connector.config != config or connector.kv_cache_config != kv_cache_config:
+        raise KVTransferStateError(
+            f"a {type(connector).__name__} with other settings is installed in this process already; "
+            "shut it down with ensure_kv_transfer_shutdown first"
+        )
