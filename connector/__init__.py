@@ -4,3 +4,82 @@ from __future__ import annotations
 
 if __name__ != "kvferry.connector":  # the same file under a second name would be a second set of classes
     raise ImportError("import kvferry.connector, not connector: `pip install -e .` first")
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .aggregator import KVOutputAggregator
+from .base import (
+    ConnectorRequest,
+    KVConnectorBase,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SchedulerOutput,
+)
+from .config import (
+    CacheConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from .factory import KVConnectorFactory
+from .kv_cache_specs import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+)
+from .output import KVConnectorOutput
+from .stats import KVConnectorStats, TransferRecord
+
+if TYPE_CHECKING:
+    from .inproc import InProcConnector
+    from .p2p import PeerToPeerConnector
+    from .shm import SharedMemoryConnector
+
+#: Imported when first asked for: they bring the protocol and the transports.
+_LAZY = {
+    "InProcConnector": ".inproc",
+    "PeerToPeerConnector": ".p2p",
+    "SharedMemoryConnector": ".shm",
+}
+
+__all__ = [
+    "AttentionSpec",
+    "CacheConfig",
+    "ConnectorRequest",
+    "EngineConfig",
+    "FullAttentionSpec",
+    "InProcConnector",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "KVConnectorBase",
+    "KVConnectorFactory",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVOutputAggregator",
+    "KVTransferConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "PeerToPeerConnector",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "SharedMemoryConnector",
+    "TransferRecord",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

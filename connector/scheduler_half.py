@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..transports.errors import ConfigurationError, KVTransferStateError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .metadata import HandoffMetadata, OfferOrder, WorkerAddress
-from .params import offer_params, parse_transfer_params
+from .params import TransferWish, offer_params, parse_transfer_params
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest
@@ -83,14 +83,12 @@ class HandoffScheduler:
             KVTransferStateError: an earlier request of this id is not over; that one goes on.
         """
         request_id = request.request_id
-        wish = parse_transfer_params(request.kv_transfer_params)
-        loads = wish.load_from is not None and self._may(request_id, "load", self._config.is_kv_consumer)
-        offers = wish.offer_result and self._may(request_id, "offer", self._config.is_kv_producer)
-        if (loads or offers) and self._knows(request_id):
+        wish = self._within_role(request_id, parse_transfer_params(request.kv_transfer_params))
+        if wish != TransferWish() and self._knows(request_id):
             raise KVTransferStateError(f"request id {request_id!r} is in use: its handoff is not over")
-        if loads and wish.load_from is not None:
+        if wish.load_from is not None:
             self._claims[request_id] = self._orders.claims[request_id] = wish.load_from
-        if offers:
+        if wish.offer_result:
             self._offers_wanted.add(request_id)
 
     def get_num_new_matched_tokens(
@@ -174,10 +172,16 @@ class HandoffScheduler:
             request_id in self._claims or request_id in self._offers_wanted or request_id in self._unreported
         )
 
-    def _may(self, request_id: str, what: str, allowed: bool) -> bool:
-        if not allowed:
+    def _within_role(self, request_id: str, wish: TransferWish) -> TransferWish:
+        allowed = TransferWish(
+            offer_result=wish.offer_result and self._config.is_kv_producer,
+            load_from=wish.load_from if self._config.is_kv_consumer else None,
+        )
+        if allowed != wish:
             logger.warning(
-                "request %s asks to %s, but this node is a %s", request_id, what, self._config.kv_role
+                "request %s asks for what a %s does not do; that part is ignored",
+                request_id,
+                self._config.kv_role,
             )
         return allowed
 

@@ -1,0 +1,233 @@
+"""The thread that owns a node's transport and drives its handoff protocol."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from ..transports.base import Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
+from ..transports.errors import KVTransferError, TransferTimeoutError, TransportClosedError
+from .handoff.events import (
+    Action,
+    ClearGuard,
+    Connect,
+    Disconnect,
+    LoadEnded,
+    OfferEnded,
+    Send,
+    SetGuard,
+    StartRead,
+)
+from .handoff.messages import encode
+from .handoff.node import NodeProtocol
+from .metadata import HandoffMetadata
+from .outcomes import Outcomes
+
+__all__ = ["HandoffLoop"]
+
+logger = logging.getLogger(__name__)
+
+#: Longest single wait for events; nothing depends on it, since `wake` ends every wait.
+_MAX_WAIT_S = 60.0
+
+
+class HandoffLoop:
+    """Carries out orders and answers peers, in one thread, until `close`.
+
+    Should the thread die of a bug, peers are shut out, and every handoff, also of later orders, ends as failed:
+    the engine goes on without handing over, and nothing waits for ever.
+
+    Args:
+        transport: With its pool registered and listening; from now on only the thread calls it.
+        protocol: This node's; from now on only the thread calls it.
+        outcomes: Where the ends of handoffs are put down.
+    """
+
+    def __init__(self, transport: Transport, protocol: NodeProtocol, outcomes: Outcomes) -> None:
+        self._transport = transport
+        self._outcomes = outcomes
+        self._driver = _Driver(transport, protocol, outcomes)
+        self._orders: deque[HandoffMetadata] = deque()
+        self._is_closing = threading.Event()
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-handoff")
+        self._thread.start()
+
+    def submit(self, orders: HandoffMetadata) -> None:
+        """Have one step's orders carried out; returns at once."""
+        self._outcomes.expect(orders)
+        self._orders.append(orders)
+        self._transport.wake()
+        if self._has_ended.is_set():  # set before its last look at what is owed, so one of us two sees these
+            self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
+
+    def close(self, timeout_s: float) -> None:
+        """End every handoff, close the transport and wait for the thread. Idempotent.
+
+        Raises:
+            TransferTimeoutError: a read could not be stopped in time. The thread still runs, and ends with it.
+        """
+        self._is_closing.set()
+        self._transport.wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TransferTimeoutError(f"the handoff thread has not ended within {timeout_s} s")
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: KVTransferError = TransportClosedError("this node shuts down")
+        try:
+            self._serve()
+            self._drain()
+        except Exception as bug:  # whatever it is, nobody may wait for this thread for ever
+            logger.exception("the handoff thread dies; this node hands nothing over from now on")
+            error = TransportClosedError(f"this node's handoff thread died: {type(bug).__name__}: {bug}")
+            self._driver.clear_guards()
+        finally:
+            self._transport.close()
+            self._has_ended.set()
+            self._outcomes.fail_all(error)
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            while self._orders:
+                self._driver.carry_out(self._orders.popleft())
+            self._driver.turn()
+
+    def _drain(self) -> None:
+        """Say goodbye to every peer, and wait for reads: until then their blocks are not the engine's."""
+        self._driver.shut_down()
+        while self._driver.num_reads:
+            self._driver.turn()
+
+
+class _Driver:
+    """Events into the protocol, its actions into the transport."""
+
+    def __init__(self, transport: Transport, protocol: NodeProtocol, outcomes: Outcomes) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._outcomes = outcomes
+        self._reads: dict[int, StartRead] = {}  # by transfer id
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._reads)
+
+    def carry_out(self, orders: HandoffMetadata) -> None:
+        """Turn one step's orders into calls of the protocol."""
+        producer, consumer = self._protocol.producer, self._protocol.consumer
+        for request_id, order in orders.offers.items():
+            self._do(producer.offer(request_id, order.lease, order.block_ids, order.num_tokens, _now()))
+        for request_id, offer in orders.claims.items():
+            self._do(consumer.claim(request_id, offer, _now()))
+        for request_id, blocks in orders.loads.items():
+            self._do(consumer.load(request_id, blocks, _now()))
+        for request_id in orders.drops:
+            self._do(consumer.drop(request_id, _now()))
+
+    def turn(self) -> None:
+        """Wait for what happens next, at most until the next deadline, and deal with it."""
+        wait_s = min(self._protocol.next_deadline() - _now(), _MAX_WAIT_S)
+        for event in self._transport.wait_events(max(wait_s, 0.0)):
+            self._do(self._react(event))
+        self._do(self._protocol.advance(_now()))
+
+    def shut_down(self) -> None:
+        """End every handoff that is not reading, and drop every peer."""
+        self._do(self._protocol.shutdown(_now()))
+
+    def clear_guards(self) -> None:
+        """Shut every reader out, whatever state the protocol is in."""
+        for index in range(self._transport.guards.num_guards):
+            self._transport.guards.clear(index)
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def _react(self, event: Event) -> list[Action]:
+        match event:
+            case Connected(peer_id, incoming):
+                return self._protocol.peer_connected(peer_id, incoming, _now())
+            case MessageReceived(peer_id, message):
+                return self._protocol.message_received(peer_id, message, _now())
+            case PeerLost(peer_id, error):
+                return self._protocol.peer_lost(peer_id, error, _now())
+            case TransferEnded(transfer_id):
+                read = self._reads.pop(transfer_id)
+                self._outcomes.read_ended(read, event)
+                return self._protocol.consumer.read_ended(read.request_id, event.error, _now())
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        todo = deque(actions)
+        while todo:
+            todo.extend(self._perform(todo.popleft()))
+
+    def _perform(self, action: Action) -> list[Action]:
+        """Do one action.
+
+        Returns:
+            What the protocol wants done because of how it went.
+        """
+        match action:
+            case SetGuard(index, value):
+                self._transport.guards.set(index, value)
+            case ClearGuard(index):
+                self._transport.guards.clear(index)
+            case Send():
+                return self._send(action)
+            case Connect():
+                return self._connect(action)
+            case StartRead():
+                return self._start_read(action)
+            case Disconnect(peer_id):
+                self._transport.disconnect(peer_id)
+            case OfferEnded():
+                self._end_offer(action)
+            case LoadEnded():
+                self._end_load(action)
+        return []
+
+    def _send(self, send: Send) -> list[Action]:
+        try:
+            self._transport.send(send.peer_id, encode(send.message))
+        except KVTransferError as error:
+            return self._protocol.peer_failed(send.peer_id, error, _now())
+        return []
+
+    def _connect(self, connect: Connect) -> list[Action]:
+        consumer = self._protocol.consumer
+        try:
+            peer_id = self._transport.start_connect(connect.address, timeout_s=connect.timeout_s)
+        except KVTransferError as error:
+            return consumer.connect_failed(connect.address, error, _now())
+        return consumer.connecting(connect.address, peer_id, _now())
+
+    def _start_read(self, read: StartRead) -> list[Action]:
+        try:
+            transfer_id = self._transport.start_read(
+                read.peer_id, read.pairs, read.guard, timeout_s=read.timeout_s
+            )
+        except KVTransferError as error:
+            return self._protocol.consumer.read_ended(read.request_id, error, _now())
+        self._reads[transfer_id] = read
+        return []
+
+    def _end_offer(self, ended: OfferEnded) -> None:
+        level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO
+        logger.log(level, "offer of request %s ended: %s", ended.request_id, ended.reason)
+        self._outcomes.offer_ended(ended)
+
+    def _end_load(self, ended: LoadEnded) -> None:
+        if ended.outcome == "failed":
+            logger.warning("load of request %s failed: %s", ended.request_id, ended.error)
+        self._outcomes.load_ended(ended)
+
+
+def _now() -> float:
+    return time.monotonic()

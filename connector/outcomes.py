@@ -1,0 +1,154 @@
+"""Where the handoff thread leaves what became of each handoff, and the engine thread takes it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..transports.base import TransferEnded
+from ..transports.errors import KVTransferError
+from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
+from .metadata import HandoffMetadata
+from .stats import KVConnectorStats, TransferRecord
+
+__all__ = ["Outcomes", "Report"]
+
+#: Records kept for an engine that never takes its stats; the counters go on counting.
+_MAX_RECORDS = 1024
+
+
+@dataclass
+class Report:
+    """What ended since the last report. `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    load_errors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Read:
+    started: StartRead
+    ended: TransferEnded
+
+
+class Outcomes:
+    """What ended, until it is taken; and what is still owed an end. All methods may be called by any thread.
+
+    Args:
+        transport: Scheme of the transport, for the records.
+        layout: Name of this node's layout, for the records.
+    """
+
+    def __init__(self, transport: str, layout: str) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._report = Report()
+        self._offers: set[str] = set()
+        self._loads: dict[str, LocalBlocks] = {}
+        self._reads: dict[str, _Read] = {}
+        self._records: list[TransferRecord] = []
+        self._counters: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def num_owed(self) -> int:
+        """Offers and loads that were ordered and have not ended."""
+        with self._lock:
+            return len(self._offers) + len(self._loads)
+
+    def expect(self, orders: HandoffMetadata) -> None:
+        """Each offer and load of `orders` is owed an end from now on."""
+        with self._lock:
+            self._offers.update(orders.offers)
+            self._loads.update(orders.loads)
+
+    def read_ended(self, read: StartRead, ended: TransferEnded) -> None:
+        """Keep the figures of a read for the record of its load."""
+        with self._lock:
+            self._reads[read.request_id] = _Read(read, ended)
+
+    def offer_ended(self, ended: OfferEnded) -> None:
+        """The offer's blocks may be reused."""
+        with self._lock:
+            self._end_offer(ended)
+
+    def load_ended(self, ended: LoadEnded) -> None:
+        """Nothing writes into the load's blocks any more."""
+        with self._lock:
+            self._end_load(ended)
+
+    def fail_all(self, error: KVTransferError) -> None:
+        """End everything that is owed an end: offers as aborted, loads as failed."""
+        with self._lock:
+            for request_id in tuple(self._offers):
+                self._end_offer(OfferEnded(request_id, "aborted", str(error)))
+            for request_id, blocks in tuple(self._loads.items()):
+                self._end_load(LoadEnded(request_id, "failed", error, blocks))
+
+    def take_report(self) -> Report:
+        """Take what ended since the last call."""
+        with self._lock:
+            report, self._report = self._report, Report()
+            return report
+
+    def take_stats(self) -> KVConnectorStats | None:
+        """Take the figures since the last call, or None without any."""
+        with self._lock:
+            records, self._records = self._records, []
+            counters, self._counters = self._counters, defaultdict(float)
+        stats = KVConnectorStats(tuple(records), dict(counters))
+        return None if stats.is_empty() else stats
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    def _end_offer(self, ended: OfferEnded) -> None:
+        self._offers.discard(ended.request_id)
+        self._report.finished_sending.add(ended.request_id)
+        self._counters[f"offers_{ended.outcome}_total"] += 1
+
+    def _end_load(self, ended: LoadEnded) -> None:
+        self._loads.pop(ended.request_id, None)
+        read = self._reads.pop(ended.request_id, None)
+        self._report.finished_recving.add(ended.request_id)
+        if ended.outcome == "dropped":
+            return
+        if ended.error is not None:
+            self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
+            self._report.load_errors[ended.request_id] = str(ended.error)
+        self._count(self._record(ended, read))
+
+    def _record(self, ended: LoadEnded, read: _Read | None) -> TransferRecord:
+        return TransferRecord(
+            request_id=ended.request_id,
+            direction="receive",
+            transport=self._transport,
+            mechanism=read.ended.mechanism if read else "",
+            layout=self._layout,
+            num_blocks=read.started.num_blocks if read else len(_real_blocks(ended.blocks)),
+            num_regions=len(read.started.pairs) if read else 0,
+            num_regions_per_layer=read.started.num_regions_per_layer if read else 0,
+            num_bytes=read.ended.num_bytes if read else 0,
+            seconds=read.ended.seconds if read else 0.0,
+            error="" if ended.error is None else str(ended.error),
+        )
+
+    def _count(self, record: TransferRecord) -> None:
+        if len(self._records) < _MAX_RECORDS:
+            self._records.append(record)
+        if record.error:
+            self._counters["load_failures_total"] += 1
+            return
+        self._counters["loads_total"] += 1
+        self._counters["loaded_blocks_total"] += record.num_blocks
+        self._counters["loaded_bytes_total"] += record.num_bytes
+        self._counters["regions_total"] += record.num_regions
+        self._counters["load_seconds_total"] += record.seconds
+
+
+def _real_blocks(blocks: LocalBlocks) -> set[int]:
+    ids: Iterable[int] = (block for group in blocks for block in group.block_ids)
+    return set(ids) - {0}

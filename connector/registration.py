@@ -1,0 +1,182 @@
+"""What a worker half says once of its caches: where their bytes lie, and what must be equal on a peer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..transports.errors import ConfigurationError
+from ..transports.regions import Pool, Segment
+from .handoff.messages import PROTOCOL_VERSION
+from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from .layout import KVLayout, LayerLayout, layer_layout_of_view
+
+if TYPE_CHECKING:
+    import torch
+
+    from .config import EngineConfig
+
+__all__ = ["Registration", "describe_caches", "layout_name"]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One process's caches.
+
+    Attributes:
+        pool: The memory that holds them.
+        layout: Where each layer's pages lie in it.
+        fields: What must be equal on both sides of a handoff; see `compatibility`.
+    """
+
+    pool: Pool
+    layout: KVLayout
+    fields: Mapping[str, str | int]
+
+
+def describe_caches(
+    config: EngineConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    arenas: Sequence[Segment],
+) -> Registration:
+    """Describe caches by where their tensors really are.
+
+    Args:
+        kv_caches: Layer → its cache in logical order, axis 0 being kernel blocks.
+        arenas: Memory that came from the transport; a cache outside is served as foreign memory.
+
+    Raises:
+        ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config`.
+    """
+    specs = _specs_by_layer(kv_cache_config)
+    caches = {name: cache for name, cache in kv_caches.items() if name in specs}
+    if not caches:
+        raise ConfigurationError(f"no registered cache belongs to a group; registered: {sorted(kv_caches)}")
+    for name, cache in caches.items():
+        if cache.device.type != "cpu":
+            raise ConfigurationError(
+                f"cache of {name} is on {cache.device}; only main memory can be served to peers",
+                key="device",
+                value=str(cache.device),
+            )
+    segments = _segments(caches.values(), arenas)
+    pool = Pool(segments)
+    layers = tuple(
+        _layer_layout(name, cache, specs[name][0], kv_cache_config.num_blocks, pool)
+        for name, cache in caches.items()
+    )
+    used = [spec for _, spec in specs.values()]
+    layout = KVLayout(used[0].block_size, kv_cache_config.num_blocks, pool.num_bytes, layers)
+    cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
+    return Registration(pool, layout, _fields(config, kv_cache_config, used, layout, cache_dtypes))
+
+
+def layout_name(layout: KVLayout) -> str:
+    """`"uniform"` if one block of all layers of a group is one run of bytes, else `"per-layer"`."""
+    for group_index in {layer.group_index for layer in layout.layers}:
+        pages = {
+            (layer.base_offset + offset, num_bytes)
+            for layer in layout.layers
+            if layer.group_index == group_index
+            for offset, num_bytes in layer.fragments
+        }
+        first = min(offset for offset, _ in pages)
+        last = max(offset + num_bytes for offset, num_bytes in pages)
+        if last - first != sum(num_bytes for _, num_bytes in pages):
+            return "per-layer"
+    return "uniform"
+
+
+# -- layers ------------------------------------------------------------------------------------------
+
+
+def _specs_by_layer(kv_cache_config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
+    """Layer → (index of its group, its own spec)."""
+    found = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            own = spec.kv_cache_specs.get(name, spec) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            found[name] = (index, own)
+    return found
+
+
+def _layer_layout(
+    name: str, cache: torch.Tensor, group_index: int, num_blocks: int, pool: Pool
+) -> LayerLayout:
+    kernel_blocks_per_block, rest = divmod(cache.shape[0], num_blocks)
+    if rest or not kernel_blocks_per_block:
+        raise ConfigurationError(
+            f"cache of {name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks"
+        )
+    page_shape = ",".join(str(size) for size in (kernel_blocks_per_block, *cache.shape[1:]))
+    return layer_layout_of_view(
+        name,
+        group_index=group_index,
+        page_format=f"{_dtype_name(cache)}[{page_shape}]",
+        data_offset=_pool_offset(pool, cache.data_ptr()),
+        shape=tuple(cache.shape),
+        strides=cache.stride(),
+        itemsize=cache.element_size(),
+        kernel_blocks_per_block=kernel_blocks_per_block,
+    )
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+def _segments(caches: Iterable[torch.Tensor], arenas: Sequence[Segment]) -> list[Segment]:
+    """The memory under the caches, each piece once, in the order in which the caches use it."""
+    segments: dict[Segment, None] = {}
+    for cache in caches:
+        storage = cache.untyped_storage()
+        memory = Segment(storage.data_ptr(), storage.nbytes())
+        segments[next((arena for arena in arenas if _holds(arena, memory.address)), memory)] = None
+    return list(segments)
+
+
+def _pool_offset(pool: Pool, address: int) -> int:
+    index, segment = next((i, s) for i, s in enumerate(pool.segments) if _holds(s, address))
+    return pool.segment_offset(index) + address - segment.address
+
+
+def _holds(segment: Segment, address: int) -> bool:
+    return segment.address <= address < segment.address + segment.num_bytes
+
+
+# -- what must be equal ------------------------------------------------------------------------------
+
+
+def _fields(
+    config: EngineConfig,
+    kv_cache_config: KVCacheConfig,
+    specs: Sequence[KVCacheSpec],
+    layout: KVLayout,
+    cache_dtypes: str,
+) -> dict[str, str | int]:
+    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "model": config.model.model,
+        "dtype": config.model.dtype,
+        "cache_dtype": cache_dtypes,
+        "block_size": _joined(spec.block_size for spec in specs),
+        "num_groups": len(kv_cache_config.kv_cache_groups),
+        "num_layers": len(layout.layers),
+        "num_kv_heads": _joined(spec.num_kv_heads for spec in attention),
+        "head_size": _joined(spec.head_size for spec in attention),
+        "page_format": _joined(layer.page_format for layer in layout.layers),
+        "byte_order": sys.byteorder,
+    }
+
+
+def _joined(values: Iterable[object]) -> str:
+    """The distinct values, in the order in which they come first: `"16"`, or `"16, 32"` on a mixed model."""
+    return ", ".join(dict.fromkeys(str(value) for value in values))
+
+
+def _dtype_name(cache: torch.Tensor) -> str:
+    return str(cache.dtype).removeprefix("torch.")

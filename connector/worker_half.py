@@ -1,0 +1,212 @@
+"""The worker half of a handoff: the pool in the transport's memory, and the thread that serves it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..transports.base import Arena, Transport
+from ..transports.errors import ConfigurationError, KVTransferStateError
+from .compatibility import digest
+from .handoff.config import HandoffConfig
+from .handoff.consumer import ConsumerProtocol
+from .handoff.events import Identity
+from .handoff.messages import MAX_EPOCH
+from .handoff.node import NodeProtocol
+from .handoff.producer import ProducerProtocol
+from .handoff_loop import HandoffLoop
+from .metadata import HandoffMetadata, WorkerAddress
+from .outcomes import Outcomes, Report
+from .registration import Registration, describe_caches, layout_name
+from .stats import KVConnectorStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from .config import EngineConfig
+    from .kv_cache_specs import KVCacheConfig
+
+__all__ = ["HandoffWorker", "RunningHandoffs"]
+
+#: How much longer than a read, which has a deadline of its own, the end of the handoff thread may take.
+_CLOSE_GRACE_S = 5.0
+
+
+class RunningHandoffs:
+    """The handoffs of one process whose caches are registered.
+
+    Args:
+        transport: Not yet listening. It belongs to this object from now on.
+        address: Where to listen; empty lets the transport choose.
+
+    Raises:
+        ConfigurationError: the address is malformed, taken, or not ours to bind. The transport is as it was.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        registration: Registration,
+        transport: Transport,
+        address: str,
+        handoff: HandoffConfig,
+    ) -> None:
+        if config.kv_transfer is None:
+            raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
+        rank = config.parallel.tensor_parallel_rank
+        identity = Identity(
+            engine_id=config.kv_transfer.engine_id,
+            epoch=1 + secrets.randbelow(MAX_EPOCH),
+            digest=digest(registration.fields),
+            fields=registration.fields,
+            layout=registration.layout,
+        )
+        transport.register(registration.pool)
+        self.address = WorkerAddress(transport.listen(address), identity.epoch, rank)
+        self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
+        protocol = NodeProtocol(
+            ProducerProtocol(identity, handoff, transport.guards.num_guards),
+            ConsumerProtocol(identity, handoff, rank),
+        )
+        self._loop = HandoffLoop(transport, protocol, self.outcomes)
+        self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
+
+    def submit(self, orders: HandoffMetadata) -> None:
+        """Have one step's orders carried out; returns at once."""
+        if not orders.is_empty():
+            self._loop.submit(orders)
+
+    def close(self) -> None:
+        """End every handoff and close the transport. Idempotent.
+
+        Raises:
+            TransferTimeoutError: a read could not be stopped in time.
+        """
+        self._loop.close(self._close_timeout_s)
+
+
+class HandoffWorker:
+    """Allocates and registers the pool, then hands over; the methods are those of `KVConnectorBase`'s worker half.
+
+    Args:
+        transport: Fresh. It belongs to this object from now on.
+        address: Where to listen; empty lets the transport choose.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv_cache_config: KVCacheConfig,
+        transport: Transport,
+        address: str,
+        handoff: HandoffConfig,
+    ) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._transport = transport
+        self._address = address
+        self._handoff = handoff
+        self._arenas: list[Arena] = []
+        self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
+        self._running: RunningHandoffs | None = None
+        self._report = Report()
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Allocate memory that peers can read without a staging copy.
+
+        Returns:
+            `(num_bytes,)` int8, zeroed, contiguous, in an arena of the transport.
+
+        Raises:
+            ConfigurationError: `device` is not the CPU, or the memory cannot be had.
+        """
+        import torch
+
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"transport {self._transport.scheme!r} serves main memory, not {device}",
+                key="device",
+                value=str(device),
+            )
+        arena = self._transport.allocate(num_bytes)
+        self._arenas.append(arena)
+        return torch.frombuffer(arena.buffer, dtype=torch.int8)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where each layer's cache is, begin to listen, and start the handoff thread.
+
+        Raises:
+            KVTransferStateError: caches are registered already. Those stay.
+            ConfigurationError: a cache cannot be served, or the address cannot be bound. Nothing was started.
+        """
+        if self._running is not None:
+            raise KVTransferStateError("the KV caches are registered already")
+        arenas = [arena.segment for arena in self._arenas]
+        registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas)
+        self._memory.extend(kv_caches.values())
+        self._running = RunningHandoffs(
+            self._config, registration, self._transport, self._address, self._handoff
+        )
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """As `register_kv_caches`, for one tensor with the layers along axis 0.
+
+        Row `i` is the cache of the layers that share tensor `i` of the configuration.
+
+        Raises:
+            ConfigurationError: the tensor has another number of layers than the configuration; or as above.
+        """
+        tensors = self._kv_cache_config.kv_cache_tensors
+        if len(kv_cache) != len(tensors):
+            raise ConfigurationError(f"a cache of {len(kv_cache)} layers for {len(tensors)} cache tensors")
+        rows = zip(tensors, kv_cache, strict=True)
+        self.register_kv_caches({name: row for tensor, row in rows for name in tensor.shared_by})
+
+    def get_handshake_metadata(self) -> WorkerAddress:
+        """Where peers reach this worker half."""
+        return self._handoffs().address
+
+    # -- one step ------------------------------------------------------------------------------------
+
+    def start_load_kv(self, orders: HandoffMetadata) -> None:
+        """Have the step's orders carried out; returns at once."""
+        self._handoffs().submit(orders)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Take what ended; `get_block_ids_with_load_errors` and `take_load_errors` then tell of the same handoffs."""
+        self._report = self._handoffs().outcomes.take_report()
+        return self._report.finished_sending, self._report.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Take the blocks of failed loads of the last `get_finished`."""
+        block_ids, self._report.invalid_block_ids = self._report.invalid_block_ids, set()
+        return block_ids
+
+    def take_load_errors(self) -> dict[str, str]:
+        """Take the reasons of failed loads of the last `get_finished`."""
+        errors, self._report.load_errors = self._report.load_errors, {}
+        return errors
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Take the figures of the interval since the last call, or None."""
+        return self._running.outcomes.take_stats() if self._running is not None else None
+
+    def shutdown(self) -> None:
+        """End every handoff and free everything. Idempotent.
+
+        Raises:
+            TransferTimeoutError: a read could not be stopped in time; it still writes into the pool.
+        """
+        if self._running is not None:
+            self._running.close()
+        else:
+            self._transport.close()
+        self._memory.clear()
+
+    def _handoffs(self) -> RunningHandoffs:
+        if self._running is None:
+            raise KVTransferStateError("register the KV caches first")
+        return self._running
