@@ -311,7 +311,9 @@ class ConsumerProtocol:
 
     def _start_read(self, handoff: _Handoff, now: float) -> list[Action]:
         session, grant, blocks = self._peers.session(handoff.address), handoff.grant, handoff.blocks
-        assert session is not None and grant is not None and blocks is not None
+        assert session is not None
+        assert grant is not None
+        assert blocks is not None
         try:
             pairs = pair_blocks(blocks, grant.block_ids)
             regions = session.planner.plan(pairs)

@@ -35,4 +35,5 @@ def _pair_group(index: int, group: GroupBlocks, table: tuple[int, ...]) -> Block
     pairs = np.empty((len(group.block_ids), 2), dtype=np.int64)
     pairs[:, 0] = group.block_ids
     pairs[:, 1] = table[first:end]
-    return pairs[pairs[:, 0] != 0]
+    needed: BlockPairs = pairs[pairs[:, 0] != 0]
+    return needed
