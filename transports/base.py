@@ -13,7 +13,8 @@ and `start_connect` → `send`, `start_read` → `close`.
 Ownership of memory
     From `start_read` until its `TransferEnded` event, the local regions belong to the transport: reading
     or reusing them is undefined. The event always comes, exactly once, whatever fails, and it comes
-    before `PeerLost` of the same peer. Remote regions stay their owner's: he may change them at any
+    before `PeerLost` of the same peer; only `close`, after which no event comes, ends reads without it.
+    Remote regions stay their owner's: he may change them at any
     time, and says so by clearing the guard first.
 """
 
@@ -181,6 +182,7 @@ class Transport(ABC):
         Raises:
             PeerLostError: no such peer any more.
             BackpressureError: the peer does not drain; nothing was sent.
+            ProtocolError: the message is longer than `MAX_MESSAGE_BYTES`; nothing was sent.
         """
 
     @abstractmethod
@@ -194,7 +196,8 @@ class Transport(ABC):
             The transfer's id.
 
         Raises:
-            RegionError: a region is outside either pool. Nothing was copied, no event follows.
+            RegionError: a region is outside either pool, or the guard outside the peer's table. Nothing was
+                copied, no event follows.
             PeerLostError: no such peer. Nothing was copied, no event follows.
         """
 
@@ -210,4 +213,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop every peer and free everything. Waits for reads that cannot be interrupted. Idempotent."""
+        """Drop every peer and free everything. Waits for reads that cannot be interrupted. Idempotent.
+
+        Afterwards `wake`, `disconnect` and `close` do nothing; every other call raises `TransportClosedError`.
+        """

@@ -106,7 +106,7 @@ class BackpressureError(TransportError):
 
 
 class ProtocolError(TransportError):
-    """The peer sent what the protocol forbids. The peer was dropped."""
+    """Bytes that the protocol forbids. A peer that sent them was dropped; if they are ours, they were not sent."""
 
 
 class RegionError(TransportError, ValueError):

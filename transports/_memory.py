@@ -1,0 +1,142 @@
+"""Mapped memory: arenas and guard tables over an `mmap`, and the words of a peer's table."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+from ._copy import load_word, store_word
+from .base import Arena, GuardTable
+from .errors import ConfigurationError, RegionError
+from .regions import Guard, Segment
+
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "MAX_GUARD_VALUE",
+    "WORD_BYTES",
+    "MappedArena",
+    "WordTable",
+    "address_of",
+    "advise",
+    "guard_holds",
+    "prefault",
+    "require_available",
+    "require_guard",
+]
+
+HUGE_PAGE_BYTES = 2 << 20
+WORD_BYTES = 8
+MAX_GUARD_VALUE = 2**63 - 1
+
+_MADV_POPULATE_WRITE = 23
+
+#: One call to the kernel touches no more, so that a signal is answered within milliseconds.
+_ADVISE_STEP_BYTES = 256 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """The virtual address of a mapping, also of a read-only one."""
+    return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+
+
+def advise(mapping: mmap.mmap, advice: int) -> None:
+    """Give the kernel advice about all of a mapping, without the GIL (which `mmap.madvise` holds).
+
+    Raises:
+        OSError: the kernel does not know the advice, or could not follow it.
+    """
+    address, num_bytes = address_of(mapping), len(mapping)
+    for at in range(0, num_bytes, _ADVISE_STEP_BYTES):
+        if _libc.madvise(address + at, min(_ADVISE_STEP_BYTES, num_bytes - at), advice) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+
+def prefault(mapping: mmap.mmap) -> None:
+    """Give every page of a writable, still zeroed mapping its memory now.
+
+    The first touch of shared memory costs tens of times a warm copy, and belongs to the start of a node.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    try:
+        advise(mapping, _MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != 22:  # EINVAL: a kernel before 5.14
+            raise
+        np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+
+
+def require_available(num_bytes: int) -> None:
+    """Check that a request for memory can be met, before the kernel kills someone over it.
+
+    Raises:
+        ConfigurationError: `num_bytes` is not positive, or more than the memory that is free now.
+    """
+    if num_bytes <= 0:
+        raise ConfigurationError(f"cannot allocate {num_bytes} bytes", key="num_bytes", value=num_bytes)
+    with open("/proc/meminfo") as meminfo:
+        free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    if num_bytes > free:
+        raise ConfigurationError(
+            f"cannot allocate {num_bytes} bytes: {free} bytes of memory are free",
+            key="num_bytes",
+            value=num_bytes,
+        )
+
+
+class MappedArena(Arena):
+    """The first `num_bytes` bytes of a mapping, which lives as long as the arena or a view of it."""
+
+    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
+        self._buffer = memoryview(mapping)[:num_bytes]
+        self._segment = Segment(address_of(mapping), num_bytes)
+
+    @property
+    def segment(self) -> Segment:
+        return self._segment
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._buffer
+
+
+class WordTable(GuardTable):
+    """A guard table at the start of a writable mapping."""
+
+    def __init__(self, mapping: mmap.mmap, num_guards: int) -> None:
+        self.num_guards = num_guards
+        self._mapping = mapping  # keeps the words mapped
+        self.address = address_of(mapping)
+
+    def set(self, index: int, value: int) -> None:
+        require_guard(Guard(index, value), self.num_guards)
+        store_word(self.address + index * WORD_BYTES, value)
+
+    def clear(self, index: int) -> None:
+        require_guard(Guard(index, 1), self.num_guards)
+        store_word(self.address + index * WORD_BYTES, 0)
+
+
+def require_guard(guard: Guard, num_guards: int) -> None:
+    """Check that a guard can hold: its word is in a table of `num_guards`, its value is valid.
+
+    Raises:
+        RegionError: it never can.
+    """
+    if not 0 <= guard.index < num_guards:
+        raise RegionError(f"guard {guard.index} is outside a table of {num_guards}")
+    if not 0 < guard.value <= MAX_GUARD_VALUE:
+        raise RegionError(f"a guard holds 1 to 2**63 - 1, never {guard.value}")
+
+
+def guard_holds(table_address: int, guard: Guard) -> bool:
+    """Whether the word of a mapped table still holds the value, seen after every copy that came before."""
+    return load_word(table_address + guard.index * WORD_BYTES) == guard.value

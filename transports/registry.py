@@ -1,0 +1,73 @@
+"""From a scheme to a transport. Nothing is imported before it is asked for.
+
+A third party's transport is an entry point in the group `kvferry.transports`, named by its scheme.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from .base import Transport
+from .errors import BackendUnavailableError, ConfigurationError
+
+__all__ = ["ENTRY_POINT_GROUP", "available_transports", "create_transport"]
+
+ENTRY_POINT_GROUP = "kvferry.transports"
+
+#: Scheme: (module relative to this package, class). Works from a source tree that was never installed.
+_BUILT_IN = {
+    "inproc": (".inproc", "InProcTransport"),
+    "shm": (".shm", "SharedMemoryTransport"),
+}
+
+_INSTALL_HINTS = {
+    "shm": "it needs Linux and Python's own `os.memfd_create`",
+}
+
+
+def available_transports() -> Mapping[str, str]:
+    """List what `create_transport` can be asked for, without importing it.
+
+    Returns:
+        Read-only: scheme to `module:Class`. A built-in cannot be replaced by an entry point of the same name.
+    """
+    found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    found |= {scheme: f"{__package__}{module}:{name}" for scheme, (module, name) in _BUILT_IN.items()}
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
+    """Create the transport named `scheme`.
+
+    Args:
+        scheme: A key of `available_transports()`.
+        options: The transport's own options.
+
+    Raises:
+        ConfigurationError: no such scheme; what it names is not a transport; or an option is unknown or wrong.
+        BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+    """
+    known = available_transports()
+    if scheme not in known:
+        raise ConfigurationError(
+            f"unknown transport {scheme!r}; known: {', '.join(known)}", key="transport", value=scheme
+        )
+    transport = _load(scheme, known[scheme])(options)
+    if not isinstance(transport, Transport):
+        raise ConfigurationError(f"{known[scheme]} is not a Transport", key="transport", value=scheme)
+    return transport
+
+
+def _load(scheme: str, target: str) -> Callable[[Mapping[str, object]], object]:
+    module_name, _, class_name = target.partition(":")
+    try:
+        loaded: Callable[[Mapping[str, object]], object] = getattr(
+            importlib.import_module(module_name), class_name
+        )
+    except (ImportError, AttributeError) as error:
+        hint = _INSTALL_HINTS.get(scheme, f"install what {module_name} needs")
+        raise BackendUnavailableError(f"transport {scheme!r} cannot be loaded: {error}; {hint}") from error
+    return loaded
