@@ -1,0 +1,1 @@
+"""A node: one engine behind an OpenAI-compatible HTTP server."""

@@ -1,0 +1,197 @@
+"""The HTTP server of a node: routes, answers and streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+from aiohttp import web
+from web.errors import ApiError, bad_request, error_middleware, unavailable
+
+from engine.engine import Engine
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.types import GenerationRequest, RequestOutput
+from kvferry.transports.errors import ConnectorError
+
+from .metrics import NodeMetrics
+from .openai_request import ClientRequest, parse_chat, parse_completion, parse_json
+from .prompts import tokenize
+from .replies import ChatWording, CompletionWording, Envelope, Wording, failure
+
+__all__ = ["NodeServer"]
+
+MAX_BODY_BYTES = 8 << 20
+#: What a client may put into `X-Request-Id`; longer ones are cut.
+MAX_REQUEST_ID_CHARS = 128
+SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+Parser = Callable[[Mapping[str, Any]], ClientRequest]
+
+
+class NodeServer:
+    """OpenAI's API over one engine. It can be asked before the engine runs; it then says so.
+
+    Args:
+        engine: Started by someone else, who then calls `engine_is_ready`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._metrics = NodeMetrics(engine.stats)
+        self._is_ready = False
+        self._created = int(time.time())
+
+    def engine_is_ready(self) -> None:
+        """From now on requests are served."""
+        self._is_ready = True
+
+    def application(self) -> web.Application:
+        """The routes, for aiohttp."""
+        app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics_text)
+        return app
+
+    # -- small answers -------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if not self._is_ready:
+            return web.json_response({"status": "starting"}, status=503)
+        stats = self._engine.stats()
+        if not stats.healthy:
+            return web.json_response({"status": "dead", "error": stats.error}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        engine = self._running_engine()
+        model = {
+            "id": engine.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvferry",
+            "max_model_len": engine.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_completion, CompletionWording())
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_chat, ChatWording())
+
+    async def _answer(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
+        engine = self._running_engine()
+        with _refusals_as_api_errors():
+            client = parse(parse_json(await request.read()))
+            self._require_model(client.model)
+            prompt_token_ids = tokenize(engine.tokenizer, client.prompt)
+        request_id = f"{wording.id_prefix}-{_client_request_id(request)}"
+        generation = GenerationRequest(
+            # A client may use an id twice, and a router may retry with it: only the suffix makes it unique.
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=client.sampling,
+            kv_transfer_params=client.kv_transfer_params,
+        )
+        envelope = Envelope(wording, request_id, engine.model_name, int(time.time()), client.return_token_ids)
+        async with contextlib.aclosing(engine.generate(generation)) as outputs:
+            with _refusals_as_api_errors():
+                first = await anext(outputs)
+            pieces = _prepend(first, outputs)
+            if client.stream:
+                return await self._stream(request, pieces, envelope, client.include_usage)
+            return await self._whole(pieces, envelope)
+
+    async def _whole(self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope) -> web.Response:
+        texts: list[str] = []
+        token_ids: list[int] = []
+        last: RequestOutput | None = None
+        with _refusals_as_api_errors():
+            async for output in outputs:
+                texts.append(output.text_delta)
+                token_ids += output.new_token_ids
+                last = output
+        assert last is not None, "an answer has at least one piece"
+        self._metrics.observe(last.metrics)
+        if last.finish_reason == "error":
+            raise failure(last)
+        headers = {"X-Request-Id": envelope.request_id}
+        return web.json_response(envelope.whole("".join(texts), token_ids, last), headers=headers)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        outputs: AsyncGenerator[RequestOutput, None],
+        envelope: Envelope,
+        include_usage: bool,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**SSE_HEADERS, "X-Request-Id": envelope.request_id})
+        await response.prepare(request)
+        is_first = True
+        try:
+            async for output in outputs:
+                if output.new_token_ids or output.text_delta or output.finish_reason:
+                    await response.write(_event(envelope.chunk(output, is_first=is_first)))
+                    is_first = False
+                if output.finish_reason:
+                    self._metrics.observe(output.metrics)
+                    if include_usage:
+                        await response.write(_event(envelope.usage_chunk(output.metrics)))
+        except EngineDeadError as error:
+            await response.write(_event(unavailable(f"the engine ended: {error}").body()))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _running_engine(self) -> Engine:
+        if not self._is_ready:
+            raise unavailable("the node is still starting")
+        return self._engine
+
+    def _require_model(self, name: str) -> None:
+        if name and name not in (self._engine.model_name, self._engine.settings.model):
+            message = f"the model {name!r} does not exist; this node serves {self._engine.model_name!r}"
+            raise ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
+
+
+@contextlib.contextmanager
+def _refusals_as_api_errors() -> Iterator[None]:
+    """The one table from the engine's errors to HTTP."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise bad_request(str(error), error.param) from error
+    except ConnectorError as error:
+        raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
+    except EngineDeadError as error:
+        raise unavailable(f"the engine does not run: {error}") from error
+
+
+async def _prepend(
+    first: RequestOutput, rest: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    yield first
+    async for output in rest:
+        yield output
+
+
+def _client_request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "").strip()
+    printable = "".join(char for char in given if char.isascii() and char.isprintable())
+    return printable[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+def _event(payload: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"

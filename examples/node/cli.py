@@ -1,0 +1,258 @@
+"""The command line of a node."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from web.serving import StartupError, add_serving_arguments
+
+from engine.settings import DEFAULT_MODEL, DTYPES, EngineSettings
+from kvferry.connector.config import KVRole, KVTransferConfig
+from kvferry.transports.errors import ConfigurationError
+
+__all__ = ["NodeOptions", "parse_arguments"]
+
+ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+SINGLE = "single"
+DEFAULT_CONNECTOR = "shm"
+DEFAULT_PORT = 8000
+
+EPILOG = """
+A pair by hand, in three terminals:
+  python examples/serve.py --role prefill --port 8100
+  python examples/serve.py --role decode --port 8200
+  python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
+"""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What the command line said.
+
+    Attributes:
+        role: `prefill`, `decode`, `both` or `single`, for people.
+        launcher_fd: The launcher's socket, negative without one.
+    """
+
+    role: str
+    settings: EngineSettings
+    host: str
+    port: int
+    log_level: str
+    launcher_fd: int
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
+    """Read the command line.
+
+    Raises:
+        StartupError: options contradict each other, or a value cannot work.
+        SystemExit: argparse answered itself, e.g. `--help`.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        kv_transfer = _kv_transfer(options)
+        settings = _settings(options, kv_transfer)
+    except ConfigurationError as error:
+        raise StartupError(str(error)) from None
+    role = options.role or (kv_transfer.kv_role if kv_transfer else SINGLE)
+    return NodeOptions(role, settings, options.host, options.port, options.log_level, options.launcher_fd)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve.py",
+        description="Serve a model over an OpenAI-compatible API, as one node of a prefill/decode pair or alone.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_serving_arguments(parser, port=DEFAULT_PORT)
+    _add_transfer_arguments(parser.add_argument_group("KV cache transfer"))
+    _add_model_arguments(parser.add_argument_group("model"))
+    _add_cache_arguments(parser.add_argument_group("KV cache and batches"))
+    return parser
+
+
+def _add_transfer_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--role",
+        choices=(*ROLES, SINGLE),
+        help="prefill offers KV caches, decode loads them, both does either as each request asks, "
+        "single hands nothing over (default: single)",
+    )
+    group.add_argument(
+        "--connector", metavar="NAME", help=f"registered connector (default: {DEFAULT_CONNECTOR})"
+    )
+    group.add_argument(
+        "--connector-module", metavar="MODULE", help="import path of an out-of-tree connector's module"
+    )
+    group.add_argument(
+        "--connector-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the connector; VALUE is JSON, or else taken as text; may be repeated",
+    )
+    group.add_argument(
+        "--load-failure-policy",
+        choices=("recompute", "fail"),
+        help="what becomes of a request whose KV cache cannot be loaded (default: recompute)",
+    )
+    group.add_argument(
+        "--kv-transfer-config", metavar="JSON", help="all of the above in vLLM's form, instead of them"
+    )
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="PATH",
+        help="local folder of a Hugging Face decoder-only model (default: %(default)s, from the package index)",
+    )
+    group.add_argument(
+        "--served-model-name", default="", help="what clients call it (default: the folder's name)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and cache; auto is float32 on a CPU, bfloat16 on a GPU (default: %(default)s)",
+    )
+    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    group.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads of PyTorch; 0 is its own choice (default: 0)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="longest prompt and answer together, in tokens; 0 is what the model was trained for (default: 0)",
+    )
+
+
+def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--layout",
+        choices=("uniform", "per-layer"),
+        default="uniform",
+        help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-blocks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="blocks of the pool; 0 is as many as --memory-utilization allows (default: 0)",
+    )
+    group.add_argument(
+        "--memory-utilization",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the memory for the pool (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of one step, thus the prefill chunk (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=16,
+        metavar="N",
+        help="requests of one step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="do not reuse blocks of finished requests"
+    )
+    group.add_argument(
+        "--hash-seed",
+        default="",
+        metavar="TEXT",
+        help="seed of the block hashes (default: random per process)",
+    )
+
+
+def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineSettings:
+    return EngineSettings(
+        model=options.model,
+        served_model_name=options.served_model_name,
+        dtype=options.dtype,
+        device=options.device,
+        layout=options.layout,
+        block_size=options.block_size,
+        num_blocks=options.num_blocks,
+        memory_utilization=options.memory_utilization,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        enable_prefix_caching=not options.no_prefix_caching,
+        hash_seed=options.hash_seed,
+        num_threads=options.threads,
+        kv_transfer=kv_transfer,
+    )
+
+
+def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
+    """The connector's configuration from either of its two spellings, or None for a node of its own."""
+    short = {
+        "--connector": options.connector,
+        "--connector-module": options.connector_module,
+        "--connector-option": options.connector_option,
+        "--load-failure-policy": options.load_failure_policy,
+    }
+    given = [name for name, value in short.items() if value]
+    if options.kv_transfer_config is not None:
+        if given or options.role:
+            raise StartupError(f"--kv-transfer-config and {(given or ['--role'])[0]} exclude each other")
+        return KVTransferConfig.from_mapping(_json_object(options.kv_transfer_config))
+    if options.role in (None, SINGLE):
+        if given:
+            raise StartupError(f"{given[0]} needs --role prefill, decode or both")
+        return None
+    return KVTransferConfig(
+        kv_connector=options.connector or DEFAULT_CONNECTOR,
+        kv_role=ROLES[options.role],
+        kv_connector_module_path=options.connector_module or "",
+        kv_connector_extra_config=_connector_options(options.connector_option),
+        kv_load_failure_policy=options.load_failure_policy or "recompute",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StartupError(f"--kv-transfer-config is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"--kv-transfer-config must be a JSON object, got {text!r}")
+    return value
+
+
+def _connector_options(pairs: Sequence[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not key or not separator:
+            raise StartupError(f"--connector-option {pair!r}: expected KEY=VALUE")
+        try:
+            result[key] = json.loads(text)
+        except ValueError:
+            result[key] = text
+    return result
