@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -55,7 +56,7 @@ def sha256(value: object) -> bytes:
         TypeError: the value has a part that MessagePack cannot encode.
         OverflowError: an integer has more than 64 bits.
     """
-    return hashlib.sha256(msgpack.packb(value)).digest()
+    return hashlib.sha256(msgpack.packb(value, unicode_errors="surrogatepass")).digest()
 
 
 _CONTENT_HASHES: frozenset[HashFunction] = frozenset({sha256})
@@ -190,6 +191,11 @@ def _multi_modal_keys(
     return keys, mm_idx
 
 
+def _first_reaching(features: Sequence[MultiModalFeature], token_idx: int) -> int:
+    """Index of the first item that ends behind `token_idx`."""
+    return bisect_right(features, token_idx, key=lambda feature: feature.offset + feature.length)
+
+
 def hash_block_tokens(
     hash_fn: HashFunction,
     parent_block_hash: BlockHash | None,
@@ -224,8 +230,7 @@ def get_request_block_hasher(
     def hash_new_blocks(request: HashableRequest) -> list[BlockHash]:
         hashed = len(request.block_hashes)
         parent = request.block_hashes[-1] if hashed else None
-        # Items lie in the prompt, which is hashed at once: later blocks can only meet the last item's end.
-        mm_idx = -1 if hashed else 0
+        mm_idx = _first_reaching(request.mm_features, hashed * block_size)
         new_hashes: list[BlockHash] = []
         tokens = request.all_token_ids
         for start in range(hashed * block_size, len(tokens) - block_size + 1, block_size):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...transports.errors import KVTransferStateError
@@ -73,7 +73,19 @@ class FreeKVCacheBlockQueue:
         """
         if not 0 <= n <= self.num_free_blocks:
             raise KVTransferStateError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
-        return [self.popleft() for _ in range(n)]
+        blocks: list[KVCacheBlock] = []
+        block = self._head.next_free_block
+        while len(blocks) < n:
+            assert block is not None
+            blocks.append(block)
+            after = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = after
+        assert block is not None
+        self._head.next_free_block = block
+        block.prev_free_block = self._head
+        self.num_free_blocks -= n
+        return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of the middle.

@@ -12,14 +12,19 @@ A transfer that reads or writes a request's blocks after its end takes a pin: `p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...connector.kv_cache_specs import KVCacheConfig
+from ...connector.kv_cache_specs import KVCacheConfig, MambaSpec
+from ...transports.errors import ConfigurationError, KVTransferStateError
 from .block_hash import BlockHash
+from .block_pool import BlockPool
 from .free_queue import KVCacheBlock
-from .metrics import PrefixCachingMetrics
+from .group_managers import GroupManager, IsUsable, make_group_manager
+from .metrics import PrefixCacheStats, PrefixCachingMetrics
 
 __all__ = ["KVCacheBlocks", "KVCacheManager", "KVCacheRequest"]
 
@@ -49,7 +54,7 @@ class KVCacheBlocks:
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids, one list per KV cache group."""
+        """Block ids, one list per KV cache group; 0 is the null block."""
         return tuple([block.block_id for block in group] for group in self.blocks)
 
 
@@ -60,27 +65,50 @@ class KVCacheManager:
         kv_cache_config: The pool's blocks and groups.
         max_model_len: Longest sequence in tokens; no slots are given beyond it.
         enable_prefix_caching: Whether blocks are found again by content.
+
+    Raises:
+        ConfigurationError: the groups' block sizes differ, Mamba groups aside, or a group keeps no cache.
     """
 
     def __init__(
         self, kv_cache_config: KVCacheConfig, max_model_len: int, *, enable_prefix_caching: bool = True
     ) -> None:
         self.metrics = PrefixCachingMetrics()
-        raise NotImplementedError
+        self.block_size = _common_block_size(kv_cache_config)
+        self._max_model_len = max_model_len
+        self._pool = BlockPool(kv_cache_config.num_blocks, enable_caching=enable_prefix_caching)
+        self._groups: tuple[GroupManager, ...] = tuple(
+            make_group_manager(group, group_id, self._pool)
+            for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        )
+        self._request_ids: set[str] = set()
+        self._pinned: dict[str, list[KVCacheBlock]] = {}
+
+    # -- figures -------------------------------------------------------------------------------------
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated now, those of the prefix cache that no one uses included."""
-        raise NotImplementedError
+        return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
         """Share of the pool in use, 0 to 1. The null block does not count."""
-        raise NotImplementedError
+        return self._pool.get_usage()
 
-    def fits_empty_pool(self, num_tokens: int) -> bool:
-        """Whether one request of so many tokens could ever be given its slots, were it alone."""
-        raise NotImplementedError
+    @property
+    def pinned_request_ids(self) -> frozenset[str]:
+        """Requests whose blocks a transfer holds."""
+        return frozenset(self._pinned)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The request's block table, one list per group; 0 where a windowed group needs no block any more.
+
+        The lists are copies. They are empty for a request that has no blocks.
+        """
+        return tuple([block.block_id for block in group.table(request_id)] for group in self._groups)
+
+    # -- a request's way through ---------------------------------------------------------------------
 
     def get_computed_blocks(self, request: KVCacheRequest) -> tuple[KVCacheBlocks, int]:
         """The longest prefix that the cache holds, never all of the known tokens. Free of side effects.
@@ -90,7 +118,15 @@ class KVCacheManager:
             `num_tokens` is a multiple of the block size. The blocks are not held: hand them to
             `allocate_slots` before any other call changes the pool.
         """
-        raise NotImplementedError
+        if not self._pool.enable_caching:
+            return KVCacheBlocks(tuple(() for _ in self._groups)), 0
+        hashes = request.block_hashes
+        # The last token is always computed: the next one comes from its logits.
+        max_blocks = min(len(hashes), (request.num_tokens - 1) // self.block_size)
+        tables = [_CachedTable(self._pool, hashes, group.group_id) for group in self._groups]
+        num_blocks = _longest_common_prefix(self._groups, [table.has for table in tables], max_blocks)
+        blocks = tuple(table.blocks(num_blocks) for table in tables)
+        return KVCacheBlocks(blocks), num_blocks * self.block_size
 
     def allocate_slots(
         self,
@@ -111,14 +147,26 @@ class KVCacheManager:
             num_external_tokens: Tokens after these that the connector loads.
 
         Returns:
-            The newly allocated blocks per group (without `computed_blocks`), or None when there are not enough
-            free ones. Then the request is as it was, except for blocks that slid out of its window.
+            The added blocks per group, without `computed_blocks`; or None when too few are free: then the request
+            is as it was, except for blocks that slid out of its window.
 
         Raises:
-            ValueError: there is nothing to allocate for, or a number is negative.
-            KVTransferStateError: `computed_blocks` for a request that has blocks.
+            ValueError: there is nothing to allocate for, or a number is negative. Nothing changed.
+            KVTransferStateError: `computed_blocks` for a request that has blocks. Nothing changed.
         """
-        raise NotImplementedError
+        _require_tokens(num_new_tokens, num_external_tokens)
+        hits = self._hits(request.request_id, computed_blocks)
+        num_local = max((len(hit) for hit in hits), default=0) * self.block_size
+        num_computed = request.num_computed_tokens + num_local + num_external_tokens
+        num_slots = min(num_computed + num_new_tokens, self._max_model_len)
+        # Also when all known tokens are loaded, the last one is computed again, and looks back from its place.
+        position = max(0, min(num_computed, request.num_tokens - 1))
+        if not self._make_room(request.request_id, hits, num_slots, position):
+            return None
+        if request.request_id not in self._request_ids:
+            self._admit(request, hits, num_local, position)
+        added = (tuple(g.extend(request.request_id, num_slots, position)) for g in self._groups)
+        return KVCacheBlocks(tuple(added))
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Let others hit the request's full blocks among its first `num_computed_tokens` tokens.
@@ -128,18 +176,28 @@ class KVCacheManager:
         Raises:
             KVTransferStateError: the request has no blocks, or fewer hashes or slots than full blocks.
         """
-        raise NotImplementedError
+        self._require_blocks(request.request_id)
+        if not self._pool.enable_caching:
+            return
+        num_full = num_computed_tokens // self.block_size
+        hashes = request.block_hashes
+        if len(hashes) < num_full:
+            raise KVTransferStateError(
+                f"request {request.request_id!r} has {len(hashes)} block hashes for {num_full} full blocks"
+            )
+        for group in self._groups:
+            group.cache(request.request_id, hashes, num_full)
 
     def free(self, request_id: str) -> None:
         """Drop the request's blocks; those that are cached can be hit until they are evicted.
 
         Harmless for a request that has none. Blocks that a transfer pinned stay until `unpin`.
         """
-        raise NotImplementedError
+        for group in self._groups:
+            group.free(request_id)
+        self._request_ids.discard(request_id)
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The request's block table, one list per group; 0 where a windowed group needs no block any more."""
-        raise NotImplementedError
+    # -- transfers -----------------------------------------------------------------------------------
 
     def pin(self, request_id: str) -> None:
         """Hold the request's present blocks for a transfer: until `unpin` they are not reused, also after `free`.
@@ -147,9 +205,14 @@ class KVCacheManager:
         Those that are cached can still be hit and shared.
 
         Raises:
-            KVTransferStateError: the request is pinned already, or has no blocks.
+            KVTransferStateError: the request is pinned already, or has no blocks. Nothing changed.
         """
-        raise NotImplementedError
+        self._require_blocks(request_id)
+        if request_id in self._pinned:
+            raise KVTransferStateError(f"request {request_id!r} is pinned already")
+        held = [block for group in self._groups for block in group.table(request_id)]
+        self._pool.pin(held)
+        self._pinned[request_id] = held
 
     def unpin(self, request_id: str) -> None:
         """End the transfer's hold.
@@ -157,12 +220,10 @@ class KVCacheManager:
         Raises:
             KVTransferStateError: the request is not pinned.
         """
-        raise NotImplementedError
-
-    @property
-    def pinned_request_ids(self) -> frozenset[str]:
-        """Requests whose blocks a transfer holds."""
-        raise NotImplementedError
+        held = self._pinned.pop(request_id, None)
+        if held is None:
+            raise KVTransferStateError(f"request {request_id!r} is not pinned")
+        self._pool.unpin(reversed(held))
 
     def invalidate_blocks(self, block_ids: Iterable[int]) -> dict[str, int]:
         """The contents of these blocks are undefined: a load failed, and nothing writes there any more.
@@ -173,12 +234,32 @@ class KVCacheManager:
         Returns:
             Request id → tokens of its valid prefix, for the requests that were cut. The scheduler lowers their
             `num_computed_tokens` to it where it is higher.
+
+        Raises:
+            ValueError: the pool has no block of that id. Nothing was cut.
         """
-        raise NotImplementedError
+        invalid = set(block_ids)
+        self._pool.evict_blocks(invalid)
+        cut: dict[str, int] = {}
+        for request_id in self._request_ids if invalid else ():
+            tables = [_HeldTable(group.table(request_id), invalid) for group in self._groups]
+            if not any(table.has_invalid for table in tables):
+                continue
+            max_blocks = min(table.num_before_invalid for table in tables)
+            num_blocks = _longest_common_prefix(self._groups, [table.has for table in tables], max_blocks)
+            for group in self._groups:
+                group.truncate(request_id, group.num_blocks_for(num_blocks * self.block_size))
+            cut[request_id] = num_blocks * self.block_size
+        return cut
+
+    # -- all of it -----------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents, e.g. after new weights. False, and nothing done, while blocks are in use."""
-        raise NotImplementedError
+        done = self._pool.reset_prefix_cache()
+        if done:
+            self.metrics.reset()
+        return done
 
     def check_integrity(self) -> None:
         """Check every invariant of tables, reference counts and free queue; for tests and debugging.
@@ -186,4 +267,110 @@ class KVCacheManager:
         Raises:
             KVTransferStateError: one is broken; the message says which.
         """
-        raise NotImplementedError
+        self._pool.check_integrity()
+        tables = (g.table(request_id) for g in self._groups for request_id in self._request_ids)
+        pins = Counter(block for held in self._pinned.values() for block in held)
+        holders = Counter(block for table in tables for block in table) + pins
+        for block in self._pool.blocks[1:]:
+            if (block.ref_cnt, block.pin_cnt) != (holders[block], pins[block]):
+                raise KVTransferStateError(
+                    f"{block} should have {holders[block]} holders, of which {pins[block]} transfers"
+                )
+
+    def _hits(
+        self, request_id: str, computed_blocks: KVCacheBlocks | None
+    ) -> Sequence[Sequence[KVCacheBlock]]:
+        if computed_blocks is None:
+            return [()] * len(self._groups)
+        if request_id in self._request_ids:
+            raise KVTransferStateError(f"request {request_id!r} has blocks: no prefix can be put before")
+        return computed_blocks.blocks
+
+    def _make_room(
+        self, request_id: str, hits: Sequence[Sequence[KVCacheBlock]], num_slots: int, position: int
+    ) -> bool:
+        """Free what slid out of the request's windows; return whether enough blocks are free then."""
+        num_needed = 0
+        for group, hit in zip(self._groups, hits, strict=True):
+            group.free_invisible(request_id, position)
+            num_needed += group.num_blocks_to_take(request_id, hit, num_slots, position)
+        return num_needed <= self._pool.num_free_blocks
+
+    def _admit(
+        self, request: KVCacheRequest, hits: Sequence[Sequence[KVCacheBlock]], num_local: int, position: int
+    ) -> None:
+        # All hits are held before any block is taken: what is taken could be another group's hit.
+        for group, hit in zip(self._groups, hits, strict=True):
+            group.adopt(request.request_id, hit, position)
+        self._request_ids.add(request.request_id)
+        self.metrics.observe(PrefixCacheStats(requests=1, queries=request.num_tokens, hits=num_local))
+
+    def _require_blocks(self, request_id: str) -> None:
+        if request_id not in self._request_ids:
+            raise KVTransferStateError(f"request {request_id!r} has no blocks")
+
+
+class _CachedTable:
+    """A table that a request could have, were all its blocks in the prefix cache."""
+
+    def __init__(self, pool: BlockPool, hashes: Sequence[BlockHash], group_id: int) -> None:
+        self._pool = pool
+        self._hashes = hashes
+        self._group_ids = (group_id,)
+        self._found: dict[int, KVCacheBlock] = {}
+
+    def has(self, index: int) -> bool:
+        found = self._pool.get_cached_block(self._hashes[index], self._group_ids)
+        if found is None:
+            return False
+        self._found[index] = found[0]
+        return True
+
+    def blocks(self, num_blocks: int) -> tuple[KVCacheBlock, ...]:
+        """The first `num_blocks` blocks, null where none was asked for or found."""
+        return tuple(self._found.get(i, self._pool.null_block) for i in range(num_blocks))
+
+
+class _HeldTable:
+    """A table that a request has, with some blocks invalid."""
+
+    def __init__(self, table: Sequence[KVCacheBlock], invalid: AbstractSet[int]) -> None:
+        self._table = table
+        self._invalid = invalid
+        bad = (i for i, block in enumerate(table) if not block.is_null and block.block_id in invalid)
+        self.num_before_invalid = next(bad, len(table))
+        self.has_invalid = self.num_before_invalid < len(table)
+
+    def has(self, index: int) -> bool:
+        block = self._table[index]
+        return not block.is_null and block.block_id not in self._invalid
+
+
+def _require_tokens(num_new_tokens: int, num_external_tokens: int) -> None:
+    if min(num_new_tokens, num_external_tokens) < 0 or num_new_tokens + num_external_tokens == 0:
+        raise ValueError(f"nothing to allocate: {num_new_tokens=}, {num_external_tokens=}")
+
+
+def _longest_common_prefix(
+    groups: Sequence[GroupManager], are_usable: Sequence[IsUsable], max_blocks: int
+) -> int:
+    """The most blocks, up to `max_blocks`, after which every group can go on."""
+    while True:
+        num_blocks = max_blocks
+        for group, is_usable in zip(groups, are_usable, strict=True):
+            num_blocks = group.longest_prefix(is_usable, num_blocks)
+        if num_blocks == max_blocks:
+            return num_blocks
+        max_blocks = num_blocks
+
+
+def _common_block_size(config: KVCacheConfig) -> int:
+    """Tokens a block, for hashing and for hits."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    sizes = {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
+    sizes = sizes or {spec.block_size for spec in specs} or {1}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"groups of one pool need one block size, got {sorted(sizes)}", key="block_size", value=sizes
+        )
+    return sizes.pop()
