@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from kvferry.transports.errors import ConnectorError
+
+from .core import EngineCore
+from .errors import EngineDeadError, InvalidRequestError
 from .settings import EngineSettings
 from .types import EngineStats, GenerationRequest, RequestOutput
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+#: While nothing can be computed, because transfers pend: the first pause between two looks at them, which then
+#: doubles; the longest while a request waits for one, and while only other nodes do.
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_LOADING_S = 0.001
+_LONGEST_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True, eq=False)
+class _Client:
+    """Where a request's outputs go: an asyncio queue of some event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Deliver from any thread. A loop that was closed has nobody left who waits."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
 
 
 class Engine:
@@ -17,32 +49,53 @@ class Engine:
 
     Life: construct (cheap) → `start` → any number of `generate` → `close`. `generate` belongs to an asyncio
     loop, any loop; every other method may be called from any thread.
+
+    Attributes:
+        settings: As given.
+        model_name: What clients call the model.
     """
 
-    def __init__(self, settings: EngineSettings) -> None: ...
-
-    #: Settings as given.
-    settings: EngineSettings
-    #: What clients call the model.
-    model_name: str
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.model_name = settings.served_model_name or Path(settings.model).name
+        self._core: EngineCore | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[EngineCore], None]] = []
+        self._listening: set[_Client] = set()
+        self._admitted: dict[str, _Client] = {}
+        self._closing = False
+        self._stats = _NO_STATS
 
     def start(self) -> None:
         """Load the model, allocate the pool, start connector and step thread. Blocks; call it off the event loop.
 
         Raises:
             ConfigurationError: a setting, the model folder or a connector option cannot work; nothing is left over.
-            ValueError: the memory does not hold one request of maximum length; the message says what would.
+            KVTransferStateError: this process runs an engine with a connector already.
+            EngineDeadError: the engine was started before.
         """
+        if self._core is not None or self._closing:
+            raise EngineDeadError("an engine starts once")
+        self._core = EngineCore(self.settings)
+        self._stats = self._core.stats()
+        self._thread = threading.Thread(target=self._run, args=(self._core,), name="kvferry-engine")
+        self._thread.start()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        raise NotImplementedError
+        return self._started().parts.loaded.tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and answer together, in tokens."""
-        raise NotImplementedError
+        return self._started().max_model_len
+
+    def _started(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDeadError("the engine was not started")
+        return self._core
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Answer a request, piece by piece. Closing the generator, or cancelling its task, aborts the request.
@@ -55,15 +108,138 @@ class Engine:
             ConnectorError: `kv_transfer_params` are malformed; nothing was allocated.
             EngineDeadError: the engine is not running; also raised in the middle of an answer.
         """
-        raise NotImplementedError
-        yield
+        client = _Client(asyncio.get_running_loop())
+        arrival_s = time.monotonic()
+        self._listening.add(client)
+        is_over = False
+        try:
+            self._submit(lambda core: self._admit(core, request, client, arrival_s))
+            while not is_over:
+                item = await client.outputs.get()
+                is_over = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self._listening.discard(client)
+            if not is_over:
+                self._abandon(request.request_id, client)
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step; its last output says `"abort"`. Unknown ids are ignored."""
+        with contextlib.suppress(EngineDeadError):
+            self._submit(lambda core: self._deliver(core.abort(request_id)))
 
     def stats(self) -> EngineStats:
-        """The engine's figures now. Works before `start` and after `close`, too."""
-        raise NotImplementedError
+        """The engine's figures as of its latest step. Works before `start` and after `close`, too."""
+        return self._stats
 
     def close(self) -> None:
         """Abort what runs, shut the connector down, end the thread, free the pool. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- from other threads to the engine's ----------------------------------------------------------
+
+    def _submit(self, order: Callable[[EngineCore], None]) -> None:
+        with self._changed:
+            if self._thread is None or self._closing or not self._stats.healthy:
+                raise EngineDeadError(self._stats.error or "the engine is not running")
+            self._inbox.append(order)
+            self._changed.notify()
+
+    def _abandon(self, request_id: str, client: _Client) -> None:
+        """Abort a request that nobody listens to any more, unless its id is another's by now."""
+
+        def order(core: EngineCore) -> None:
+            if self._admitted.get(request_id) is client:
+                self._deliver(core.abort(request_id))
+
+        with contextlib.suppress(EngineDeadError):
+            self._submit(order)
+
+    # -- the engine's thread -------------------------------------------------------------------------
+
+    def _run(self, core: EngineCore) -> None:
+        try:
+            self._loop(core)
+            error = EngineDeadError("the engine was closed")
+        except Exception as cause:
+            logger.exception("the step loop died; every request fails")
+            error = EngineDeadError(f"the step loop died: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        with self._changed:
+            self._stats = replace(self._stats, healthy=False, error=str(error))
+            self._inbox.clear()
+        self._shut_down(core, error)
+
+    def _loop(self, core: EngineCore) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            orders = self._take_orders(None if not core.has_work else pause_s)
+            if self._closing:
+                return
+            for order in orders:
+                order(core)
+            num_tokens, outputs = core.step() if core.has_work else (0, [])
+            self._stats = core.stats()
+            self._deliver(outputs)
+            if num_tokens:
+                pause_s = 0.0
+            else:
+                longest = _LONGEST_PAUSE_LOADING_S if core.is_loading else _LONGEST_PAUSE_S
+                pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), longest)
+
+    def _take_orders(self, timeout_s: float | None) -> list[Callable[[EngineCore], None]]:
+        """Take what other threads asked for; wait for it up to `timeout_s`, for ever if None."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s)
+            orders, self._inbox = self._inbox, []
+            return orders
+
+    def _admit(self, core: EngineCore, request: GenerationRequest, client: _Client, arrival_s: float) -> None:
+        try:
+            core.add(request, arrival_s)
+        except (InvalidRequestError, ConnectorError) as refusal:
+            client.put(refusal)
+        else:
+            self._admitted[request.request_id] = client
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            client = self._admitted[output.request_id]
+            if output.finish_reason is not None:
+                del self._admitted[output.request_id]
+            client.put(output)
+
+    def _shut_down(self, core: EngineCore, error: EngineDeadError) -> None:
+        try:
+            core.close()
+        except Exception:
+            logger.exception("the connector did not shut down cleanly")
+        for client in list(self._listening):
+            client.put(error)
+
+
+_NO_STATS = EngineStats(
+    healthy=False,
+    error="the engine was not started",
+    num_waiting=0,
+    num_loading=0,
+    num_running=0,
+    num_offered=0,
+    num_blocks=0,
+    num_free_blocks=0,
+    num_preemptions=0,
+    num_prompt_tokens=0,
+    num_output_tokens=0,
+    num_cached_tokens=0,
+    num_transfers=0,
+    num_failed_transfers=0,
+    transferred_bytes=0,
+    transfer_seconds=0.0,
+    num_finished={},
+)

@@ -152,6 +152,9 @@ class EngineStats:
         num_offered: Finished requests whose blocks are kept for another node.
         num_blocks: Blocks that requests can have (the pool without its null block).
         num_free_blocks: Of these, how many nobody holds; cached ones are free until they are hit.
+        num_preemptions: Times a request lost its blocks, over finished requests.
+        num_prompt_tokens: Prompt tokens of finished requests; `num_cached_tokens` of them were cached here.
+        num_output_tokens: Tokens generated.
         num_transfers: Loads that ended well; `num_failed_transfers`: those that did not.
         transferred_bytes: Bytes that the former brought, `transfer_seconds` the time they took.
         num_finished: Requests over, by finish reason.
@@ -168,8 +171,7 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_output_tokens: int
-    prefix_cache_queried_tokens: int
-    prefix_cache_hit_tokens: int
+    num_cached_tokens: int
     num_transfers: int
     num_failed_transfers: int
     transferred_bytes: int

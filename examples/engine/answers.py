@@ -1,0 +1,92 @@
+"""From a request's tokens to the pieces that its client receives, and where the answer ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
+from .request import Request
+from .types import FinishReason, RequestMetrics, RequestOutput
+
+__all__ = ["Answer"]
+
+
+class Answer:
+    """The answer to one request.
+
+    Args:
+        eos_token_ids: Tokens after which the model has nothing more to say.
+        max_model_len: Longest sequence, prompt and answer together.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: TokenDecoder, eos_token_ids: frozenset[int], max_model_len: int
+    ) -> None:
+        sampling = request.source.sampling
+        self.request = request
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.source.prompt_token_ids)
+        self._matcher = StopMatcher(sampling.stop)
+        self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self._max_output_tokens = min(sampling.max_tokens, max_model_len - request.num_prompt_tokens)
+
+    def push_last_token(self) -> tuple[str, FinishReason | None]:
+        """Take in the request's newest token.
+
+        Returns:
+            The text to send, and why the answer ends here, or None.
+        """
+        figures = self.request.figures
+        if figures.first_token_s is None:
+            figures.first_token_s = time.monotonic()
+        token_id = self.request.all_token_ids[-1]
+        text = self._matcher.push(self._detokenizer.push(token_id))
+        reason = self._reason_to_end(token_id)
+        if reason is None:
+            return text, None
+        text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        return text, "stop" if self._matcher.matched else reason
+
+    def _reason_to_end(self, token_id: int) -> FinishReason | None:
+        if self._matcher.matched or token_id in self._eos_token_ids:
+            return "stop"
+        return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
+
+    def piece(self, text: str) -> RequestOutput:
+        """An output in the middle: the newest token and its text."""
+        return self._output((self.request.all_token_ids[-1],), text, None, "", None)
+
+    def last_piece(
+        self, text: str, reason: FinishReason, kv_transfer_params: Mapping[str, Any] | None
+    ) -> RequestOutput:
+        """The output with which the answer ends on its newest token."""
+        newest = (self.request.all_token_ids[-1],)
+        return self._output(newest, text, reason, "", kv_transfer_params)
+
+    def cut_off(self, reason: FinishReason, error: str = "") -> RequestOutput:
+        """The output that ends an answer from outside, without a token of its own."""
+        return self._output((), self._matcher.flush(), reason, error, None)
+
+    def _output(
+        self,
+        token_ids: tuple[int, ...],
+        text: str,
+        reason: FinishReason | None,
+        error: str,
+        kv_transfer_params: Mapping[str, Any] | None,
+    ) -> RequestOutput:
+        request_id = self.request.source.request_id
+        return RequestOutput(request_id, token_ids, text, reason, error, kv_transfer_params, self._metrics())
+
+    def _metrics(self) -> RequestMetrics:
+        figures = self.request.figures
+        return RequestMetrics(
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_output_tokens=self.request.num_output_tokens,
+            num_cached_tokens=figures.num_cached_tokens,
+            num_loaded_tokens=figures.num_loaded_tokens,
+            num_preemptions=figures.num_preemptions,
+            ttft_s=figures.ttft_s,
+            transfer=figures.transfer,
+        )

@@ -1,0 +1,165 @@
+"""From settings to the parts of an engine, in the one order in which they can be made."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.connector.base import KVConnectorBase, KVConnectorRole
+from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from kvferry.connector.factory import KVConnectorFactory
+from kvferry.connector.kv_cache_specs import KVCacheConfig
+from kvferry.runner_mixin import state
+from kvferry.runner_mixin.kv_cache import (
+    KVCacheManager,
+    get_request_block_hasher,
+    init_none_hash,
+    sha256,
+)
+from kvferry.transports.errors import ConfigurationError
+
+from .attention import IMPLEMENTATION, attention_layers
+from .memory import fit_max_model_len, plan_pool
+from .request import BlockHasher
+from .runner import ModelRunner
+from .scheduler import Scheduler
+from .settings import EngineSettings
+from .weights import LoadedModel, load_model, model_folder
+
+__all__ = ["Parts", "assemble"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a running engine.
+
+    Attributes:
+        config: What was decided from the settings.
+        connector_name: Class of the connector, empty without one.
+        resources: Closing it shuts the connector down.
+    """
+
+    loaded: LoadedModel
+    config: EngineConfig
+    kv_cache_config: KVCacheConfig
+    manager: KVCacheManager
+    scheduler: Scheduler
+    runner: ModelRunner
+    hasher: BlockHasher
+    connector_name: str
+    resources: ExitStack
+
+
+def assemble(settings: EngineSettings) -> Parts:
+    """Make everything that a step needs.
+
+    Raises:
+        ConfigurationError: a setting, the model or a connector option cannot work. Nothing is left over.
+        KVTransferStateError: this process runs an engine with a connector already.
+    """
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    if settings.kv_transfer is not None:
+        # Before the model is loaded: a wrong name should not take that long to be told.
+        KVConnectorFactory.get_connector_class(settings.kv_transfer)
+    loaded = load_model(model_folder(settings.model), dtype, device, IMPLEMENTATION)
+    config = _engine_config(settings, loaded, dtype)
+    pool = plan_pool(config, device)
+    config = fit_max_model_len(config, pool, may_shorten=settings.max_model_len == 0)
+    with ExitStack() as resources:
+        runner = ModelRunner(config, loaded.model, device)
+        if config.kv_transfer is not None:
+            resources.callback(state.ensure_kv_transfer_shutdown)
+            state.ensure_kv_transfer_initialized(config, pool)
+        runner.initialize_kv_cache(pool, settings.layout)
+        runner.warm_up()
+        connector = _scheduler_half(config, pool, resources)
+        init_none_hash(sha256, settings.hash_seed)
+        manager = KVCacheManager(
+            pool, config.model.max_model_len, enable_prefix_caching=settings.enable_prefix_caching
+        )
+        return Parts(
+            loaded=loaded,
+            config=config,
+            kv_cache_config=pool,
+            manager=manager,
+            scheduler=Scheduler(config, manager, connector),
+            runner=runner,
+            hasher=get_request_block_hasher(settings.block_size, sha256),
+            connector_name="" if connector is None else type(connector).__name__,
+            resources=resources.pop_all(),
+        )
+
+
+def _scheduler_half(
+    config: EngineConfig, pool: KVCacheConfig, resources: ExitStack
+) -> KVConnectorBase | None:
+    if config.kv_transfer is None:
+        return None
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, pool)
+    resources.callback(connector.shutdown)
+    metadata = state.get_kv_transfer_group().get_handshake_metadata()
+    if metadata is not None:
+        connector.set_handshake_metadata({config.parallel.tensor_parallel_rank: metadata})
+    return connector
+
+
+def _engine_config(settings: EngineSettings, loaded: LoadedModel, dtype: torch.dtype) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            model=loaded.identity,
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=_max_model_len(settings, loaded),
+            layers=attention_layers(loaded.text_config),
+        ),
+        cache=CacheConfig(
+            block_size=settings.block_size,
+            memory_utilization=settings.memory_utilization,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            hash_seed=settings.hash_seed,
+            num_blocks_override=settings.num_blocks,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
+        ),
+        kv_transfer=settings.kv_transfer,
+    )
+
+
+def _max_model_len(settings: EngineSettings, loaded: LoadedModel) -> int:
+    trained: int = loaded.text_config.max_position_embeddings
+    if settings.max_model_len > trained:
+        raise ConfigurationError(
+            f"max_model_len={settings.max_model_len}: the model was trained for {trained} tokens",
+            key="max_model_len",
+            value=settings.max_model_len,
+        )
+    return settings.max_model_len or trained
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={name!r} is no device", key="device", value=name) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={name!r}; allowed: cpu, cuda", key="device", value=name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices that PyTorch can use",
+            key="device",
+            value=name,
+        )
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype

@@ -1,0 +1,123 @@
+"""The paged attention, registered as an attention implementation of transformers.
+
+No mask function is registered beside it: transformers then builds no mask at all, and the paged attention knows
+from the step's metadata which token sees which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.configuration_utils import PretrainedConfig
+
+from kvferry.connector.config import AttentionLayerConfig
+from kvferry.runner_mixin.attention.backend import AttentionBackend, AttentionParams
+from kvferry.runner_mixin.forward_context import get_forward_context
+from kvferry.runner_mixin.hooks import maybe_transfer_kv_layer
+from kvferry.transports.errors import ConfigurationError
+
+__all__ = ["IMPLEMENTATION", "PagedLayer", "attention_layers"]
+
+#: The name under which transformers knows it.
+IMPLEMENTATION = "kvferry_paged"
+
+
+@dataclass
+class PagedLayer:
+    """One attention layer's cache, and what attends over it.
+
+    Attributes:
+        kv_cache: Empty until the pool is bound, then one tensor.
+    """
+
+    config: AttentionLayerConfig
+    backend: type[AttentionBackend]
+    kv_cache: list[torch.Tensor] = field(default_factory=list)
+
+
+def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ...]:
+    """Describe the attention layers of a decoder.
+
+    Raises:
+        ConfigurationError: a layer is of a kind that this engine cannot run; the message names it.
+    """
+    num_heads: int = config.num_attention_heads
+    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+    head_size: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return tuple(
+        AttentionLayerConfig(_layer_name(index), num_kv_heads, head_size, _window(config, index, kind))
+        for index, kind in enumerate(_layer_types(config))
+    )
+
+
+def _layer_name(index: int) -> str:
+    return f"model.layers.{index}.self_attn"
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds)
+    # Older configurations say it for all layers at once, by whether there is a window.
+    has_window = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
+
+
+def _window(config: PretrainedConfig, index: int, kind: str) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention":
+        return int(config.sliding_window)
+    raise ConfigurationError(
+        f"layer {index} of this {config.model_type} model is of kind {kind!r}; "
+        "this engine runs full and sliding-window attention",
+        key="model",
+        value=config.model_type,
+    )
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention, as transformers calls it.
+
+    Args:
+        query: `(1, num_heads, num_tokens, head_size)`, the tokens of all requests one after the other.
+        key: `(1, num_kv_heads, num_tokens, head_size)`.
+        value: `(1, num_kv_heads, num_tokens, head_size)`.
+
+    Returns:
+        `(1, num_tokens, num_heads, head_size)`, and no weights.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise ConfigurationError("this engine has no attention sinks", key="model")
+    context = get_forward_context()
+    name = _layer_name(int(module.layer_idx))  # type: ignore[arg-type]
+    layer, metadata = context.layers[name], context.attn_metadata[name]
+    assert isinstance(layer, PagedLayer)
+    num_heads, head_size = query.shape[1], query.shape[3]
+    params = AttentionParams(
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        head_size=head_size,
+        scale=head_size**-0.5 if scaling is None else scaling,
+        sliding_window=layer.config.sliding_window,
+        softcap=softcap,
+    )
+    with maybe_transfer_kv_layer(name):
+        cache = layer.kv_cache[0]
+        layer.backend.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, metadata)
+        output = layer.backend.attend(query[0].transpose(0, 1), cache, metadata, params)
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)

@@ -1,0 +1,206 @@
+"""`EngineCore`: model, pool, scheduler, runner and connector halves, driven step by step by one thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.stats import KVConnectorStats
+
+from .answers import Answer
+from .assembly import assemble
+from .errors import InvalidRequestError, PromptTooLongError
+from .request import Request
+from .settings import EngineSettings
+from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, TransferRecord
+
+__all__ = ["EngineCore"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The engine without its thread: `add`, `abort` and `step` are called one at a time.
+
+    Raises:
+        ConfigurationError: a setting, the model or a connector option cannot work. Nothing is left over.
+        KVTransferStateError: this process runs an engine with a connector already.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.parts = assemble(settings)
+        self._answers: dict[str, Answer] = {}
+        self._num_added = 0
+        self._num_finished: Counter[FinishReason] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._transfer_seconds = 0.0
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and answer together, in tokens."""
+        return self.parts.config.model.max_model_len
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def add(self, source: GenerationRequest, arrival_s: float) -> None:
+        """Accept a request.
+
+        Args:
+            arrival_s: When it came, `time.monotonic()`.
+
+        Raises:
+            InvalidRequestError: it cannot be served.
+            ConnectorError: its `kv_transfer_params` are malformed.
+        """
+        self._check(source)
+        self._num_added += 1
+        # A client may use an id again while the blocks of its first use are still on offer to another node.
+        unique_id = f"{source.request_id}-{self._num_added}"
+        request = Request(unique_id, source, self.parts.hasher, arrival_s)
+        self.parts.scheduler.add(request)
+        model = self.parts.loaded
+        self._answers[source.request_id] = Answer(
+            request, model.tokenizer, model.eos_token_ids, self.max_model_len
+        )
+
+    def _check(self, source: GenerationRequest) -> None:
+        if source.request_id in self._answers:
+            raise InvalidRequestError(f"request id {source.request_id!r} is in use", param="request_id")
+        if not source.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        vocab_size = self.parts.loaded.text_config.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in source.prompt_token_ids):
+            raise InvalidRequestError(
+                f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
+            )
+        num_prompt, longest = len(source.prompt_token_ids), self.max_model_len - 1
+        if num_prompt > longest:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens; with room for an answer of one token, "
+                f"at most {longest} are possible here",
+                num_prompt_tokens=num_prompt,
+                max_prompt_tokens=longest,
+            )
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now; returns its last output, or nothing if there is no such request."""
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return []
+        self._finish(answer, "abort")
+        return [answer.cut_off("abort")]
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> Mapping[str, Any] | None:
+        request, figures = answer.request, answer.request.figures
+        del self._answers[request.source.request_id]
+        self._num_finished[reason] += 1
+        self._totals.update(
+            preemptions=figures.num_preemptions,
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=figures.num_cached_tokens,
+        )
+        return self.parts.scheduler.finish(request, reason)
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.parts.scheduler.has_work
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for another node's KV cache."""
+        return bool(self.parts.scheduler.handoffs.loading)
+
+    def step(self) -> tuple[int, list[RequestOutput]]:
+        """Run one step.
+
+        Returns:
+            `(num_tokens, outputs)`: tokens computed, and what clients get. With no token computed, the step
+            only looked after transfers, and the next one may wait a moment.
+        """
+        plan = self.parts.scheduler.plan()
+        result = self.parts.runner.execute(plan)
+        if result.kv_connector_output is not None:
+            self._note_transfers(result.kv_connector_output)
+        outcome = self.parts.scheduler.update(plan, result)
+        outputs = [self._piece(request) for request in outcome.new_tokens]
+        for request, why in outcome.failed:
+            answer = self._answers[request.source.request_id]
+            self._finish(answer, "error")
+            outputs.append(answer.cut_off("error", why))
+        return plan.total_num_scheduled_tokens, outputs
+
+    def _piece(self, request: Request) -> RequestOutput:
+        answer = self._answers[request.source.request_id]
+        text, reason = answer.push_last_token()
+        self._totals["output_tokens"] += 1
+        if reason is None:
+            return answer.piece(text)
+        return answer.last_piece(text, reason, self._finish(answer, reason))
+
+    def _note_transfers(self, report: KVConnectorOutput) -> None:
+        stats = report.kv_connector_stats
+        if not isinstance(stats, KVConnectorStats):
+            return  # a connector of someone else's, with figures of its own
+        loading = self.parts.scheduler.handoffs.loading
+        for record in stats.transfers:
+            if record.direction != "receive":
+                continue
+            self._count_transfer(record.num_bytes, record.seconds, bool(record.error))
+            if record.request_id in loading:
+                loading[record.request_id].figures.transfer = TransferRecord(
+                    connector=self.parts.connector_name,
+                    transport=record.transport,
+                    mechanism=record.mechanism,
+                    layout=record.layout,
+                    num_blocks=record.num_blocks,
+                    num_regions=record.num_regions,
+                    num_regions_per_layer=record.num_regions_per_layer,
+                    num_bytes=record.num_bytes,
+                    seconds=record.seconds,
+                    error=record.error,
+                )
+
+    def _count_transfer(self, num_bytes: int, seconds: float, failed: bool) -> None:
+        self._totals["failed_transfers" if failed else "transfers"] += 1
+        if not failed:
+            self._totals["transferred_bytes"] += num_bytes
+            self._transfer_seconds += seconds
+
+    # -- figures and the end -------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The figures after the latest step."""
+        scheduler, manager = self.parts.scheduler, self.parts.manager
+        return EngineStats(
+            healthy=True,
+            error="",
+            num_waiting=len(scheduler.waiting),
+            num_loading=len(scheduler.handoffs.loading),
+            num_running=len(scheduler.running) + len(scheduler.ready),
+            num_offered=len(scheduler.handoffs.offered),
+            num_blocks=self.parts.kv_cache_config.num_blocks - 1,
+            num_free_blocks=manager.num_free_blocks,
+            num_preemptions=self._totals["preemptions"],
+            num_prompt_tokens=self._totals["prompt_tokens"],
+            num_output_tokens=self._totals["output_tokens"],
+            num_cached_tokens=self._totals["cached_tokens"],
+            num_transfers=self._totals["transfers"],
+            num_failed_transfers=self._totals["failed_transfers"],
+            transferred_bytes=self._totals["transferred_bytes"],
+            transfer_seconds=self._transfer_seconds,
+            num_finished=dict(self._num_finished),
+        )
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End every request; returns their last outputs."""
+        return [output for request_id in list(self._answers) for output in self.abort(request_id)]
+
+    def close(self) -> None:
+        """Shut the connector down. Idempotent; handoffs that are not over end as aborted."""
+        self.parts.resources.close()

@@ -1,0 +1,122 @@
+"""`ModelRunner`: one step of the model, with the connector's worker half around it."""
+
+from __future__ import annotations
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from kvferry.connector.config import EngineConfig
+from kvferry.connector.kv_cache_specs import KVCacheConfig
+from kvferry.runner_mixin import state
+from kvferry.runner_mixin.attention.metadata import build_attn_metadata
+from kvferry.runner_mixin.forward_context import ForwardContext, set_forward_context
+from kvferry.runner_mixin.kv_caches import init_attn_backend, init_kv_cache
+from kvferry.runner_mixin.layouts import init_kv_cache_for_connector
+from kvferry.runner_mixin.mixin import KVConnectorModelRunnerMixin
+from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from kvferry.transports.errors import ConfigurationError
+
+from .attention import PagedLayer
+from .batch import InputBatch, StepInputs
+from .sampling import sample
+from .settings import Layout
+from .step import StepPlan
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner(KVConnectorModelRunnerMixin):
+    """Runs the model over the pool.
+
+    Life: construct → `initialize_kv_cache` once → `execute` every step.
+
+    Args:
+        model: Loaded with the paged attention as its attention implementation.
+        device: Where model and pool are.
+    """
+
+    def __init__(self, config: EngineConfig, model: PreTrainedModel, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.kv_caches: list[torch.Tensor] = []
+        self._model = model
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, layout: Layout) -> None:
+        """Allocate the pool, in the connector's memory if there is one, bind it, and register it there.
+
+        Args:
+            layout: `"uniform"`: the one that the connector prefers; `"per-layer"`: a buffer for each layer.
+        """
+        attention = init_attn_backend(kv_cache_config, self.config, self.device)
+        layers = {
+            layer.name: PagedLayer(layer, attention.attn_backends[layer.name])
+            for layer in self.config.model.layers
+        }
+        if layout == "uniform":
+            cache_dtype = self.config.cache.cache_dtype
+            init_kv_cache_for_connector(
+                self.kv_caches, layers, kv_cache_config, attention, cache_dtype, self.device
+            )
+        else:
+            kv_caches = init_kv_cache(self.kv_caches, layers, kv_cache_config, attention, self.device)
+            if state.has_kv_transfer_group():
+                state.get_kv_transfer_group().register_kv_caches(kv_caches)
+        block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        limits = self.config.scheduler
+        self._batch = InputBatch(
+            limits.max_num_seqs, self.config.model.max_model_len, block_sizes, self.device
+        )
+        self._layers = layers
+        self._metadata_builders = attention.metadata_builders
+
+    def warm_up(self) -> None:
+        """Run the model once over a few tokens, so that what it cannot do is told now and the first request is quick.
+
+        The tokens are written into the null block, which nobody reads.
+
+        Raises:
+            ConfigurationError: the model does something that this engine cannot.
+        """
+        num_tokens = min(4, self.config.cache.block_size)
+        try:
+            inputs = self._batch.make_dummy_inputs(num_tokens)
+            with set_forward_context(self._context(inputs)):
+                self._forward(inputs)
+        except (TypeError, KeyError, AttributeError, RuntimeError) as error:
+            name = self._model.config.model_type
+            raise ConfigurationError(
+                f"this engine cannot run {name} models: {type(error).__name__}: {error}",
+                key="model",
+                value=name,
+            ) from error
+
+    def execute(self, plan: StepPlan) -> ModelRunnerOutput:
+        """Run one step."""
+        self._batch.forget(plan)
+        if not plan.scheduled:
+            return self.kv_connector_no_forward(plan, self.config)
+        inputs = self._batch.make_inputs(plan)
+        with set_forward_context(self._context(inputs)), self.maybe_get_kv_connector_output(plan) as report:
+            tokens = iter(self._forward(inputs))
+        return ModelRunnerOutput(
+            req_ids=tuple(item.request.request_id for item in plan.scheduled),
+            sampled_token_ids=tuple((next(tokens),) if item.yields_token else () for item in plan.scheduled),
+            kv_connector_output=report,
+        )
+
+    def _context(self, inputs: StepInputs) -> ForwardContext:
+        metadata = build_attn_metadata(
+            self._metadata_builders, inputs.batch, inputs.block_tables, inputs.slot_mappings
+        )
+        return ForwardContext(self._layers, metadata)
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs) -> list[int]:
+        """Compute the step's tokens; returns the next token of each request that yields one."""
+        result = self._model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            logits_to_keep=inputs.logits_indices,
+        )
+        return sample(result.logits[0], inputs.samplers) if inputs.samplers else []
