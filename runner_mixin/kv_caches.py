@@ -79,11 +79,14 @@ def resolve_kv_cache_dtype(config: EngineConfig) -> torch.dtype:
     Raises:
         ConfigurationError: torch has no floating-point type of this name.
     """
-    chosen = config.cache.cache_dtype
-    name = config.model.dtype if chosen == "auto" else chosen
+    if config.cache.cache_dtype == "auto":
+        return _floating_dtype("dtype", config.model.dtype)
+    return _floating_dtype("cache_dtype", config.cache.cache_dtype)
+
+
+def _floating_dtype(key: str, name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        key = "dtype" if chosen == "auto" else "cache_dtype"
         raise ConfigurationError(f"{key}={name!r} is no floating-point type of torch", key=key, value=name)
     return dtype
 
@@ -126,7 +129,9 @@ def init_attn_backend(
     """
     shared_layers = get_kv_sharing_layers(config)
     groups = add_kv_sharing_layers_to_kv_cache_groups(shared_layers, kv_cache_config.kv_cache_groups)
-    backend = select_attention_backend(device, config.cache.attention_backend)
+    backend = select_attention_backend(
+        device, _floating_dtype("dtype", config.model.dtype), config.cache.attention_backend
+    )
     attn_groups = [_attention_groups(index, group, backend) for index, group in enumerate(groups)]
     kernel_block_sizes = prepare_kernel_block_sizes(kv_cache_config, attn_groups)
     workspace = torch.empty(backend.get_workspace_bytes(), dtype=torch.int8, device=device)
@@ -178,7 +183,7 @@ def _allocate_kv_cache(kv_cache_config: KVCacheConfig, device: torch.device) -> 
         return {}
     memory = allocate_pool(sum(strides), device)
     raw: dict[str, torch.Tensor] = {}
-    for tensor, piece in zip(kv_cache_config.kv_cache_tensors, memory.split(strides), strict=True):
+    for tensor, piece in zip(kv_cache_config.kv_cache_tensors, torch.split(memory, strides), strict=True):
         raw.update(dict.fromkeys(tensor.shared_by, piece[: tensor.size]))
     return raw
 

@@ -91,6 +91,6 @@ def mamba_state_views(pages: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor
     views, offset = [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         num_bytes = prod(shape) * dtype.itemsize
-        views.append(pages[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape))
+        views.append(pages[:, offset : offset + num_bytes].view(dtype).view(-1, *shape))
         offset += num_bytes
     return views

@@ -103,8 +103,8 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_unavailable_reason(device: torch.device) -> str:
-        """Say why it cannot work on `device`; empty when it can."""
+    def get_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str:
+        """Say why it cannot compute in `dtype` on `device`; empty when it can."""
 
     @staticmethod
     @abstractmethod

@@ -57,7 +57,9 @@ class AttentionLayer:
         """
         metadata = get_forward_context().attn_metadata[self.name]
         (kv_cache,) = self.kv_cache
+        if not self.writes_cache:
+            # The connector knows, loads and saves the cache under its owner's name.
+            return self.backend.attend(query, kv_cache, metadata, self.params)
         with maybe_transfer_kv_layer(self.name):
-            if self.writes_cache:
-                self.backend.write_kv(key, value, kv_cache, metadata)
+            self.backend.write_kv(key, value, kv_cache, metadata)
             return self.backend.attend(query, kv_cache, metadata, self.params)

@@ -35,19 +35,22 @@ def register_attention_backend(name: str, path: str) -> None:
     _BACKENDS[name] = path
 
 
-def select_attention_backend(device: torch.device, name: str = "auto") -> type[AttentionBackend]:
+def select_attention_backend(
+    device: torch.device, dtype: torch.dtype, name: str = "auto"
+) -> type[AttentionBackend]:
     """Choose a backend.
 
     Args:
         device: Where the cache is.
+        dtype: The model's, in which attention is computed.
         name: A backend's name in any case, or `"auto"`.
 
     Raises:
         ConfigurationError: no backend has this name, or its class cannot be loaded.
-        BackendUnavailableError: it cannot work on `device`; says why.
+        BackendUnavailableError: it cannot compute in `dtype` on `device`; says why.
     """
     if name == "auto":
-        return _first_available(device)
+        return _first_available(device, dtype)
     path = _BACKENDS.get(name) or _BACKENDS.get(name.upper())
     if path is None:
         raise ConfigurationError(
@@ -56,17 +59,17 @@ def select_attention_backend(device: torch.device, name: str = "auto") -> type[A
             value=name,
         )
     backend = _load(name, path)
-    reason = backend.get_unavailable_reason(device)
+    reason = backend.get_unavailable_reason(device, dtype)
     if reason:
         raise BackendUnavailableError(f"attention backend {name} cannot work on {device}: {reason}")
     return backend
 
 
-def _first_available(device: torch.device) -> type[AttentionBackend]:
+def _first_available(device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
     reasons = []
     for name, path in _BACKENDS.items():
         backend = _load(name, path)
-        reason = backend.get_unavailable_reason(device)
+        reason = backend.get_unavailable_reason(device, dtype)
         if not reason:
             return backend
         reasons.append(f"{name}: {reason}")

@@ -1,0 +1,60 @@
+"""Embeddings of a multimodal encoder: checked, spread over their placeholders, and gathered again."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["gather_mm_placeholders", "sanity_check_mm_encoder_outputs", "scatter_mm_placeholders"]
+
+
+def sanity_check_mm_encoder_outputs(embeddings: object, expected_num_items: int) -> None:
+    """Check that an encoder returned one 2-D tensor for each of its items.
+
+    Args:
+        embeddings: A list or tuple of `(num_embeds, hidden)` tensors, or one `(num_items, num_embeds, hidden)`.
+        expected_num_items: Images, audio clips and so on that it was given.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there is not one 2-D tensor per item.
+    """
+    wanted = "a list or tuple of 2-D tensors, or one 3-D tensor"
+    if not isinstance(embeddings, (list, tuple, torch.Tensor)):
+        raise TypeError(f"a multimodal encoder must return {wanted}, got {type(embeddings).__name__}")
+    if len(embeddings) != expected_num_items:
+        raise ValueError(
+            f"a multimodal encoder must return one embedding an item: {expected_num_items} items, "
+            f"{len(embeddings)} embeddings"
+        )
+    for index, item in enumerate(embeddings):
+        if not isinstance(item, torch.Tensor) or item.ndim != 2:
+            got = tuple(item.shape) if isinstance(item, torch.Tensor) else type(item).__name__
+            raise ValueError(f"a multimodal encoder must return {wanted}; item {index} is {got}")
+
+
+def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
+    """Spread embeddings over the placeholders that take one.
+
+    Args:
+        embeds: `(num_embeds, hidden)`.
+        is_embed: `(num_placeholders,)` bool with `num_embeds` true entries; None: every placeholder takes one.
+
+    Returns:
+        `(num_placeholders, hidden)`, NaN where there is no embedding; `embeds` itself without a mask.
+
+    Raises:
+        ValueError: the mask is true in more or fewer places than there are embeddings.
+    """
+    if is_embed is None:
+        return embeds
+    wanted = int(is_embed.sum())
+    if wanted != embeds.shape[0]:
+        raise ValueError(f"{wanted} placeholders take an embedding, there are {embeds.shape[0]}")
+    placeholders = embeds.new_full((is_embed.shape[0], embeds.shape[-1]), float("nan"))
+    placeholders[is_embed] = embeds
+    return placeholders
+
+
+def gather_mm_placeholders(placeholders: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
+    """Select the embeddings from `(num_placeholders, hidden)`: the inverse of `scatter_mm_placeholders`."""
+    return placeholders if is_embed is None else placeholders[is_embed]
