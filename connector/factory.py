@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, ClassVar
 
 from ..transports.errors import BackendUnavailableError, ConfigurationError, KVTransferStateError
 from .base import KVConnectorBase, KVConnectorRole
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from .config import EngineConfig, KVTransferConfig
     from .kv_cache_specs import KVCacheConfig
 
@@ -97,6 +98,8 @@ class KVConnectorFactory:
 
 
 def _installed() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # as slow to import as all of this package
+
     return {point.name: point for point in entry_points(group=_ENTRY_POINT_GROUP)}
 
 

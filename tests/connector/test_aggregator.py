@@ -1,0 +1,70 @@
+"""The aggregator: a request is finished when every rank has said so; a failed block is one at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector import KVConnectorOutput, KVConnectorStats, KVOutputAggregator
+
+
+def test_a_request_is_finished_when_every_rank_said_so() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = aggregator.aggregate([KVConnectorOutput(finished_recving={"a", "b"}), None])
+    assert first.is_empty()
+    second = aggregator.aggregate([None, KVConnectorOutput(finished_recving={"b"}, finished_sending={"c"})])
+    assert second.finished_recving == {"b"}
+    assert second.finished_sending == set()
+    third = aggregator.aggregate(
+        [KVConnectorOutput(finished_sending={"c"}), KVConnectorOutput(finished_recving={"a"})]
+    )
+    assert (third.finished_recving, third.finished_sending) == ({"a"}, {"c"})
+
+
+def test_a_rank_counts_once_however_often_it_speaks() -> None:
+    aggregator = KVOutputAggregator(2)
+    for _ in range(3):
+        output = aggregator.aggregate([KVConnectorOutput(finished_sending={"a"}), KVConnectorOutput()])
+        assert output.finished_sending == set()
+
+
+def test_the_directions_are_counted_apart() -> None:
+    aggregator = KVOutputAggregator(2)
+    output = aggregator.aggregate(
+        [KVConnectorOutput(finished_sending={"a"}), KVConnectorOutput(finished_recving={"a"})]
+    )
+    assert output.is_empty()
+
+
+def test_a_request_id_can_come_again() -> None:
+    aggregator = KVOutputAggregator(1)
+    for _ in range(2):
+        assert aggregator.aggregate([KVConnectorOutput(finished_sending={"a"})]).finished_sending == {"a"}
+
+
+def test_failures_are_united_at_once() -> None:
+    output = KVOutputAggregator(2).aggregate(
+        [
+            KVConnectorOutput(invalid_block_ids={1, 2}, load_errors={"a": "peer lost"}),
+            KVConnectorOutput(invalid_block_ids={2, 3}, load_errors={"a": "stale", "b": "stale"}),
+        ]
+    )
+    assert output.invalid_block_ids == {1, 2, 3}
+    assert output.load_errors == {"a": "peer lost", "b": "stale"}
+    assert not output.is_empty()
+
+
+def test_stats_are_merged() -> None:
+    stats = [KVConnectorStats(counters={"loads_total": n}) for n in (1, 2)]
+    output = KVOutputAggregator(2).aggregate([KVConnectorOutput(kv_connector_stats=s) for s in stats])
+    assert output.kv_connector_stats.counters == {"loads_total": 3}
+
+
+def test_the_ranks_reports_stay_as_they_were() -> None:
+    rank = KVConnectorOutput(finished_sending={"a"}, invalid_block_ids={1})
+    KVOutputAggregator(1).aggregate([rank, KVConnectorOutput(invalid_block_ids={2})])
+    assert rank == KVConnectorOutput(finished_sending={"a"}, invalid_block_ids={1})
+
+
+def test_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one rank"):
+        KVOutputAggregator(0)

@@ -1,0 +1,123 @@
+"""Configuration: what a user writes becomes frozen values, or an error that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvferry.connector import KVConnectorRole, KVTransferConfig
+from kvferry.connector.options import ConnectorOptions
+from kvferry.connector.p2p import PeerToPeerConnector
+from kvferry.connector.shm import SharedMemoryConnector
+from kvferry.connector.testing import CacheShape, engine_config
+from kvferry.transports.errors import ConfigurationError, KVTransferStateError
+
+
+def test_a_user_may_write_vllms_names() -> None:
+    config = KVTransferConfig.from_mapping(
+        {
+            "kv_connector": "SharedMemoryConnector",
+            "kv_role": "kv_both",
+            "engine_id": "node-1",
+            "kv_connector_extra_config": {"lease_s": 5},
+            "kv_load_failure_policy": "fail",
+        }
+    )
+    assert config.is_kv_producer
+    assert config.is_kv_consumer
+    assert config.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "key"),
+    [
+        ({"kv_role": "kv_both"}, "kv_connector"),
+        ({"kv_connector": "shm"}, "kv_role"),
+        ({"kv_connector": "", "kv_role": "kv_both"}, "kv_connector"),
+        ({"kv_connector": "shm", "kv_role": "producer"}, "kv_role"),
+        ({"kv_connector": "shm", "kv_role": "kv_both", "kv_rank": 0}, "kv_rank"),
+        (
+            {"kv_connector": "shm", "kv_role": "kv_both", "kv_load_failure_policy": "retry"},
+            "kv_load_failure_policy",
+        ),
+    ],
+)
+def test_a_bad_key_is_named(mapping: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key) as caught:
+        KVTransferConfig.from_mapping(mapping)
+    assert caught.value.key == key
+
+
+def test_two_nodes_never_share_an_engine_id_by_default() -> None:
+    assert KVTransferConfig("shm", "kv_both").engine_id != KVTransferConfig("shm", "kv_both").engine_id
+
+
+def test_options_have_defaults() -> None:
+    options = ConnectorOptions.from_mapping({})
+    assert options == ConnectorOptions()
+    assert options.cross_layer_blocks
+    assert options.handoff.lease_s == 30
+
+
+def test_options_of_all_kinds_stand_side_by_side() -> None:
+    options = ConnectorOptions.from_mapping(
+        {
+            "cross_layer_blocks": False,
+            "address": "shm://@x",
+            "lease_s": 4,
+            "heartbeat_s": 1,
+            "transport": {"a": 1},
+        }
+    )
+    assert not options.cross_layer_blocks
+    assert options.handoff.lease_s == 4
+    assert options.transport == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "key"),
+    [
+        ({"cross_layers_blocks": True}, "cross_layers_blocks"),
+        ({"cross_layer_blocks": 1}, "cross_layer_blocks"),
+        ({"address": 7}, "address"),
+        ({"transport": "shm"}, "transport"),
+        ({"lease_s": "30"}, "lease_s"),
+        ({"lease_s": 0}, "lease_s"),
+        ({"lease_s": float("nan")}, "lease_s"),
+        ({"lease_s": 2, "heartbeat_s": 2}, "heartbeat_s"),
+        ({"max_early_claims": 1.5}, "max_early_claims"),
+    ],
+)
+def test_a_bad_option_is_named(mapping: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key) as caught:
+        ConnectorOptions.from_mapping(mapping)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_both_halves_refuse_an_unknown_option(role: KVConnectorRole) -> None:
+    config = engine_config("shm", kv_connector_extra_config={"color": "red"})
+    with pytest.raises(ConfigurationError, match="unknown connector option 'color'"):
+        SharedMemoryConnector(config, role, CacheShape().kv_cache_config())
+
+
+def test_the_transport_refuses_an_unknown_option() -> None:
+    config = engine_config("shm", kv_connector_extra_config={"transport": {"color": "red"}})
+    with pytest.raises(ConfigurationError, match="'color'"):
+        SharedMemoryConnector(config, KVConnectorRole.WORKER, CacheShape().kv_cache_config())
+
+
+def test_a_connector_needs_a_transfer_configuration() -> None:
+    config = dataclasses.replace(engine_config("shm"), kv_transfer=None)
+    with pytest.raises(KVTransferStateError, match="kv_transfer"):
+        SharedMemoryConnector(config, KVConnectorRole.SCHEDULER, CacheShape().kv_cache_config())
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cross_layer_blocks_are_one_setting(wanted: bool) -> None:
+    config = engine_config("shm", kv_connector_extra_config={"cross_layer_blocks": wanted})
+    connector = SharedMemoryConnector(config, KVConnectorRole.SCHEDULER, CacheShape().kv_cache_config())
+    assert isinstance(connector, PeerToPeerConnector)
+    assert connector.prefer_cross_layer_blocks is wanted

@@ -1,0 +1,158 @@
+"""The factory: from a name to a connector, and from a wrong name to an error that helps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kvferry.connector import KVConnectorBase, KVConnectorFactory, KVConnectorRole, KVTransferConfig
+from kvferry.connector.inproc import InProcConnector
+from kvferry.connector.shm import SharedMemoryConnector
+from kvferry.connector.testing import CacheShape, engine_config
+from kvferry.transports.errors import ConfigurationError
+
+COMPLETE = """
+from kvferry.connector import KVConnectorBase
+
+class Mine(KVConnectorBase):
+    def start_load_kv(self, forward_context, **kwargs): ...
+    def wait_for_layer_load(self, layer_name): ...
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
+    def wait_for_save(self): ...
+    def get_num_new_matched_tokens(self, request, num_computed_tokens): return 0, False
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens): ...
+    def build_connector_meta(self, scheduler_output): ...
+
+class Partial(KVConnectorBase):
+    def wait_for_save(self): ...
+
+class OddConstructor(Mine):
+    def __init__(self, config): ...
+
+class Unrelated: ...
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """An importable module with connectors, by a name of its own."""
+    name = f"stranger_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(COMPLETE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def create(name: str, module_path: str = "") -> KVConnectorBase:
+    config = engine_config(name, kv_connector_module_path=module_path)
+    return KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, CacheShape().kv_cache_config()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("shm", SharedMemoryConnector),
+        ("SharedMemoryConnector", SharedMemoryConnector),
+        ("inproc", InProcConnector),
+        ("InProcConnector", InProcConnector),
+    ],
+)
+def test_built_in_connectors_go_by_either_name(name: str, expected: type[KVConnectorBase]) -> None:
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(name, "kv_both")) is expected
+    assert isinstance(create(name), expected)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigurationError, match="unknown connector 'SharedMemConnector'.*SharedMemoryConnector"
+    ) as e:
+        create("SharedMemConnector")
+    assert e.value.key == "kv_connector"
+
+
+def test_a_module_path_leads_out_of_the_tree(module: str) -> None:
+    connector = create("Mine", module)
+    assert type(connector).__module__ == module
+
+
+def test_a_module_path_goes_before_the_registry(module: str) -> None:
+    with pytest.raises(ConfigurationError, match="has no class 'shm'"):
+        create("shm", module)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", "has no class 'Missing'"),
+        ("Unrelated", "has no KVConnectorBase subclass 'Unrelated'"),
+        ("__doc__", "has no class '__doc__'"),
+        ("OddConstructor", r"must be made with \(config, role, kv_cache_config\)"),
+        ("Partial", "does not implement build_connector_meta, get_num_new_matched_tokens"),
+    ],
+)
+def test_what_is_no_connector_is_told(module: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        create(name, module)
+
+
+def test_a_missing_module_is_told() -> None:
+    with pytest.raises(
+        ConfigurationError, match="'no.such.module' cannot be imported: ModuleNotFoundError"
+    ) as e:
+        create("Mine", "no.such.module")
+    assert e.value.key == "kv_connector_module_path"
+
+
+def test_a_module_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_stranger.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
+        create("Mine", "broken_stranger")
+
+
+def test_a_registered_name_is_as_good_as_a_built_in_one(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    KVConnectorFactory.register_connector("mine", module, "Mine")
+    KVConnectorFactory.register_connector("mine", module, "Mine")
+    assert type(create("mine")).__name__ == "Mine"
+    assert "mine" in KVConnectorFactory.available_connectors()
+    with pytest.raises(ConfigurationError, match="registered already"):
+        KVConnectorFactory.register_connector("mine", module, "Partial")
+
+
+def run(code: str, path: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_installed_entry_point_is_found_and_imported_late(tmp_path: Path) -> None:
+    (tmp_path / "installed_stranger.py").write_text(COMPLETE)
+    info = tmp_path / "installed_stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvferry.connectors]\nfar-away = installed_stranger:Mine\n")
+    output = run(
+        """
+        import sys
+        from kvferry.connector import KVConnectorFactory, KVTransferConfig
+        assert "far-away" in KVConnectorFactory.available_connectors()
+        assert "installed_stranger" not in sys.modules
+        print(KVConnectorFactory.get_connector_class(KVTransferConfig("far-away", "kv_both")).__name__)
+        """,
+        tmp_path,
+    )
+    assert output.strip() == "Mine"

@@ -1,0 +1,28 @@
+"""`import kvferry.connector`: quick, opens nothing, and offers what it names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import kvferry.connector
+
+
+def test_everything_that_is_named_is_there() -> None:
+    assert sorted(kvferry.connector.__all__) == list(kvferry.connector.__all__)
+    for name in kvferry.connector.__all__:
+        assert getattr(kvferry.connector, name).__module__.startswith("kvferry.connector.")
+
+
+def test_importing_opens_nothing_and_brings_no_torch() -> None:
+    code = """
+import os, sys, threading
+before = set(os.listdir("/proc/self/fd"))
+import kvferry.connector
+assert set(os.listdir("/proc/self/fd")) == before, "a descriptor was opened"
+assert threading.active_count() == 1, "a thread was started"
+heavy = {"torch", "zmq", "socket", "msgpack"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

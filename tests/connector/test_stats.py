@@ -1,0 +1,81 @@
+"""Stats: figures of ranks and intervals add up, and travel as plain values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvferry.connector import KVConnectorStats, TransferRecord
+from kvferry.connector.stats import COUNTERS
+
+
+def record(
+    request_id: str, *, num_bytes: int = 1000, seconds: float = 0.5, error: str = ""
+) -> TransferRecord:
+    return TransferRecord(
+        request_id=request_id,
+        direction="receive",
+        transport="shm",
+        mechanism="mapped",
+        layout="uniform",
+        num_blocks=4,
+        num_regions=1,
+        num_regions_per_layer=30,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        error=error,
+    )
+
+
+def test_an_interval_without_events_is_empty() -> None:
+    assert KVConnectorStats().is_empty()
+    assert KVConnectorStats(counters={"loads_total": 0}).is_empty()
+    assert not KVConnectorStats(counters={"loads_total": 1}).is_empty()
+    assert not KVConnectorStats((record("a"),)).is_empty()
+
+
+def test_two_intervals_add_up_and_stay_as_they_were() -> None:
+    first = KVConnectorStats((record("a"),), {"loads_total": 1})
+    second = KVConnectorStats((record("b"),), {"loads_total": 2, "offers_expired_total": 1})
+    both = first.aggregate(second)
+    assert [r.request_id for r in both.transfers] == ["a", "b"]
+    assert both.counters == {"loads_total": 3, "offers_expired_total": 1}
+    assert first.counters == {"loads_total": 1}
+
+
+def test_the_summary_counts_failures_apart() -> None:
+    stats = KVConnectorStats((record("a"), record("b", seconds=1.5), record("c", error="peer lost")))
+    summary = stats.reduce()
+    assert summary["num_transfers"] == 2
+    assert summary["num_failed_transfers"] == 1
+    assert summary["num_bytes"] == 2000
+    assert summary["mean_transfer_s"] == 1.0
+    assert summary["gb_per_s"] == pytest.approx(2000 / 2.0 / 1e9)
+
+
+def test_a_summary_of_nothing_divides_by_nothing() -> None:
+    assert set(KVConnectorStats().reduce().values()) == {0}
+
+
+def test_stats_travel_as_json() -> None:
+    stats = KVConnectorStats((record("a"), record("b", error="x")), {"loads_total": 1})
+    assert KVConnectorStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"transfers": []},
+        {"transfers": [], "counters": {}, "more": 1},
+        {"transfers": [{"request_id": "a"}], "counters": {}},
+    ],
+)
+def test_stats_of_another_form_are_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        KVConnectorStats.from_dict(data)
+
+
+def test_every_counter_is_explained() -> None:
+    assert all(name.endswith("_total") and text for name, text in COUNTERS.items())
