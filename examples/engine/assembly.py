@@ -78,7 +78,8 @@ def assemble(settings: EngineSettings) -> Parts:
         runner.initialize_kv_cache(pool, settings.layout)
         runner.warm_up()
         connector = _scheduler_half(config, pool, resources)
-        init_none_hash(sha256, settings.hash_seed)
+        if settings.hash_seed:
+            init_none_hash(sha256, settings.hash_seed)
         manager = KVCacheManager(
             pool, config.model.max_model_len, enable_prefix_caching=settings.enable_prefix_caching
         )

@@ -88,34 +88,35 @@ def _convert(source: Path, target: Path) -> None:
         shutil.rmtree(dead, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
-        with (
-            tqdm(total=3, desc=f"converting {DEFAULT_MODEL} (once)", unit="step") as progress,
-            quiet_loading(),
-        ):
-            _write_folder(source, work, progress)
+        with quiet_loading():
+            for _ in tqdm(_written(source, work), f"converting {DEFAULT_MODEL} (once)", total=3, unit="step"):
+                pass
         work.chmod(0o755)
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_folder(source: Path, folder: Path, progress: tqdm[None]) -> None:
+def _written(source: Path, folder: Path) -> Iterator[str]:
+    """Write the folder's parts, one a step; yields the name of each when it is done."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     packed = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
     )
-    progress.update()
+    yield "read"
     settings = packed.config.to_dict()
     # The loaded model still calls itself quantised and refuses to be saved; a fresh one takes its weights.
     settings.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
-    model.load_state_dict(packed.state_dict())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(packed.state_dict(), assign=True)
+    model.tie_weights()
     model.generation_config = packed.generation_config
     model.save_pretrained(folder)
-    progress.update()
+    yield "weights"
     AutoTokenizer.from_pretrained(
         source.parent, gguf_file=source.name, local_files_only=True
     ).save_pretrained(folder)
-    progress.update()
+    yield "tokenizer"

@@ -15,7 +15,7 @@ _REPLACEMENT = "\ufffd"
 class TokenDecoder(Protocol):
     """What is used of a tokenizer."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
 
 
 class IncrementalDetokenizer:
@@ -53,7 +53,9 @@ class IncrementalDetokenizer:
         return self._decode(self._context + self._pending)[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str), "one sequence gives one text"
+        return text
 
 
 class StopMatcher:

@@ -8,7 +8,6 @@ import torch
 
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.runner_mixin.kv_cache import KVCacheManager
 from kvferry.runner_mixin.kv_cache.cache_config import get_kv_cache_config
 from kvferry.runner_mixin.kv_caches import get_kv_cache_spec, resolve_kv_cache_dtype
 from kvferry.runner_mixin.memory import MemorySnapshot, request_memory
@@ -40,11 +39,10 @@ def fit_max_model_len(config: EngineConfig, pool: KVCacheConfig, *, may_shorten:
     Raises:
         ConfigurationError: it does not fit; the message says how long a sequence would.
     """
-    manager = KVCacheManager(pool, config.model.max_model_len)
-    wanted = config.model.max_model_len
-    if manager.fits_empty_pool(wanted):
+    if _fits(config, pool):
         return config
-    longest = _longest_that_fits(manager, wanted)
+    wanted = config.model.max_model_len
+    longest = _longest_that_fits(config, pool)
     if not may_shorten or longest < 2:
         raise ConfigurationError(
             f"a pool of {pool.num_blocks} blocks does not hold one sequence of max_model_len={wanted} tokens, "
@@ -52,14 +50,24 @@ def fit_max_model_len(config: EngineConfig, pool: KVCacheConfig, *, may_shorten:
             key="max_model_len",
             value=wanted,
         )
-    return replace(config, model=replace(config.model, max_model_len=longest))
+    return _with_max_model_len(config, longest)
 
 
-def _longest_that_fits(manager: KVCacheManager, too_long: int) -> int:
-    fits = 0
+def _fits(config: EngineConfig, pool: KVCacheConfig) -> bool:
+    specs = [group.kv_cache_spec for group in pool.kv_cache_groups]
+    num_blocks = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
+    return num_blocks < pool.num_blocks  # the null block holds nothing
+
+
+def _with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    return replace(config, model=replace(config.model, max_model_len=max_model_len))
+
+
+def _longest_that_fits(config: EngineConfig, pool: KVCacheConfig) -> int:
+    fits, too_long = 0, config.model.max_model_len
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if manager.fits_empty_pool(middle):
+        if _fits(_with_max_model_len(config, middle), pool):
             fits = middle
         else:
             too_long = middle

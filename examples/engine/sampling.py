@@ -50,9 +50,8 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
 
 def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:
     """Draw from `(num_requests, vocab_size)` float32 logits; returns `(num_requests,)` token ids."""
-    column = {"dtype": torch.float32, "device": logits.device}
-    temperature = torch.tensor([s.params.temperature for s in samplers], **column).unsqueeze(1)
-    top_p = torch.tensor([s.params.top_p for s in samplers], **column).unsqueeze(1)
+    shape = torch.tensor([(s.params.temperature, s.params.top_p) for s in samplers], device=logits.device)
+    temperature, top_p = shape[:, :1], shape[:, 1:]
     # Shifted first: a tiny temperature would otherwise turn large logits into infinities.
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)

@@ -69,7 +69,7 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.generation_config.eos_token_id = settings["eos_token_id"]
     with quiet_loading():
         model.save_pretrained(folder)
@@ -83,6 +83,6 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)  # type: ignore[no-untyped-call]
     wrapped.chat_template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
     return wrapped

@@ -77,7 +77,7 @@ def load_model(
     config = _load_config(folder)
     try:
         with quiet_loading():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -87,6 +87,7 @@ def load_model(
             )
     except Exception as error:  # whatever a broken file makes of the loader, the user broke the folder
         raise _broken(folder, f"its weights cannot be loaded: {_one_line(error)}") from error
+    model, info = loaded
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
         # transformers fills such weights with random numbers; an engine must not serve those.
@@ -130,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _load_config(folder: Path) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise _broken(folder, f"its config.json cannot be read: {_one_line(error)}") from error
     if config.is_encoder_decoder:
