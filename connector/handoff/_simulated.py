@@ -69,6 +69,7 @@ class SimulatedNode:
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
     reads: dict[str, SimulatedRead] = field(default_factory=dict)
     free_blocks: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
+    last_lease: int = 0
     offers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     orders: deque[tuple[str, int, BlockTables]] = field(default_factory=deque)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)

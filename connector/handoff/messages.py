@@ -240,7 +240,7 @@ def _compatibility_fields(name: str, value: object) -> dict[str, str | int]:
 
 def _plain_map(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise ProtocolError(f"{name} is a map, got {type(value).__name__}")
+        raise ProtocolError(f"{name} must be a map, got {type(value).__name__}")
     if len(value) > _MAX_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} entries; at most {_MAX_FIELDS} are allowed")
     for key in value:

@@ -98,18 +98,19 @@ class Simulation:
         if len(node.free_blocks) < num_blocks:
             return
         block_ids = tuple(node.free_blocks.pop(0) for _ in range(num_blocks))
-        number = self._next()
-        generator = np.random.default_rng(number)
+        # Names repeat from one start of a node to the next: only the epoch tells them apart.
+        node.last_lease = lease = node.last_lease + 1
+        request_id = f"prefill-{lease}"
+        generator = np.random.default_rng(self._next())
         contents = [generator.integers(0, 255, (2, 8), dtype=np.uint8) for _ in block_ids]
         node.fill(block_ids, contents)
         me = node.identity
-        request_id = f"prefill-{number}"
-        node.offers[request_id] = (number, block_ids)
-        node.orders.append((request_id, number, (block_ids,)))
-        self._contents[me.engine_id, me.epoch, number] = contents
+        node.offers[request_id] = (lease, block_ids)
+        node.orders.append((request_id, lease, (block_ids,)))
+        self._contents[me.engine_id, me.epoch, lease] = contents
         tokens = num_blocks * BLOCK_SIZE
         self._made.append(
-            RemoteOffer(me.engine_id, me.epoch, request_id, number, (node.address,), tokens, (block_ids,))
+            RemoteOffer(me.engine_id, me.epoch, request_id, lease, (node.address,), tokens, (block_ids,))
         )
 
     def hear(self, which: int) -> None:

@@ -1,0 +1,231 @@
+"""Messages survive the wire, and nothing else does."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import get_args
+
+import hypothesis.strategies as st
+import msgpack
+import pytest
+from hypothesis import given, settings
+
+from kvferry.connector.checks import MAX_TEXT_CHARS
+from kvferry.connector.handoff import messages
+from kvferry.connector.handoff.messages import (
+    MAX_GROUP_BLOCKS,
+    MAX_GROUPS,
+    MAX_LEASE,
+    PROTOCOL_VERSION,
+    Claim,
+    Deny,
+    Grant,
+    Heartbeat,
+    Hello,
+    Release,
+    Revoke,
+    Welcome,
+    decode,
+    encode,
+)
+from kvferry.transports.base import MAX_MESSAGE_BYTES
+from kvferry.transports.errors import ProtocolError, VersionMismatchError
+
+EXAMPLES = [
+    Hello(PROTOCOL_VERSION, "decode-0", 7, "abc"),
+    Welcome(
+        PROTOCOL_VERSION, "prefill-0", 9, "abc", {"model": "m", "block_size": 16}, {"layers": (1, ("a", {}))}
+    ),
+    Claim("r", 1),
+    Grant("r", 1, 0, 20, ((1, 2), ())),
+    Deny("r", 1, "it is over"),
+    Heartbeat((1, 2, MAX_LEASE)),
+    Release("r", 1, True),
+    Revoke("r", 1, "it expired"),
+]
+BY_TAG = {type(message).__name__: message for message in EXAMPLES}
+
+text = st.text(st.characters(codec="utf-8"), max_size=40)
+lease = st.integers(1, MAX_LEASE)
+tables = st.lists(st.lists(st.integers(0, 2**31 - 1)).map(tuple), max_size=4).map(tuple)
+any_message = st.one_of(
+    st.builds(Hello, st.just(PROTOCOL_VERSION), text, lease, text),
+    st.builds(
+        Welcome,
+        st.just(PROTOCOL_VERSION),
+        text,
+        lease,
+        text,
+        st.dictionaries(text, text | st.integers(-(2**63) + 1, 2**63 - 1), max_size=5),
+        st.dictionaries(text, tables, max_size=5),
+    ),
+    st.builds(Claim, text, lease),
+    st.builds(Grant, text, lease, st.integers(0, 1 << 20), st.integers(1, 1 << 20), tables),
+    st.builds(Deny, text, lease, text),
+    st.builds(Heartbeat, st.lists(lease).map(tuple)),
+    st.builds(Release, text, lease, st.booleans()),
+    st.builds(Revoke, text, lease, text),
+)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text | st.integers(0, 9), inner, max_size=4),
+)
+
+
+def packed(tag: object, **fields_: object) -> bytes:
+    return msgpack.packb([tag, fields_])
+
+
+def plain_fields(tag: str) -> dict[str, object]:
+    return dict(vars(BY_TAG[tag]))
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(message) for message in EXAMPLES} == set(get_args(messages.Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_an_example_survives(message: messages.Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(any_message)
+def test_any_message_survives(message: messages.Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises((ProtocolError, VersionMismatchError)):
+        decode(data)
+
+
+@given(any_message, st.data())
+@settings(max_examples=300)
+def test_damage_never_raises_anything_else(message: messages.Message, data: st.DataObject) -> None:
+    whole = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    try:
+        decode(damaged)
+    except (ProtocolError, VersionMismatchError):
+        pass
+
+
+@given(st.sampled_from(sorted(BY_TAG)), st.data())
+@settings(max_examples=300)
+def test_fields_of_any_type_never_raise_anything_else(tag: str, data: st.DataObject) -> None:
+    values = plain_fields(tag)
+    values[data.draw(st.sampled_from(sorted(values)))] = data.draw(plain)
+    try:
+        decode(packed(tag, **values))
+    except (ProtocolError, VersionMismatchError):
+        pass
+
+
+@given(plain)
+def test_any_plain_value_is_a_protocol_error(value: object) -> None:
+    with pytest.raises((ProtocolError, VersionMismatchError)):
+        decode(msgpack.packb(value))
+
+
+EVERY_FIELD = [(tag, field.name) for tag, message in BY_TAG.items() for field in fields(message)]
+
+
+@pytest.mark.parametrize(("tag", "name"), EVERY_FIELD)
+def test_a_missing_field_is_named(tag: str, name: str) -> None:
+    values = plain_fields(tag)
+    del values[name]
+    with pytest.raises(ProtocolError, match=rf"^{tag}\.{name} is missing$"):
+        decode(packed(tag, **values))
+
+
+@pytest.mark.parametrize(("tag", "name"), EVERY_FIELD)
+@pytest.mark.parametrize("wrong", [None, 1.5, b"x"], ids=repr)
+def test_an_ill_typed_field_is_named(tag: str, name: str, wrong: object) -> None:
+    with pytest.raises(ProtocolError, match=r"MessagePack" if wrong == b"x" else rf"^{tag}\.{name} "):
+        decode(packed(tag, **(plain_fields(tag) | {name: wrong})))
+
+
+@pytest.mark.parametrize("tag", sorted(BY_TAG))
+def test_an_unknown_field_is_named(tag: str) -> None:
+    with pytest.raises(ProtocolError, match=rf"^{tag}\.extra is unknown$"):
+        decode(packed(tag, **plain_fields(tag), extra=1))
+
+
+@pytest.mark.parametrize(
+    ("tag", "change", "message"),
+    [
+        ("Claim", {"lease": True}, "Claim.lease must be an integer, got bool"),
+        ("Claim", {"lease": 0}, "Claim.lease is from 1"),
+        ("Claim", {"lease": 2**63}, "Claim.lease is from 1"),
+        ("Claim", {"request_id": "x" * (MAX_TEXT_CHARS + 1)}, "Claim.request_id has 1025 characters"),
+        ("Release", {"delivered": 1}, "Release.delivered must be a boolean, got int"),
+        ("Heartbeat", {"leases": [1, True]}, "Heartbeat.leases holds only integers"),
+        ("Heartbeat", {"leases": [1, -1]}, "Heartbeat.leases holds integers from 1"),
+        ("Heartbeat", {"leases": [1] * (messages.MAX_HEARTBEAT_LEASES + 1)}, "Heartbeat.leases has 65537"),
+        ("Grant", {"block_ids": [[1], 2]}, r"Grant.block_ids\[1\] must be an array"),
+        ("Grant", {"block_ids": [[]] * (MAX_GROUPS + 1)}, "Grant.block_ids has 65 entries"),
+        ("Grant", {"block_ids": [[-1]]}, r"Grant.block_ids\[0\] holds integers from 0"),
+        ("Grant", {"block_ids": [[1] * (MAX_GROUP_BLOCKS + 1)]}, "within the limits"),
+        ("Grant", {"num_tokens": 0}, "Grant.num_tokens is from 1"),
+        ("Welcome", {"fields": [1]}, "Welcome.fields must be a map, got tuple"),
+        ("Welcome", {"fields": {"a": True}}, "Welcome.fields.a must be a string, got bool"),
+        ("Welcome", {"fields": {str(i): i for i in range(300)}}, "within the limits"),
+        ("Welcome", {"layout": {1: 2}}, "not allowed for map key"),
+        ("Hello", {"epoch": 0}, "Hello.epoch is from 1"),
+    ],
+)
+def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode(packed(tag, **(plain_fields(tag) | change)))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not MessagePack"),
+        (packed("Nothing"), "unknown message 'Nothing'"),
+        (packed(1), "array of a tag"),
+        (msgpack.packb({"a": 1}), "array of a tag"),
+        (msgpack.packb(["Claim", {}, 1]), "array of a tag"),
+        (encode(Claim("r", 1)) + b"\x00", "not MessagePack"),
+        (b"\x91" * 5000 + b"\xc0", "not MessagePack"),
+        (b"\x92\xa5Claim\x82\xa5lease\x01\xa5lease\x01", "'lease' appears twice"),
+        (b"\x00" * (MAX_MESSAGE_BYTES + 1), "at most"),
+        (b"\xdd\xff\xff\xff\xff", "not MessagePack"),
+        (msgpack.packb(msgpack.ExtType(1, b"x")), "not MessagePack"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode(data)
+
+
+@pytest.mark.parametrize("tag", ["Hello", "Welcome"])
+def test_another_version_is_told_before_anything_else(tag: str) -> None:
+    with pytest.raises(VersionMismatchError) as caught:
+        decode(packed(tag, version=PROTOCOL_VERSION + 1, something="new"))
+    assert (caught.value.local, caught.value.remote) == (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+
+
+def test_a_long_prompt_fits_into_a_message() -> None:
+    grant = Grant("r", 1, 0, 16 * MAX_GROUP_BLOCKS, (tuple(range(MAX_GROUP_BLOCKS)),))
+    assert decode(encode(grant)) == grant
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Claim("x" * (MAX_TEXT_CHARS + 1), 1),
+        Claim("r", 0),
+        Claim("\ud800", 1),
+        Grant("r", 1, 0, 1, ((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8),
+        replace(EXAMPLES[1], layout={"x": object()}),
+    ],
+    ids=["long", "lease", "surrogate", "size", "object"],
+)
+def test_what_could_not_be_decoded_is_not_encoded(message: messages.Message) -> None:
+    with pytest.raises(ProtocolError):
+        encode(message)
