@@ -6,10 +6,12 @@ block table. *Pool*: the memory of all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Self
+
+from ..transports.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,11 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _require_positive(key: str, value: int) -> None:
+    if value <= 0:
+        raise ConfigurationError(f"{key}={value}: it must be positive", key=key, value=value)
+
+
 @dataclass(frozen=True)
 class KVCacheSpec:
     """How one layer's cache is laid out.
@@ -45,13 +52,19 @@ class KVCacheSpec:
 
     block_size: int
 
+    def __post_init__(self) -> None:
+        _require_positive("block_size", self.block_size)
+
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of this layer."""
         raise NotImplementedError
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        """Bytes that one request of maximum length occupies in this layer."""
+        """Most bytes that one request of `config.model.max_model_len` tokens occupies in this layer, in whole pages.
+
+        Prefill is in chunks of at most `config.scheduler.max_num_batched_tokens` tokens.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -82,10 +95,25 @@ class AttentionSpec(KVCacheSpec):
     dtype: torch.dtype
     use_mla: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("num_kv_heads", self.num_kv_heads)
+        _require_positive("head_size", self.head_size)
+
     @property
     def page_size_bytes(self) -> int:
         vectors = 1 if self.use_mla else 2
         return vectors * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def _whole_sequence_bytes(self, config: EngineConfig) -> int:
+        return _ceil_div(config.model.max_model_len, self.block_size) * self.page_size_bytes
+
+    def _recent_tokens_bytes(self, config: EngineConfig, num_before: int) -> int:
+        """Bytes when a chunk of prefill, and `num_before` tokens before it, are live at once."""
+        live = num_before + config.scheduler.max_num_batched_tokens
+        # One more block: what is live need not begin at a block's first slot.
+        pages = _ceil_div(live, self.block_size) + 1
+        return min(pages * self.page_size_bytes, self._whole_sequence_bytes(config))
 
 
 @dataclass(frozen=True)
@@ -101,19 +129,22 @@ class FullAttentionSpec(AttentionSpec):
     attention_chunk_size: int | None = None
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        return _ceil_div(config.model.max_model_len, self.block_size) * self.page_size_bytes
+        return self._whole_sequence_bytes(config)
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """As the base, but windows are ignored where only some layers have one, and must agree where several do."""
-        if not specs:
-            raise ValueError("layers of one group need equal specs, got none")
+        """As the base, but a window that only some layers have is kept for all: it is information, not layout.
+
+        Raises:
+            ValueError: `specs` is empty, its members differ in more than that, have different windows, or
+                different chunks, or a window as well as a chunk.
+        """
+        if not specs or any(type(spec) is not cls for spec in specs):
+            raise ValueError(f"layers of one group need specs of one kind, got {list(specs)}")
         windows = {spec.sliding_window for spec in specs} - {None}
         chunks = {spec.attention_chunk_size for spec in specs} - {None}
-        if len(windows) > 1 or len(chunks) > 1:
+        if len(windows) + len(chunks) > 1:
             raise ValueError(f"layers of one group have different windows {windows} or chunks {chunks}")
-        if windows and chunks:
-            raise ValueError(f"one group cannot have a window {windows} and a chunk {chunks}")
         plain = [replace(spec, sliding_window=None, attention_chunk_size=None) for spec in specs]
         if any(spec != plain[0] for spec in plain[1:]):
             raise ValueError(f"layers of one group need equal specs, got {list(specs)}")
@@ -129,15 +160,11 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int = 0
 
     def __post_init__(self) -> None:
-        if self.sliding_window <= 0:
-            raise ValueError(f"sliding_window={self.sliding_window}: it must be positive")
+        super().__post_init__()
+        _require_positive("sliding_window", self.sliding_window)
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        # While a chunk is prefilled, the window before it and the chunk itself are live; one more block
-        # because a window need not begin at a block's first slot.
-        live = self.sliding_window - 1 + config.scheduler.max_num_batched_tokens
-        live = min(live, config.model.max_model_len)
-        return (_ceil_div(live, self.block_size) + 1) * self.page_size_bytes
+        return self._recent_tokens_bytes(config, self.sliding_window - 1)
 
 
 @dataclass(frozen=True)
@@ -147,14 +174,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     attention_chunk_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.attention_chunk_size <= 0:
-            raise ValueError(f"attention_chunk_size={self.attention_chunk_size}: it must be positive")
+        super().__post_init__()
+        _require_positive("attention_chunk_size", self.attention_chunk_size)
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        live = min(
-            self.attention_chunk_size + config.scheduler.max_num_batched_tokens, config.model.max_model_len
-        )
-        return _ceil_div(live, self.block_size) * self.page_size_bytes
+        return self._recent_tokens_bytes(config, self.attention_chunk_size - 1)
 
 
 @dataclass(frozen=True)
@@ -171,18 +195,31 @@ class MambaSpec(KVCacheSpec):
     dtypes: tuple[torch.dtype, ...] = ()
     page_size_padded: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise ConfigurationError(
+                f"a state has one dtype a tensor: {len(self.shapes)} shapes, {len(self.dtypes)} dtypes",
+                key="shapes",
+                value=self.shapes,
+            )
+        if self.page_size_padded is not None and self.page_size_padded < self.state_size_bytes:
+            raise ConfigurationError(
+                f"page_size_padded={self.page_size_padded} is less than the state's {self.state_size_bytes} bytes",
+                key="page_size_padded",
+                value=self.page_size_padded,
+            )
+
     @property
-    def page_size_bytes(self) -> int:
-        used = sum(
+    def state_size_bytes(self) -> int:
+        """Bytes of a page that the state fills; padding comes behind them."""
+        return sum(
             prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
-        if self.page_size_padded is None:
-            return used
-        if self.page_size_padded < used:
-            raise ValueError(
-                f"page_size_padded={self.page_size_padded} is less than the state's {used} bytes"
-            )
-        return self.page_size_padded
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.state_size_bytes if self.page_size_padded is None else self.page_size_padded
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
         return self.page_size_bytes
@@ -198,9 +235,27 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers of one type whose page sizes differ; they share one block table."""
+    """Layers that look back alike and have one block size, but different pages; they share one block table.
+
+    Attributes:
+        kv_cache_specs: Layer name → its spec; at least one. A page of this spec is one page of each.
+    """
 
     kv_cache_specs: Mapping[str, KVCacheSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_uniform_type(self.kv_cache_specs.values()):
+            raise ConfigurationError(
+                f"layers of several kinds, or none, cannot share a block table: {dict(self.kv_cache_specs)}",
+                key="kv_cache_specs",
+                value=self.kv_cache_specs,
+            )
+
+    @staticmethod
+    def is_uniform_type(kv_cache_specs: Iterable[KVCacheSpec]) -> bool:
+        """Whether one block table serves all these layers: one kind, one block size, one window or chunk."""
+        return len({_way_of_looking_back(spec) for spec in kv_cache_specs}) == 1
 
     @property
     def page_size_bytes(self) -> int:
@@ -214,9 +269,25 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return pages * self.page_size_bytes
 
 
+def _way_of_looking_back(spec: KVCacheSpec) -> tuple[object, ...]:
+    """What block tables depend on; layers that are equal in it can share one."""
+    match spec:
+        case SlidingWindowSpec():
+            return SlidingWindowSpec, spec.block_size, spec.sliding_window
+        case ChunkedLocalAttentionSpec():
+            return ChunkedLocalAttentionSpec, spec.block_size, spec.attention_chunk_size
+        case _:
+            return type(spec), spec.block_size
+
+
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One piece of the pool: `size` bytes that the layers `shared_by` use, each in blocks of its own group."""
+    """One piece of the pool's memory.
+
+    Attributes:
+        size: Bytes: the pool's number of blocks times the page of any of its layers.
+        shared_by: Layers that use it, one of each group at most. No block is theirs at the same time.
+    """
 
     size: int
     shared_by: tuple[str, ...]
@@ -224,7 +295,12 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers that share one block table, and the spec they have in common."""
+    """Layers that share one block table.
+
+    Attributes:
+        layer_names: The layers, in the order of the pool's tensors.
+        kv_cache_spec: What they have in common.
+    """
 
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
@@ -232,7 +308,13 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The pool: how many blocks, which tensors, which groups. Block 0 is the null block."""
+    """The pool of a node.
+
+    Attributes:
+        num_blocks: Blocks that all groups share, the null block (block 0) included.
+        kv_cache_tensors: Its memory; empty for a model that keeps no cache.
+        kv_cache_groups: Its block tables; empty likewise.
+    """
 
     num_blocks: int
     kv_cache_tensors: tuple[KVCacheTensor, ...]

@@ -1,0 +1,88 @@
+"""Whether there is memory for one request of maximum length, and for how long a one there would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...connector.config import EngineConfig
+from ...connector.kv_cache_specs import KVCacheSpec
+from ...transports.errors import ConfigurationError
+from .grouping import LayerSpecs, get_kv_cache_groups, num_blocks_per_request, pool_page_sizes
+
+__all__ = ["check_enough_kv_cache_memory", "estimate_max_model_len", "max_memory_usage_bytes"]
+
+_GIB = 2**30
+
+
+def max_memory_usage_bytes(config: EngineConfig, kv_cache_specs: Iterable[KVCacheSpec]) -> int:
+    """Bytes that one request of maximum length occupies in all these layers together."""
+    return sum(spec.max_memory_usage_bytes(config) for spec in kv_cache_specs)
+
+
+def estimate_max_model_len(config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int) -> int:
+    """The longest request, up to `config.model.max_model_len` tokens, that a pool holds; 0 if there is none.
+
+    By binary search, over copies of the configuration.
+
+    Args:
+        available_memory: Bytes for the pool; of no account where `num_blocks_override` sets its size.
+    """
+    fits, too_long = 0, config.model.max_model_len + 1
+    while too_long - fits > 1:
+        length = (fits + too_long) // 2
+        if _pool_holds(_with_max_model_len(config, length), kv_cache_spec, available_memory):
+            fits = length
+        else:
+            too_long = length
+    return fits
+
+
+def check_enough_kv_cache_memory(
+    config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int
+) -> None:
+    """Make sure that a pool holds one request of `config.model.max_model_len` tokens, and the null block.
+
+    What padded layers waste counts as needed. A model that keeps no cache needs none.
+
+    Args:
+        available_memory: Bytes for the pool; of no account where `num_blocks_override` sets its size.
+
+    Raises:
+        ValueError: it does not; names what is needed, what is there, and the longest request that would fit.
+    """
+    if _pool_holds(config, kv_cache_spec, available_memory):
+        return
+    groups = get_kv_cache_groups(config, kv_cache_spec)
+    needed_blocks = num_blocks_per_request(config, groups) + 1
+    needed = needed_blocks * sum(pool_page_sizes(groups))
+    length = config.model.max_model_len
+    longest = estimate_max_model_len(config, kv_cache_spec, available_memory)
+    override = config.cache.num_blocks_override
+    if override:
+        what = f"needs a pool of {needed_blocks} blocks, and num_blocks_override={override}"
+        remedy = "raise num_blocks_override"
+    else:
+        what = (
+            f"needs {needed / _GIB:.2f} GiB of KV cache, and {max(0, available_memory) / _GIB:.2f} GiB"
+            " are available"
+        )
+        remedy = "raise memory_utilization"
+    raise ConfigurationError(
+        f"one request of max_model_len={length} tokens {what}; the longest that fits has {longest} tokens:"
+        f" {remedy}, or lower max_model_len",
+        key="max_model_len",
+        value=length,
+    )
+
+
+def _pool_holds(config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int) -> bool:
+    groups = get_kv_cache_groups(config, kv_cache_spec)
+    if not groups:
+        return True
+    num_blocks = config.cache.num_blocks_override or available_memory // sum(pool_page_sizes(groups))
+    return num_blocks_per_request(config, groups) + 1 <= num_blocks
+
+
+def _with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    return replace(config, model=replace(config.model, max_model_len=max_model_len))
