@@ -1,0 +1,261 @@
+"""The scheduler half, called as an engine calls it: what it promises about each request."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from kvferry.connector import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVConnectorOutput
+from kvferry.connector.config import KVRole
+from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.metadata import OfferOrder, WorkerAddress
+from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.testing import CacheShape, Request, engine_config
+from kvferry.transports.errors import ConfigurationError, InvalidTransferParamsError, KVTransferStateError
+
+BLOCK_SIZE = 4
+WORKER = WorkerAddress("inproc://p", epoch=77, rank=0)
+OFFER_PARAMS = {"do_remote_decode": True}
+
+
+def scheduler(role: KVRole = "kv_both", kv_cache_config: KVCacheConfig | None = None) -> HandoffScheduler:
+    config = engine_config("inproc", role=role, engine_id="node-p").kv_transfer
+    assert config is not None
+    made = HandoffScheduler(config, kv_cache_config or CacheShape(block_size=BLOCK_SIZE).kv_cache_config())
+    made.set_handshake_metadata({0: WORKER})
+    return made
+
+
+def offered(num_tokens: int, request_id: str = "p-1") -> dict[str, Any]:
+    """What a producer answers for a prompt of `num_tokens`."""
+    producer = scheduler()
+    _, params = run_producer(producer, request_id, num_tokens)
+    assert params is not None
+    return params
+
+
+def run_producer(
+    producer: HandoffScheduler, request_id: str = "p-1", num_tokens: int = 10, **final: Any
+) -> tuple[bool, dict[str, Any] | None]:
+    final = {"finish_reason": "length", "num_computed_tokens": num_tokens, **final}
+    producer.on_new_request(Request(request_id, num_tokens, OFFER_PARAMS))
+    return producer.request_finished(Request(request_id, num_tokens, OFFER_PARAMS, **final), [[7, 8, 9]])
+
+
+def arrived(consumer: HandoffScheduler, num_prompt: int = 10, num_offered: int = 10) -> Request:
+    request = Request("d-1", num_prompt, offered(num_offered))
+    consumer.on_new_request(request)
+    return request
+
+
+class TestProducer:
+    def test_a_finished_prompt_is_offered_and_held(self) -> None:
+        producer = scheduler("kv_producer")
+        held, params = run_producer(producer)
+        assert held
+        assert params is not None
+        assert params["remote_engine_id"] == "node-p"
+        assert params["remote_addresses"] == ["inproc://p"]
+        assert params["remote_num_tokens"] == 10
+        assert producer.build_connector_meta().offers == {"p-1": OfferOrder(1, ((7, 8, 9),), 10)}
+        assert producer.build_connector_meta().is_empty()
+
+    def test_lease_numbers_rise_and_are_never_used_again(self) -> None:
+        producer = scheduler()
+        for request_id in ("a", "b"):
+            run_producer(producer, request_id)
+        assert [order.lease for order in producer.build_connector_meta().offers.values()] == [1, 2]
+        producer.update_connector_output(KVConnectorOutput(finished_sending={"a", "b"}))
+        run_producer(producer, "a")
+        assert producer.build_connector_meta().offers["a"].lease == 3
+
+    def test_tokens_of_the_answer_are_not_offered(self) -> None:
+        producer = scheduler()
+        run_producer(producer, num_computed_tokens=14, num_tokens=10)
+        assert producer.build_connector_meta().offers["p-1"].num_tokens == 10
+
+    @pytest.mark.parametrize(
+        "final", [{"finish_reason": "abort"}, {"finish_reason": "error"}, {"num_computed_tokens": 9}]
+    )
+    def test_half_a_prompt_is_not_offered(self, final: dict[str, Any]) -> None:
+        producer = scheduler()
+        assert run_producer(producer, **final) == (False, None)
+        assert producer.build_connector_meta().is_empty()
+        assert producer.num_requests == 0
+
+    def test_nothing_is_offered_unasked(self) -> None:
+        producer = scheduler()
+        request = Request("r", 10, None, 10, "stop")
+        producer.on_new_request(request)
+        assert producer.request_finished(request, [[1, 2, 3]]) == (False, None)
+
+    def test_a_consumer_offers_nothing(self) -> None:
+        assert run_producer(scheduler("kv_consumer")) == (False, None)
+
+    def test_nothing_is_left_when_the_blocks_are_free(self) -> None:
+        producer = scheduler()
+        run_producer(producer)
+        assert producer.num_requests == 1
+        producer.update_connector_output(KVConnectorOutput(finished_sending={"p-1"}))
+        assert producer.num_requests == 0
+
+    def test_an_id_is_not_taken_again_while_its_blocks_are_held(self) -> None:
+        producer = scheduler()
+        run_producer(producer)
+        with pytest.raises(KVTransferStateError, match="'p-1' is in use"):
+            producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
+        producer.on_new_request(Request("p-1", 10, None))  # it hands nothing over: no harm
+
+    def test_an_offer_without_an_address_is_an_error(self) -> None:
+        config = engine_config("inproc").kv_transfer
+        assert config is not None
+        with pytest.raises(KVTransferStateError, match="set_handshake_metadata"):
+            run_producer(HandoffScheduler(config, CacheShape().kv_cache_config()))
+
+    def test_ranks_are_told_in_order(self) -> None:
+        producer = scheduler()
+        producer.set_handshake_metadata({1: WorkerAddress("inproc://b", 77, 1), 0: WORKER})
+        _, params = run_producer(producer)
+        assert params is not None
+        assert params["remote_addresses"] == ["inproc://p", "inproc://b"]
+        assert params["tp_size"] == 2
+
+    def test_ranks_of_two_starts_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="one epoch"):
+            scheduler().set_handshake_metadata({0: WORKER, 1: WorkerAddress("inproc://b", 78, 1)})
+
+
+class TestConsumer:
+    def test_an_offer_is_claimed_while_the_request_queues(self) -> None:
+        consumer = scheduler("kv_consumer")
+        arrived(consumer)
+        orders = consumer.build_connector_meta()
+        assert orders.claims["d-1"].request_id == "p-1"
+        assert orders.claims["d-1"].epoch == 77
+        assert not orders.loads
+
+    @pytest.mark.parametrize(
+        ("num_prompt", "num_offered", "num_here", "expected"),
+        [
+            (10, 10, 0, 10),
+            (10, 10, 4, 6),
+            (10, 10, 8, 2),
+            (9, 9, 8, 0),  # the last token is computed here in any case
+            (10, 6, 0, 6),
+            (10, 6, 4, 2),
+            (10, 6, 8, 0),
+            (6, 10, 0, 6),
+            (1, 1, 0, 0),
+        ],
+    )
+    def test_what_is_missing_can_be_loaded(
+        self, num_prompt: int, num_offered: int, num_here: int, expected: int
+    ) -> None:
+        consumer = scheduler()
+        request = arrived(consumer, num_prompt, num_offered)
+        for _ in range(3):  # asking changes nothing
+            assert consumer.get_num_new_matched_tokens(request, num_here) == (expected, expected > 0)
+
+    def test_only_missing_blocks_are_loaded(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer)
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 6)
+        assert consumer.build_connector_meta().loads == {"d-1": (GroupBlocks(1, (21, 22)),)}
+
+    def test_blocks_behind_the_offer_are_not_loaded(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer, num_prompt=10, num_offered=6)
+        consumer.update_state_after_alloc(request, [[20, 21, 22, 23]], 6)
+        assert consumer.build_connector_meta().loads == {"d-1": (GroupBlocks(0, (20, 21)),)}
+
+    def test_each_group_has_its_own_blocks(self) -> None:
+        groups = tuple(
+            KVCacheGroupSpec((name,), FullAttentionSpec(size, 1, 8, CacheShape().dtype))
+            for name, size in (("a", 4), ("b", 8))
+        )
+        consumer = scheduler(kv_cache_config=KVCacheConfig(32, (), groups))
+        request = arrived(consumer, num_prompt=17, num_offered=17)
+        consumer.update_state_after_alloc(request, [[1, 2, 3, 4, 5], [6, 7, 8]], 9)
+        loads = consumer.build_connector_meta().loads["d-1"]
+        assert loads == (GroupBlocks(2, (3, 4, 5)), GroupBlocks(1, (7, 8)))
+
+    def test_a_load_is_ordered_once(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer)
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 10)
+        consumer.build_connector_meta()
+        assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
+        consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)  # an engine's second call
+        assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert consumer.build_connector_meta().is_empty()
+        assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
+        assert consumer.build_connector_meta().is_empty()
+        assert consumer.num_requests == 0
+
+    def test_a_prompt_that_is_here_already_frees_the_producer(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer, num_prompt=9, num_offered=9)
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)
+        orders = consumer.build_connector_meta()
+        assert (tuple(orders.claims), orders.drops) == (("d-1",), ("d-1",))
+        assert consumer.num_requests == 0
+
+    def test_an_abort_while_queueing_lets_the_offer_go(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer)
+        assert consumer.request_finished(request, [[]]) == (False, None)
+        assert consumer.build_connector_meta().drops == ("d-1",)
+        assert consumer.num_requests == 0
+
+    def test_an_abort_while_loading_waits_for_the_report(self) -> None:
+        consumer = scheduler()
+        request = arrived(consumer)
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 10)
+        request.finish_reason = "abort"
+        assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
+        assert consumer.build_connector_meta().drops == ("d-1",)
+        with pytest.raises(KVTransferStateError, match="in use"):
+            consumer.on_new_request(request)
+        consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
+        assert consumer.num_requests == 0
+
+    def test_a_producer_loads_nothing(self) -> None:
+        producer = scheduler("kv_producer")
+        request = arrived(producer)
+        assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert producer.build_connector_meta().is_empty()
+
+    def test_malformed_params_are_refused_and_forgotten(self) -> None:
+        consumer = scheduler()
+        with pytest.raises(InvalidTransferParamsError, match="remote_lease"):
+            consumer.on_new_request(Request("d-1", 10, {**offered(10), "remote_lease": -1}))
+        assert consumer.num_requests == 0
+        assert consumer.build_connector_meta().is_empty()
+
+    def test_a_request_can_load_and_then_offer(self) -> None:
+        node = scheduler()
+        request = Request("d-1", 10, {**offered(10), "do_remote_decode": True})
+        node.on_new_request(request)
+        node.update_state_after_alloc(request, [[20, 21, 22]], 10)
+        node.build_connector_meta()
+        node.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
+        request.num_computed_tokens, request.finish_reason = 10, "stop"
+        held, params = node.request_finished(request, [[20, 21, 22]])
+        assert held
+        assert params is not None
+        orders = node.build_connector_meta()
+        assert orders.offers["d-1"].block_ids == ((20, 21, 22),)
+        assert not orders.drops
+
+
+def test_orders_travel_between_processes() -> None:
+    node = scheduler()
+    run_producer(node)
+    request = arrived(node)
+    node.update_state_after_alloc(request, [[20, 21, 22]], 10)
+    orders = node.build_connector_meta()
+    assert pickle.loads(pickle.dumps(orders)) == orders
+    assert pickle.loads(pickle.dumps(WORKER)) == WORKER
