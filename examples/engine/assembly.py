@@ -21,7 +21,7 @@ from kvferry.runner_mixin.kv_cache import (
 from kvferry.transports.errors import ConfigurationError
 
 from .attention import IMPLEMENTATION, attention_layers
-from .memory import fit_max_model_len, plan_pool
+from .memory import plan_pool
 from .request import BlockHasher
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -68,8 +68,7 @@ def assemble(settings: EngineSettings) -> Parts:
         KVConnectorFactory.get_connector_class(settings.kv_transfer)
     loaded = load_model(model_folder(settings.model), dtype, device, IMPLEMENTATION)
     config = _engine_config(settings, loaded, dtype)
-    pool = plan_pool(config, device)
-    config = fit_max_model_len(config, pool, may_shorten=settings.max_model_len == 0)
+    config, pool = plan_pool(config, device, may_shorten=settings.max_model_len == 0)
     with ExitStack() as resources:
         runner = ModelRunner(config, loaded.model, device)
         if config.kv_transfer is not None:

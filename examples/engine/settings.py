@@ -30,7 +30,7 @@ class EngineSettings:
         block_size: Tokens a block.
         num_blocks: Blocks of the pool, the null block included; 0: as many as `memory_utilization` allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
-        max_model_len: Longest sequence; 0: what the model was trained for.
+        max_model_len: Longest sequence; 0: what the model was trained for, or as much of it as the pool holds.
         max_num_batched_tokens: Tokens of one step, thus the prefill chunk.
         max_num_seqs: Requests of one step.
         enable_prefix_caching: Keep and reuse blocks of finished requests.
