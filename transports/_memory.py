@@ -124,6 +124,11 @@ class WordTable(GuardTable):
         require_guard(Guard(index, 1), self.num_guards)
         store_word(self.address + index * WORD_BYTES, 0)
 
+    def clear_all(self) -> None:
+        """Make every later check of every guard fail."""
+        ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
+        store_word(self.address, 0)  # for its fence
+
 
 def require_guard(guard: Guard, num_guards: int) -> None:
     """Check that a guard can hold: its word is in a table of `num_guards`, its value is valid.

@@ -1,7 +1,9 @@
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
-_Words = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+_Words: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 
 def copy_regions(dst_addresses: _Words, src_addresses: _Words, lengths: _Words, /) -> None: ...
 def read_regions_of(pid: int, dst_addresses: _Words, src_addresses: _Words, lengths: _Words, /) -> None: ...

@@ -62,13 +62,17 @@ class Pool:
         """The pool offset at which segment `index` begins."""
         return int(self._starts[index])
 
+    def segment_indices(self, offsets: Int64Array) -> npt.NDArray[np.intp]:
+        """The segments that hold the bytes at `offsets`, shape `(num_regions,)`; one past the last if none does."""
+        return np.searchsorted(self._ends, offsets, side="right")
+
     def addresses(self, offsets: Int64Array, num_bytes: Int64Array) -> AddressArray:
         """Virtual addresses of regions, shape `(num_regions,)`.
 
         Raises:
             RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
         """
-        index = np.searchsorted(self._ends, offsets, side="right")
+        index = self.segment_indices(offsets)
         inside = (offsets >= 0) & (num_bytes > 0) & (index < len(self.segments))
         index = np.where(inside, index, 0)
         # Compared as `num_bytes <= room`, never `offset + num_bytes <= end`: a sum of hostile numbers can wrap.

@@ -1,0 +1,114 @@
+"""Files in memory that two processes share: made here and sealed, or received from a peer and checked.
+
+A file that could shrink under a mapping would kill the process that maps it (SIGBUS). So a file is sealed
+before its descriptor goes out, and a received one is not mapped unless it is sealed and large enough.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+
+from ._memory import HUGE_PAGE_BYTES, advise, prefault, require_available
+from .errors import BackendUnavailableError, ConfigurationError, ProtocolError
+
+__all__ = ["SharedFile", "map_received"]
+
+logger = logging.getLogger(__name__)
+
+_MADV_COLLAPSE = 25
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+class SharedFile:
+    """An unnamed, zeroed, pre-faulted file in memory, mapped here for writing.
+
+    Attributes:
+        mapping: All of it. The memory lives as long as this or a view of it.
+        descriptor: Read-only, for peers.
+    """
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        """Make the file, of at least `num_bytes` bytes.
+
+        Raises:
+            ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
+            BackendUnavailableError: this system has no sealed files in memory.
+        """
+        require_available(num_bytes)
+        writable = _create(name)
+        try:
+            # A whole number of huge pages, or the last part of a large file could not be one.
+            granule = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
+            os.ftruncate(writable, -(-num_bytes // granule) * granule)
+            self.mapping = mmap.mmap(writable, 0)
+            _populate(self.mapping)
+            _seal(writable)
+            self.descriptor = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot share {num_bytes} bytes of memory: {error}", key="num_bytes", value=num_bytes
+            ) from error
+        finally:
+            os.close(writable)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping goes when its last view does."""
+        os.close(self.descriptor)
+
+
+def _create(name: str) -> int:
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        raise BackendUnavailableError(
+            f"this system has no sealed files in memory (Linux has): {error}"
+        ) from error
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    if len(mapping) < HUGE_PAGE_BYTES:
+        prefault(mapping)
+        return
+    try:
+        advise(mapping, mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        logger.info("no huge pages for shared memory: %s", error)
+    prefault(mapping)
+    try:
+        # Where the system's setting says "never" the advice is void, and this still works.
+        advise(mapping, _MADV_COLLAPSE)
+    except OSError as error:
+        logger.debug("shared memory was not collapsed into huge pages: %s", error)
+
+
+def _seal(descriptor: int) -> None:
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        # Our mapping stays writable; nobody can make another writable one, not even from /proc.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError:  # a kernel before 5.1
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+
+
+def map_received(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map a peer's file for reading. The caller still closes the descriptor.
+
+    Args:
+        num_bytes: What is going to be read, from the start of the file.
+
+    Raises:
+        ProtocolError: it is not a file that can never shrink below `num_bytes`, or it cannot be mapped.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        size = os.fstat(descriptor).st_size
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError("the peer's shared memory is not sealed: it could shrink under us")
+        if size < num_bytes:
+            raise ProtocolError(f"the peer's shared memory has {size} bytes, not {num_bytes}")
+        return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"the peer's shared memory cannot be mapped: {error}") from error

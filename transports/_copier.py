@@ -1,0 +1,208 @@
+"""Threads that copy, so that the owner's loop does not wait for bytes.
+
+A read is cut into pieces of a few MiB. Between two of them it can be cancelled, and several threads can work on
+one read. The thread that does the last piece checks the guard.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .base import TransferEnded
+from .errors import KVTransferError, TransferTimeoutError, TransportError
+from .regions import Guard
+
+__all__ = ["PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
+
+#: About a millisecond of copying.
+PIECE_BYTES = 8 << 20
+
+Int64Array = npt.NDArray[np.int64]
+AddressArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Regions to copy in one go: addresses and bytes, each `(num_regions,)` and contiguous."""
+
+    dst_addresses: AddressArray
+    src_addresses: AddressArray
+    lengths: Int64Array
+    is_foreign: bool
+
+
+class Source(Protocol):
+    """Where pieces are copied from."""
+
+    def copy(self, piece: Piece) -> None: ...
+
+    def check(self, guard: Guard) -> None: ...
+
+
+def cut(
+    dst_addresses: AddressArray, src_addresses: AddressArray, lengths: Int64Array, *, is_foreign: bool
+) -> list[Piece]:
+    """Cut regions into pieces of at most twice `PIECE_BYTES`, in order; at least one piece."""
+    lengths = np.ascontiguousarray(lengths)
+    if int(lengths.sum()) <= PIECE_BYTES:
+        return [Piece(dst_addresses, src_addresses, lengths, is_foreign)]
+    num_parts = -(-lengths // PIECE_BYTES)
+    region = np.repeat(np.arange(len(lengths)), num_parts)
+    first_part = np.cumsum(num_parts) - num_parts
+    offset = (np.arange(len(region)) - first_part[region]) * PIECE_BYTES
+    part_lengths = np.minimum(lengths[region] - offset, PIECE_BYTES)
+    piece_of_part = (np.cumsum(part_lengths) - 1) // PIECE_BYTES
+    bounds = np.flatnonzero(np.diff(piece_of_part)) + 1
+    arrays = (
+        dst_addresses[region] + offset.astype(np.uint64),
+        src_addresses[region] + offset.astype(np.uint64),
+        part_lengths,
+    )
+    parts = zip(*(np.split(array, bounds) for array in arrays), strict=True)
+    return [Piece(dst, src, num_bytes, is_foreign) for dst, src, num_bytes in parts]
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way. The copier's lock guards what changes."""
+
+    transfer_id: int
+    source: Source
+    pieces: list[Piece]
+    guard: Guard
+    deadline: float
+    started: float = field(default_factory=time.monotonic)
+    num_taken: int = 0
+    num_in_flight: int = 0
+    error: KVTransferError | None = None
+
+    @property
+    def mechanism(self) -> str:
+        return "process_vm_readv" if any(piece.is_foreign for piece in self.pieces) else "mapped"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(piece.lengths.sum()) for piece in self.pieces)
+
+
+class Copier:
+    """Runs reads in the order of `submit`; each comes out of `take_ended` exactly once.
+
+    `on_ended` is called by the copying threads after a read can be taken.
+    """
+
+    def __init__(self, num_threads: int, on_ended: Callable[[], None]) -> None:
+        self._on_ended = on_ended
+        self._changed = threading.Condition()
+        self._waiting: deque[Read] = deque()  # those with pieces that nobody took
+        self._ended: queue.SimpleQueue[TransferEnded] = queue.SimpleQueue()
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvferry-copier-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, read: Read) -> None:
+        """Queue a read."""
+        with self._changed:
+            self._waiting.append(read)
+            # A thread that finds a second piece to do calls the next one.
+            self._changed.notify()
+
+    def cancel(self, read: Read, error: KVTransferError) -> None:
+        """End a read with `error`: now if nobody copies for it, else after the pieces in flight."""
+        with self._changed:
+            is_over = self._stop(read, error)
+        if is_over:
+            self._end(read)
+
+    def _stop(self, read: Read, error: KVTransferError) -> bool:
+        """Take no further piece. Returns whether it was waiting and is over with that. The lock is held."""
+        read.error = read.error or error
+        if read not in self._waiting:
+            return False
+        self._waiting.remove(read)
+        return read.num_in_flight == 0
+
+    def take_ended(self) -> list[TransferEnded]:
+        """The reads that ended since the last call."""
+        ended = []
+        while True:
+            try:
+                ended.append(self._ended.get_nowait())
+            except queue.Empty:
+                return ended
+
+    def close(self) -> None:
+        """Stop after the pieces in flight; reads that wait are forgotten."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if self._is_closing:
+                    return
+                read, piece = self._take_piece()
+            error = self._copy(read, piece)
+            with self._changed:
+                if error is not None:
+                    self._stop(read, error)
+                read.num_in_flight -= 1
+                is_over = read.num_in_flight == 0 and read not in self._waiting
+            if is_over:
+                self._end(read)
+
+    def _take_piece(self) -> tuple[Read, Piece]:
+        read = self._waiting[0]
+        piece = read.pieces[read.num_taken]
+        read.num_taken += 1
+        read.num_in_flight += 1
+        if read.num_taken == len(read.pieces):
+            self._waiting.popleft()
+        if self._waiting:
+            self._changed.notify()
+        return read, piece
+
+    @staticmethod
+    def _copy(read: Read, piece: Piece) -> KVTransferError | None:
+        try:
+            _require_time(read)
+            read.source.copy(piece)
+        except KVTransferError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a dead thread would leave its reads without an end
+            return TransportError(f"copying failed: {error!r}")
+        return None
+
+    def _end(self, read: Read) -> None:
+        error = read.error
+        if error is None:
+            try:
+                _require_time(read)
+                read.source.check(read.guard)
+            except KVTransferError as found:
+                error = found
+        seconds = time.monotonic() - read.started
+        self._ended.put(TransferEnded(read.transfer_id, error, read.num_bytes, seconds, read.mechanism))
+        self._on_ended()
+
+
+def _require_time(read: Read) -> None:
+    if time.monotonic() >= read.deadline:
+        raise TransferTimeoutError("the read did not end in time")

@@ -1,0 +1,156 @@
+"""What two shm transports say to each other: frames, and the hello that opens a connection. Pure.
+
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The first frame each way is a hello:
+
+    magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_segments: u32
+    num_segments times: file: i32, start: u64, num_bytes: u64
+
+With it come `1 + num_files` read-only descriptors: the guard table, then the files. A segment lies at offset
+`start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. Every later frame
+is one control message.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from .base import MAX_MESSAGE_BYTES
+from .errors import ProtocolError, VersionMismatchError
+
+__all__ = [
+    "FOREIGN",
+    "MAX_FILES",
+    "MAX_SEGMENTS",
+    "VERSION",
+    "FrameKind",
+    "FrameReader",
+    "Hello",
+    "SharedSegment",
+    "decode_hello",
+    "encode_frame",
+    "encode_hello",
+]
+
+VERSION = 1
+
+#: Of a segment that is in no file.
+FOREIGN = -1
+
+MAX_FILES = 128
+MAX_SEGMENTS = 8192
+MAX_GUARDS = 1 << 24
+
+_MAGIC = b"kvferry\0"
+_FRAME = struct.Struct("<IB")
+_HEAD = struct.Struct("<8sIIII")
+_SEGMENT = struct.Struct("<iQQ")
+
+
+class FrameKind(enum.IntEnum):
+    HELLO = 1
+    MESSAGE = 2
+
+
+_MAX_FRAME_BYTES = {
+    FrameKind.HELLO: _HEAD.size + MAX_SEGMENTS * _SEGMENT.size,
+    FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
+}
+
+
+@dataclass(frozen=True)
+class SharedSegment:
+    """A segment of a pool, as its owner describes it to peers. See the module."""
+
+    file: int
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who is there: the size of the guard table, how many files follow it, and the pool's segments."""
+
+    num_guards: int
+    num_files: int
+    segments: tuple[SharedSegment, ...]
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """The body of a hello frame."""
+    head = _HEAD.pack(_MAGIC, VERSION, hello.num_guards, hello.num_files, len(hello.segments))
+    return head + b"".join(_SEGMENT.pack(s.file, s.start, s.num_bytes) for s in hello.segments)
+
+
+def decode_hello(body: bytes) -> Hello:
+    """Read the body of a hello frame.
+
+    Raises:
+        ProtocolError: it is none, or describes an impossible pool.
+        VersionMismatchError: the peer speaks another version.
+    """
+    if len(body) < _HEAD.size:
+        raise ProtocolError(f"a hello of {len(body)} bytes")
+    magic, version, num_guards, num_files, num_segments = _HEAD.unpack_from(body)
+    if magic != _MAGIC:
+        raise ProtocolError(f"the peer does not speak kvferry: it began with {magic!r}")
+    if version != VERSION:
+        raise VersionMismatchError(local=VERSION, remote=version)
+    if len(body) != _HEAD.size + num_segments * _SEGMENT.size:
+        raise ProtocolError(f"a hello of {len(body)} bytes does not hold {num_segments} segments")
+    if not (0 < num_guards <= MAX_GUARDS and num_files <= MAX_FILES and 0 < num_segments <= MAX_SEGMENTS):
+        raise ProtocolError(f"a hello of {num_guards} guards, {num_files} files, {num_segments} segments")
+    segments = tuple(SharedSegment(*fields) for fields in _SEGMENT.iter_unpack(body[_HEAD.size :]))
+    for segment in segments:
+        _require_possible(segment, num_files)
+    return Hello(num_guards, num_files, segments)
+
+
+def _require_possible(segment: SharedSegment, num_files: int) -> None:
+    is_known = segment.file == FOREIGN or 0 <= segment.file < num_files
+    # Offsets are signed 64-bit numbers further on; 2**62 leaves room for their sums.
+    if not is_known or not 0 < segment.num_bytes < 2**62 or segment.start >= 2**62:
+        raise ProtocolError(f"the peer describes an impossible {segment}")
+
+
+def encode_frame(kind: FrameKind, body: bytes) -> bytes:
+    """One frame. The caller has checked the length."""
+    return _FRAME.pack(len(body), kind) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
+        """Add bytes; return the frames that they complete.
+
+        Raises:
+            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
+        """
+        self._buffer += data
+        frames = []
+        at = 0
+        while len(self._buffer) - at >= _FRAME.size:
+            length, number = _FRAME.unpack_from(self._buffer, at)
+            kind = _frame_kind(number, length)
+            end = at + _FRAME.size + length
+            if end > len(self._buffer):
+                break
+            frames.append((kind, bytes(self._buffer[at + _FRAME.size : end])))
+            at = end
+        del self._buffer[:at]
+        return frames
+
+
+def _frame_kind(number: int, length: int) -> FrameKind:
+    try:
+        kind = FrameKind(number)
+    except ValueError:
+        raise ProtocolError(f"a frame of unknown kind {number}") from None
+    if length > _MAX_FRAME_BYTES[kind]:
+        raise ProtocolError(f"a {kind.name} frame of {length} bytes; {_MAX_FRAME_BYTES[kind]} are allowed")
+    return kind

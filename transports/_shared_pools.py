@@ -1,0 +1,225 @@
+"""The two ends of shared memory: what this process shows to its peers, and what one peer showed to us."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import select
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arena import SharedFile, map_received
+from ._copier import Piece
+from ._copy import copy_regions, read_regions_of
+from ._hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
+from ._memory import WORD_BYTES, MappedArena, WordTable, address_of, guard_holds
+from .errors import (
+    ConfigurationError,
+    KVTransferError,
+    KVTransferStateError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    RegionError,
+    StaleRegionError,
+)
+from .regions import Guard, Pool, Segment
+
+__all__ = ["LocalMemory", "RemoteMemory"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Registered:
+    pool: Pool
+    hello: Hello
+
+
+class LocalMemory:
+    """The guard table, the arenas and the registered pool of this process."""
+
+    def __init__(self, num_guards: int) -> None:
+        self._guard_file = SharedFile("kvferry-guards", num_guards * WORD_BYTES)
+        self.guards = WordTable(self._guard_file.mapping, num_guards)
+        self._files: list[SharedFile] = []
+        self._registered: list[_Registered] = []
+
+    def allocate(self, num_bytes: int) -> MappedArena:
+        """Allocate an arena. Raises as `SharedFile` does, or `ConfigurationError` when there are too many."""
+        if len(self._files) == MAX_FILES:
+            raise ConfigurationError(f"a transport has at most {MAX_FILES} arenas", key="num_arenas")
+        file = SharedFile("kvferry-arena", num_bytes)
+        self._files.append(file)
+        return MappedArena(file.mapping, num_bytes)
+
+    def register(self, pool: Pool) -> None:
+        if self._registered:
+            raise KVTransferStateError("a pool is registered already")
+        if len(pool.segments) > MAX_SEGMENTS:
+            raise ConfigurationError(f"a pool has at most {MAX_SEGMENTS} segments", key="pool")
+        segments = tuple(self._describe(segment) for segment in pool.segments)
+        hello = Hello(self.guards.num_guards, len(self._files), segments)
+        self._registered.append(_Registered(pool, hello))
+
+    def _describe(self, segment: Segment) -> SharedSegment:
+        for index, file in enumerate(self._files):
+            offset = segment.address - address_of(file.mapping)
+            if offset >= 0 and offset + segment.num_bytes <= len(file.mapping):
+                return SharedSegment(index, offset, segment.num_bytes)
+        return SharedSegment(FOREIGN, segment.address, segment.num_bytes)
+
+    @property
+    def pool(self) -> Pool:
+        return self.require_registered().pool
+
+    @property
+    def hello(self) -> Hello:
+        return self.require_registered().hello
+
+    def require_registered(self) -> _Registered:
+        """Raises KVTransferStateError: no pool is registered yet."""
+        if not self._registered:
+            raise KVTransferStateError("register a pool first")
+        return self._registered[0]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What goes with the hello: the guard table, then the files that existed when the pool was registered."""
+        return [
+            self._guard_file.descriptor,
+            *(file.descriptor for file in self._files[: self.hello.num_files]),
+        ]
+
+    def close(self) -> None:
+        """Make every guard fail for ever: from now on the owner may do with his memory what he likes."""
+        self.guards.clear_all()
+        self._guard_file.close()
+        for file in self._files:
+            file.close()
+
+
+class RemoteMemory:
+    """A peer's guard table and pool, mapped here for reading. Any thread may copy from it until `close`."""
+
+    def __init__(self, hello: Hello, descriptors: list[int], pid: int) -> None:
+        """Map what came with a hello. The caller still closes the descriptors.
+
+        Args:
+            pid: The peer, as the kernel names it; 0 if it cannot be seen from here.
+
+        Raises:
+            ProtocolError: hello and descriptors do not fit together. Nothing stays mapped.
+        """
+        if len(descriptors) != 1 + hello.num_files:
+            raise ProtocolError(
+                f"{len(descriptors)} descriptors came with a hello of {hello.num_files} files"
+            )
+        self.num_guards = hello.num_guards
+        sizes = [_needed_bytes(hello, index) for index in range(hello.num_files)]
+        self._guard_mapping = map_received(descriptors[0], hello.num_guards * WORD_BYTES)
+        self._guard_address = address_of(self._guard_mapping)
+        self._mappings = [map_received(fd, size) for fd, size in zip(descriptors[1:], sizes, strict=True)]
+        bases = [address_of(mapping) for mapping in self._mappings]
+        self.pool = Pool(
+            Segment(s.start if s.file == FOREIGN else bases[s.file] + s.start, s.num_bytes)
+            for s in hello.segments
+        )
+        self._is_foreign = np.array([s.file == FOREIGN for s in hello.segments])
+        self._process = _ForeignProcess(pid) if self._is_foreign.any() else None
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether some of the pool is in no mapped file."""
+        return self._process is not None
+
+    def is_foreign(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which regions are not in a mapped file, shape `(num_regions,)`. They were checked by `pool.addresses`."""
+        return self._is_foreign[self.pool.segment_indices(offsets)]
+
+    def copy(self, piece: Piece) -> None:
+        """Copy a piece of a read, by whatever reaches it.
+
+        Raises:
+            KVTransferError: the peer's memory cannot be read. Some bytes may have been written.
+        """
+        if piece.is_foreign and self._process is not None:
+            self._process.read(piece)
+        else:
+            copy_regions(piece.dst_addresses, piece.src_addresses, piece.lengths)
+
+    def check(self, guard: Guard) -> None:
+        """Check that what was copied until now is what `guard` promised.
+
+        Raises:
+            StaleRegionError: it is not.
+        """
+        if not guard_holds(self._guard_address, guard):
+            raise StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+
+    def close(self) -> None:
+        """Unmap. Nobody copies any more."""
+        for mapping in [self._guard_mapping, *self._mappings]:
+            mapping.close()
+        if self._process is not None:
+            self._process.close()
+
+
+def _needed_bytes(hello: Hello, file: int) -> int:
+    ends = [segment.start + segment.num_bytes for segment in hello.segments if segment.file == file]
+    return max(ends, default=mmap.PAGESIZE)
+
+
+class _ForeignProcess:
+    """The ordinary memory of a peer, read by the kernel on our behalf."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._has_warned = False
+        self._alive = select.poll()
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except OSError:  # gone, or in another pid namespace: only a read would mind
+            self._descriptor = -1
+        else:
+            self._alive.register(self._descriptor, select.POLLIN)
+
+    def read(self, piece: Piece) -> None:
+        if self._descriptor < 0:
+            raise PeerRefusedError(
+                f"memory of process {self._pid} that is in no arena cannot be read from here: it has ended, "
+                "or runs in another pid namespace. Let the transport allocate its pool."
+            )
+        self._warn_once()
+        try:
+            read_regions_of(self._pid, piece.dst_addresses, piece.src_addresses, piece.lengths)
+        except OSError as error:
+            raise self._translated(error) from error
+        if self._alive.poll(0):
+            # The number may be another process's by now, and then these are its bytes.
+            raise PeerLostError(f"process {self._pid} ended while its memory was read")
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "process %d's pool is not in an arena: it is read with process_vm_readv, at a fraction of the speed",
+                self._pid,
+            )
+
+    def _translated(self, error: OSError) -> KVTransferError:
+        what = f"process_vm_readv of process {self._pid}: {error}"
+        if error.errno == errno.EPERM:
+            return PeerRefusedError(
+                f"{what}. It must run as the same user and allow tracing (kernel.yama.ptrace_scope = 0, "
+                "or CAP_SYS_PTRACE here); or let the transport allocate its pool."
+            )
+        return PeerLostError(what) if error.errno == errno.ESRCH else RegionError(what)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)

@@ -1,0 +1,374 @@
+"""`shm`: both processes on one host. A read is one copy out of the peer's mapped pool.
+
+The peer's arenas and guard table come as read-only descriptors over a Unix socket and are mapped here, so a read
+needs nothing of the peer: it may be busy, or stopped. Memory that is in no arena is read with `process_vm_readv`.
+An end of the socket is the end of the peer, which the kernel reports at once.
+
+`_hello` says what goes over the socket, `_socket` how; `_shared_pools` is the memory at both ends, `_copier` the
+threads that copy. This module joins them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from ._copier import Copier, Piece, Read, cut
+from ._copy import IS_ORDERED
+from ._hello import FrameKind, decode_hello, encode_hello
+from ._memory import require_guard
+from ._options import parse_options, require_int
+from ._poller import Poller
+from ._shared_pools import LocalMemory, RemoteMemory
+from ._socket import Connection, Listener, connect, new_address, parse_address
+from .base import (
+    MAX_MESSAGE_BYTES,
+    Arena,
+    Connected,
+    Event,
+    MessageReceived,
+    PeerLost,
+    Transport,
+)
+from .errors import (
+    BackendUnavailableError,
+    ConfigurationError,
+    KVTransferError,
+    PeerLostError,
+    ProtocolError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from .regions import Guard, Pool, RegionPairs
+
+__all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SharedMemoryOptions:
+    """Options of the transport.
+
+    Attributes:
+        num_guards: Words in the guard table.
+        copy_threads: Threads that copy. One reaches the bus on most machines; two may be faster on large ones.
+        max_queued_bytes: Bytes of messages that wait for one peer, before `send` refuses more.
+        handshake_timeout_s: For how long one who connected may say nothing.
+        socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
+            have no file; they are found within one network namespace.
+        allowed_uids: Users besides our own whose processes we talk to.
+    """
+
+    num_guards: int = 65536
+    copy_threads: int = 1
+    max_queued_bytes: int = 8 << 20
+    handshake_timeout_s: float = 5.0
+    socket_dir: str = ""
+    allowed_uids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        require_int("num_guards", self.num_guards, 1, 1 << 24)
+        require_int("copy_threads", self.copy_threads, 1, 64)
+        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
+        _require("handshake_timeout_s", self.handshake_timeout_s, _is_positive(self.handshake_timeout_s))
+        _require(
+            "socket_dir", self.socket_dir, isinstance(self.socket_dir, str) and _is_folder(self.socket_dir)
+        )
+        _require("allowed_uids", self.allowed_uids, isinstance(self.allowed_uids, list | tuple))
+        for uid in self.allowed_uids:
+            require_int("allowed_uids", uid, 0, 2**32 - 2)
+
+
+def _require(key: str, value: object, is_valid: bool) -> None:
+    if not is_valid:
+        raise ConfigurationError(f"{key} cannot be {value!r}", key=key, value=value)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _is_folder(path: str) -> bool:
+    return not path or os.path.isdir(path)
+
+
+@dataclass(frozen=True)
+class _Greeting:
+    """A connection over which the peer has not said hello yet."""
+
+    peer_id: int
+    incoming: bool
+    connection: Connection
+    deadline: float
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A peer that can be talked to, or, in `_leaving`, one whose last pieces are being copied."""
+
+    peer_id: int
+    connection: Connection
+    memory: RemoteMemory
+    reads: dict[int, Read] = field(default_factory=dict)
+
+
+class SharedMemoryTransport(Transport):
+    """Peers on this host. See the module."""
+
+    scheme: ClassVar[str] = "shm"
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        """Start the copying threads; allocate the guard table.
+
+        Raises:
+            ConfigurationError: an option is unknown or wrong.
+            BackendUnavailableError: this system cannot do it.
+        """
+        self._options = parse_options(SharedMemoryOptions, options, self.scheme)
+        if not IS_ORDERED:
+            raise BackendUnavailableError(
+                "this processor needs kvferry's compiled part: install a C compiler"
+            )
+        self._memory = LocalMemory(self._options.num_guards)
+        self.guards = self._memory.guards
+        self._poller = Poller()
+        self._copier = Copier(self._options.copy_threads, on_ended=self._poller.interrupt)
+        self._ids = itertools.count(1)
+        self._listeners: list[Listener] = []
+        self._greetings: dict[int, _Greeting] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
+        self._events: list[Event] = []
+
+    def __repr__(self) -> str:
+        addresses = " ".join(listener.address for listener in self._listeners)
+        return f"<SharedMemoryTransport {addresses}{' closed' if self._poller.is_closed else ''}>"
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> Arena:
+        self._require_open()
+        return self._memory.allocate(num_bytes)
+
+    def register(self, pool: Pool) -> None:
+        self._require_open()
+        self._memory.register(pool)
+
+    def _require_open(self) -> None:
+        if self._poller.is_closed:
+            raise TransportClosedError("the transport is closed")
+
+    # -- peers ---------------------------------------------------------------------------------------
+
+    def listen(self, address: str) -> str:
+        self._require_open()
+        self._memory.require_registered()
+        address = address or new_address(self._options.socket_dir)
+        listener = Listener(address, is_shared=bool(self._options.allowed_uids))
+        self._listeners.append(listener)
+        self._poller.watch(listener, partial(self._accept, listener))
+        return address
+
+    def start_connect(self, address: str, *, timeout_s: float) -> int:
+        self._require_open()
+        self._memory.require_registered()
+        parse_address(address)
+        peer_id = next(self._ids)
+        try:
+            connection = connect(address, self._options.max_queued_bytes)
+            self._greet(_Greeting(peer_id, False, connection, time.monotonic() + timeout_s))
+        except KVTransferError as error:
+            self._events.append(PeerLost(peer_id, error))
+        return peer_id
+
+    def _accept(self, listener: Listener) -> None:
+        for connection in listener.accept(self._options.max_queued_bytes):
+            deadline = time.monotonic() + self._options.handshake_timeout_s
+            try:
+                self._greet(_Greeting(next(self._ids), True, connection, deadline))
+            except KVTransferError as error:
+                logger.warning("refused a connection: %s", error)
+
+    def _greet(self, greeting: _Greeting) -> None:
+        connection = greeting.connection
+        try:
+            connection.require_user(frozenset({os.geteuid(), *self._options.allowed_uids}))
+            connection.send_hello(encode_hello(self._memory.hello), self._memory.descriptors)
+        except KVTransferError:
+            connection.close()
+            raise
+        self._greetings[greeting.peer_id] = greeting
+        self._watch(greeting.peer_id, connection)
+
+    def _watch(self, peer_id: int, connection: Connection) -> None:
+        self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.has_unsent)
+
+    def _serve(self, peer_id: int) -> None:
+        """A socket is ready: take what came, send what waits."""
+        owner = self._greetings.get(peer_id) or self._peers.get(peer_id)
+        if owner is None:
+            return
+        try:
+            for kind, body in owner.connection.receive():
+                self._handle(peer_id, kind, body)
+        except KVTransferError as error:
+            self._lose(peer_id, error)
+            return
+        owner.connection.flush()
+        self._watch(peer_id, owner.connection)
+
+    def _handle(self, peer_id: int, kind: FrameKind, body: bytes) -> None:
+        greeting = self._greetings.get(peer_id)
+        if (kind is FrameKind.HELLO) != (greeting is not None):
+            raise ProtocolError(f"the peer sent a {kind.name} frame out of order")
+        if greeting is None:
+            self._events.append(MessageReceived(peer_id, body))
+            return
+        memory = _remote_memory(greeting.connection, body)
+        del self._greetings[peer_id]
+        self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
+        self._events.append(Connected(peer_id, greeting.incoming))
+
+    def _lose(self, peer_id: int, error: KVTransferError) -> None:
+        """The peer is gone, or has to go; the owner hears of it if he ever heard of the peer."""
+        greeting = self._greetings.pop(peer_id, None)
+        if greeting is None:
+            self._leave(self._peers.pop(peer_id), error, [PeerLost(peer_id, error)])
+            return
+        self._poller.unwatch(greeting.connection)
+        greeting.connection.close()
+        if greeting.incoming:
+            logger.warning("process %d connected but said no hello: %s", greeting.connection.pid, error)
+        else:
+            self._events.append(PeerLost(peer_id, error))
+
+    def _leave(self, peer: _Peer, error: KVTransferError, farewell: list[Event]) -> None:
+        self._poller.unwatch(peer.connection)
+        peer.connection.close()
+        for read in peer.reads.values():
+            self._copier.cancel(read, error)
+        self._leaving.append((peer, farewell))
+
+    def disconnect(self, peer_id: int) -> None:
+        if peer_id in self._peers:
+            self._events = [event for event in self._events if not _is_of_peer(event, peer_id)]
+            self._leave(self._peers.pop(peer_id), TransportClosedError("this side dropped the peer"), [])
+        elif peer_id in self._greetings:
+            greeting = self._greetings.pop(peer_id)
+            self._poller.unwatch(greeting.connection)
+            greeting.connection.close()
+
+    def send(self, peer_id: int, message: bytes) -> None:
+        self._require_open()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
+        peer = self._peer(peer_id)
+        peer.connection.send_message(message)
+        self._watch(peer_id, peer.connection)
+
+    def _peer(self, peer_id: int) -> _Peer:
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            raise PeerLostError(f"no peer {peer_id} any more")
+        return peer
+
+    # -- reads ---------------------------------------------------------------------------------------
+
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        self._require_open()
+        peer = self._peer(peer_id)
+        require_guard(guard, peer.memory.num_guards)
+        pieces = self._pieces(peer.memory, pairs)
+        read = Read(next(self._ids), peer.memory, pieces, guard, time.monotonic() + timeout_s)
+        peer.reads[read.transfer_id] = read
+        self._copier.submit(read)
+        return read.transfer_id
+
+    def _pieces(self, memory: RemoteMemory, pairs: RegionPairs) -> list[Piece]:
+        dst = self._memory.pool.addresses(pairs.local_offsets, pairs.lengths)
+        src = memory.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        if not memory.has_foreign:
+            return cut(dst, src, pairs.lengths, is_foreign=False)
+        foreign = memory.is_foreign(pairs.remote_offsets)
+        mapped = ~foreign
+        return [
+            *cut(dst[mapped], src[mapped], pairs.lengths[mapped], is_foreign=False),
+            *cut(dst[foreign], src[foreign], pairs.lengths[foreign], is_foreign=True),
+        ]
+
+    def _collect(self) -> None:
+        """Report the reads that ended, then the peers that have left with their last one."""
+        for ended in self._copier.take_ended():
+            for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
+                peer.reads.pop(ended.transfer_id, None)
+            self._events.append(ended)
+        for peer, farewell in [entry for entry in self._leaving if not entry[0].reads]:
+            peer.memory.close()
+            self._events += farewell
+        self._leaving = [entry for entry in self._leaving if entry[0].reads]
+
+    # -- the owner's loop ----------------------------------------------------------------------------
+
+    def wait_events(self, timeout_s: float) -> list[Event]:
+        self._require_open()
+        until = time.monotonic() + timeout_s
+        self._collect()
+        while True:
+            now = time.monotonic()
+            self._poller.poll(0.0 if self._events else min(until, self._next_deadline()) - now)
+            self._expire(time.monotonic())
+            self._collect()
+            if self._poller.take_woken() or self._events or time.monotonic() >= until:
+                events, self._events = self._events, []
+                return events
+
+    def _next_deadline(self) -> float:
+        deadlines = [greeting.deadline for greeting in self._greetings.values()]
+        deadlines += [read.deadline for peer in self._peers.values() for read in peer.reads.values()]
+        return min(deadlines, default=math.inf)
+
+    def _expire(self, now: float) -> None:
+        for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
+            self._lose(greeting.peer_id, TransferTimeoutError("the peer said no hello in time"))
+        for peer in self._peers.values():
+            for read in peer.reads.values():
+                if read.deadline <= now:
+                    self._copier.cancel(read, TransferTimeoutError("the read did not end in time"))
+
+    def wake(self) -> None:
+        self._poller.wake()
+
+    def close(self) -> None:
+        if self._poller.is_closed:
+            return
+        self._copier.close()
+        for listener in self._listeners:
+            listener.close()
+        for greeting in self._greetings.values():
+            greeting.connection.close()
+        for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
+            peer.connection.close()
+            peer.memory.close()
+        self._memory.close()
+        self._poller.close()
+
+
+def _remote_memory(connection: Connection, hello: bytes) -> RemoteMemory:
+    descriptors = connection.take_descriptors()
+    try:
+        return RemoteMemory(decode_hello(hello), descriptors, connection.pid)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _is_of_peer(event: Event, peer_id: int) -> bool:
+    return isinstance(event, Connected | MessageReceived | PeerLost) and event.peer_id == peer_id
