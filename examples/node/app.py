@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 from web.errors import ApiError, bad_request, error_middleware, unavailable
+from web.json_body import MAX_BODY_BYTES, parse_json
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
@@ -18,13 +19,12 @@ from engine.types import GenerationRequest, RequestOutput
 from kvferry.transports.errors import ConnectorError
 
 from .metrics import NodeMetrics
-from .openai_request import ClientRequest, parse_chat, parse_completion, parse_json
+from .openai_request import ClientRequest, parse_chat, parse_completion
 from .prompts import tokenize
 from .replies import ChatWording, CompletionWording, Envelope, Wording, failure
 
 __all__ = ["NodeServer"]
 
-MAX_BODY_BYTES = 8 << 20
 #: What a client may put into `X-Request-Id`; longer ones are cut.
 MAX_REQUEST_ID_CHARS = 128
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -24,10 +24,9 @@ GAUGES = {
 }
 COUNTERS = {
     "num_preemptions": "Times a request lost its blocks and was recomputed",
-    "num_prompt_tokens": "Prompt tokens of all requests",
+    "num_prompt_tokens": "Prompt tokens of finished requests",
     "num_output_tokens": "Tokens generated",
-    "prefix_cache_queried_tokens": "Tokens looked up in the prefix cache",
-    "prefix_cache_hit_tokens": "Tokens found there",
+    "num_cached_tokens": "Prompt tokens found in the node's own prefix cache",
     "num_transfers": "KV cache loads that ended well",
     "num_failed_transfers": "KV cache loads that did not",
     "transferred_bytes": "Bytes of KV cache that came from other nodes",

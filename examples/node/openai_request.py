@@ -17,7 +17,7 @@ from engine.types import SamplingParams
 
 from .fields import Fields
 
-__all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion", "parse_json"]
+__all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion"]
 
 #: OpenAI's default for completions; a chat answers as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -82,21 +82,6 @@ class ClientRequest:
     include_usage: bool
     return_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """Read a request's body.
-
-    Raises:
-        ApiError: it is not a JSON object (400).
-    """
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise bad_request(f"the request body must be a JSON object, got {type(body).__name__}")
-    return body
 
 
 def parse_completion(body: Mapping[str, Any]) -> ClientRequest:

@@ -1,0 +1,187 @@
+"""The demo's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from web.serving import StartupError
+
+from engine.settings import DEFAULT_MODEL, DTYPES
+
+__all__ = ["DemoOptions", "parse_arguments"]
+
+DEFAULT_CONNECTOR = "shm"
+DEFAULT_PROMPT = (
+    "The harbour master of Hamburg keeps a notebook. On the first page it says: every ship that carries grain must "
+    "be weighed twice, once when it arrives and once when it leaves, and the two weights must be written side by "
+    "side, so that anyone can see what was lost on the way. On the second page it says: a ferry carries what others "
+    "have packed. It does not open the boxes, it does not count the coins, and it never leaves a box behind on the "
+    "quay. On the third page there is a drawing of a ferry between two piers.\n\n"
+    "Question: What must be written side by side, and why?\nAnswer:"
+)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line said.
+
+    Attributes:
+        prompts: At least one.
+        json_path: Where the records go; None: nowhere.
+        concurrency: Prompts that are asked at once.
+        pair_arguments: Options of prefill and decode node about the connector.
+        node_arguments: Options of every node.
+    """
+
+    prompts: tuple[str, ...]
+    max_tokens: int
+    connector: str
+    layout: str
+    model: str
+    json_path: Path | None
+    concurrency: int
+    start_timeout_s: float
+    pair_arguments: tuple[str, ...]
+    node_arguments: tuple[str, ...]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
+    """Read the command line.
+
+    Raises:
+        StartupError: a value cannot work.
+        SystemExit: argparse answered itself, e.g. `--help`.
+    """
+    options = _parser().parse_args(arguments)
+    if options.max_tokens < 1 or options.concurrency < 1:
+        raise StartupError("--max-tokens and --concurrency must be at least 1")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise StartupError(f"--json {options.json}: the folder does not exist")
+    return DemoOptions(
+        prompts=_prompts(options),
+        max_tokens=options.max_tokens,
+        connector=options.connector,
+        layout=options.layout,
+        model=options.model,
+        json_path=options.json,
+        concurrency=options.concurrency,
+        start_timeout_s=options.start_timeout_s,
+        pair_arguments=_pair_arguments(options),
+        node_arguments=_node_arguments(options),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="disagg_pair.py",
+        description="Answer prompts by a prefill node and a decode node with a router in front, then by a single "
+        "node, and hold the two against each other. Everything runs on this machine and ends with this program.",
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt to continue; may be repeated"
+    )
+    prompts.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with one prompt a line")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=1, metavar="N", help="prompts asked at once (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+    _add_node_arguments(parser.add_argument_group("nodes"))
+    return parser
+
+
+def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--connector", default=DEFAULT_CONNECTOR, metavar="NAME", help="default: %(default)s")
+    group.add_argument("--connector-module", default="", metavar="MODULE", help="of an out-of-tree connector")
+    group.add_argument(
+        "--connector-option", action="append", default=[], metavar="KEY=VALUE", help="may be repeated"
+    )
+    group.add_argument(
+        "--load-failure-policy",
+        choices=("recompute", "fail"),
+        default="recompute",
+        help="default: %(default)s",
+    )
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="PATH",
+        help="local folder of a Hugging Face model (default: %(default)s, from the package index)",
+    )
+    group.add_argument(
+        "--layout",
+        choices=("uniform", "per-layer"),
+        default="uniform",
+        help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-blocks",
+        type=int,
+        default=512,
+        metavar="N",
+        help="blocks of each node's pool (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="the prefill chunk (default: %(default)s)",
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
+    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    group.add_argument("--threads", type=int, default=0, metavar="N", help="threads of PyTorch in each node")
+    group.add_argument(
+        "--start-timeout-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="a node that is not ready by then has failed (default: %(default)g)",
+    )
+
+
+def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.prompt_file is None:
+        prompts = tuple(options.prompt or (DEFAULT_PROMPT,))
+    else:
+        try:
+            lines = options.prompt_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(f"--prompt-file {options.prompt_file}: {error}") from None
+        prompts = tuple(line for line in lines if line.strip())
+    if not prompts or not all(prompts):
+        raise StartupError("there is no prompt, or an empty one")
+    return prompts
+
+
+def _pair_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    result = ["--connector", options.connector, "--load-failure-policy", options.load_failure_policy]
+    if options.connector_module:
+        result += ["--connector-module", options.connector_module]
+    for pair in options.connector_option:
+        result += ["--connector-option", pair]
+    return tuple(result)
+
+
+def _node_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    names = (
+        "model",
+        "layout",
+        "block_size",
+        "num_blocks",
+        "max_num_batched_tokens",
+        "dtype",
+        "device",
+        "threads",
+    )
+    pairs = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in names]
+    return tuple(word for pair in pairs for word in pair)

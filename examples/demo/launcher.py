@@ -1,0 +1,239 @@
+"""Start nodes and a router as processes of their own, and be sure that they end.
+
+Each process is the leader of its own process group and holds one end of a socket pair (see `web.launcher_link`): it
+reports its port and its readiness there, and it ends when this process's end closes, however this process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+__all__ = ["LaunchError", "LaunchedProcess", "Launcher"]
+
+EXAMPLES = Path(__file__).resolve().parent.parent
+#: Between the polite signal and the other one.
+STOP_GRACE_S = 5.0
+LOG_TAIL_BYTES = 4000
+
+Watcher = Callable[["LaunchedProcess", float], None]
+
+
+class LaunchError(Exception):
+    """A process did not start. The message says why, with the end of its log when it said nothing itself."""
+
+
+class LaunchedProcess:
+    """One process that a launcher started.
+
+    Attributes:
+        name: For people.
+        port: Where it listens; 0 until it said so.
+        is_ready: It serves.
+    """
+
+    def __init__(self, name: str, script: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.port = 0
+        self.is_ready = False
+        self._failure = ""
+        self._unread = b""
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(EXAMPLES / script), *arguments, "--launcher-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
+
+    @property
+    def url(self) -> str:
+        """Where it serves HTTP."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def log_tail(self) -> str:
+        """The end of what it wrote to stdout and stderr so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+        return tail.decode(errors="replace")
+
+    def fileno(self) -> int:
+        """Readable when there is something for `read_report`."""
+        return self._link.fileno()
+
+    def read_report(self) -> None:
+        """Read what the process says of itself.
+
+        Raises:
+            LaunchError: it failed, or ended.
+        """
+        data = self._link.recv(65536)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            facts: dict[str, Any] = json.loads(line)
+            self.port = facts.get("listening", self.port)
+            self.is_ready = facts.get("ready", self.is_ready)
+            self._failure = facts.get("failed", self._failure)
+        if self._failure or not data:
+            why = self._failure or f"it ended; its log:\n{self.log_tail}"
+            raise LaunchError(f"{self.name} did not start: {why}")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it now, as a crash would."""
+        self.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def close(self, deadline: float) -> None:
+        """Wait for its end until `deadline`, a time of `time.monotonic`; then kill it."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+        self._link.close()
+        self._log.close()
+
+
+class Launcher:
+    """Processes that end with the block: `with Launcher() as launcher: ...`."""
+
+    def __init__(self) -> None:
+        self._processes: list[LaunchedProcess] = []
+
+    def start(self, name: str, script: str, *arguments: str) -> LaunchedProcess:
+        """Start `examples/<script>`. Returns at once."""
+        process = LaunchedProcess(name, script, arguments)
+        self._processes.append(process)
+        return process
+
+    def start_node(self, name: str, role: str, *arguments: str) -> LaunchedProcess:
+        """Start a node on a free port. Returns at once."""
+        return self.start(name, "serve.py", "--role", role, "--port", "0", *arguments)
+
+    def start_router(
+        self,
+        name: str,
+        prefill: Iterable[LaunchedProcess],
+        decode: Iterable[LaunchedProcess],
+        *arguments: str,
+    ) -> LaunchedProcess:
+        """Start a router over nodes that listen already. Returns at once."""
+        urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
+        flat = [word for pair in urls for word in pair]
+        return self.start(name, "router.py", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
+
+    def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
+        """Wait until every process has its port.
+
+        Raises:
+            LaunchError: one failed, ended, or did not within `timeout_s`.
+        """
+        _wait(processes, lambda process: process.port > 0, "listening", timeout_s, _ignore)
+
+    def wait_ready(
+        self, processes: Iterable[LaunchedProcess], timeout_s: float, on_ready: Watcher | None = None
+    ) -> None:
+        """Wait until every process serves; `on_ready(process, seconds)` hears of each.
+
+        Raises:
+            LaunchError: one failed, ended, or did not within `timeout_s`.
+        """
+        _wait(processes, lambda process: process.is_ready, "ready", timeout_s, on_ready or _ignore)
+
+    @property
+    def processes(self) -> tuple[LaunchedProcess, ...]:
+        """What was started."""
+        return tuple(self._processes)
+
+    def close(self) -> None:
+        """End everything that was started, politely at first. Idempotent."""
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first one
+        deadline = time.monotonic() + STOP_GRACE_S
+        while self._processes:
+            self._processes[-1].close(deadline)
+            self._processes.pop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ignore(process: LaunchedProcess, seconds: float) -> None:
+    return
+
+
+def _wait(
+    processes: Iterable[LaunchedProcess],
+    holds: Callable[[LaunchedProcess], bool],
+    what: str,
+    timeout_s: float,
+    on_change: Watcher,
+) -> None:
+    started = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            if not holds(process):
+                selector.register(process, selectors.EVENT_READ)
+        while selector.get_map():
+            left_s = started + timeout_s - time.monotonic()
+            ready = selector.select(max(0.0, left_s))
+            if not ready and left_s <= 0:
+                waiting = [key.fileobj for key in selector.get_map().values()]
+                process = next(item for item in waiting if isinstance(item, LaunchedProcess))
+                raise LaunchError(
+                    f"{process.name} was not {what} within {timeout_s:g} s; its log:\n{process.log_tail}"
+                )
+            for key, _ in ready:
+                process = key.fileobj
+                assert isinstance(process, LaunchedProcess)
+                process.read_report()
+                if holds(process):
+                    selector.unregister(process)
+                    on_change(process, time.monotonic() - started)

@@ -1,0 +1,119 @@
+"""The demo from start to end: launch, ask the pair, ask the single node, compare, show."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import aiohttp
+from web.serving import EXIT_BAD_START, StartupError
+
+from engine.default_model import default_model_folder
+from engine.settings import DEFAULT_MODEL
+from kvferry.transports.errors import ConfigurationError
+
+from .cli import DemoOptions, parse_arguments
+from .client import Answer, ask
+from .display import Display, Silent, Streaming, Whole, say
+from .launcher import LaunchedProcess, Launcher, LaunchError
+from .report import format_table, report_of, write_json
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Returns:
+        The exit status: 0 when every request was answered with the single node's tokens, 1 when not, 2 when
+        something could not start, 128 + the signal's number when it was interrupted.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    try:
+        return _run(parse_arguments(arguments))
+    except (StartupError, LaunchError) as error:
+        say(f"disagg_pair.py: error: {error}")
+        return EXIT_BAD_START
+    except KeyboardInterrupt:
+        say("\ninterrupted; everything that was started has ended")
+        return 128 + signal.SIGINT
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _run(options: DemoOptions) -> int:
+    _prepare_model(options.model)
+    with Launcher() as launcher:
+        router, single = _start(launcher, options)
+        display = Streaming() if options.concurrency == 1 else Whole()
+        answers = asyncio.run(_ask_all(router.url, options, display))
+        say(f"\nasking the single node the same ({len(options.prompts)} of them)")
+        references = asyncio.run(_ask_all(single.url, options, Silent()))
+        for process in launcher.processes:
+            if not process.is_running:
+                say(f"the {process.name} ended on its own; the end of its log:\n{process.log_tail}")
+    return _show(options, answers, references)
+
+
+def _prepare_model(model: str) -> None:
+    """Convert the default model here, where its progress can be seen, rather than in a node."""
+    if model != DEFAULT_MODEL:
+        return
+    try:
+        default_model_folder()
+    except ConfigurationError as error:
+        raise StartupError(str(error)) from error
+
+
+def _start(launcher: Launcher, options: DemoOptions) -> tuple[LaunchedProcess, LaunchedProcess]:
+    """Start the pair, the router and the single node; returns the last two."""
+    say("starting a prefill node, a decode node, a router and, to compare, a single node")
+    pair_arguments = (*options.pair_arguments, *options.node_arguments)
+    prefill = launcher.start_node("prefill node", "prefill", *pair_arguments)
+    decode = launcher.start_node("decode node", "decode", *pair_arguments)
+    single = launcher.start_node("single node", "single", *options.node_arguments)
+    launcher.wait_listening([prefill, decode], options.start_timeout_s)
+    router = launcher.start_router("router", [prefill], [decode])
+    launcher.wait_ready(
+        [prefill, decode, single, router],
+        options.start_timeout_s,
+        lambda process, seconds: say(f"  {process.name:<12} ready after {seconds:4.1f} s  {process.url}"),
+    )
+    return router, single
+
+
+async def _ask_all(url: str, options: DemoOptions, display: Display) -> list[Answer]:
+    """Ask every prompt, at most `concurrency` at once; answers in the prompts' order."""
+    turns = asyncio.Semaphore(options.concurrency)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def ask_one(prompt: str) -> Answer:
+            async with turns:
+                display.begin(prompt)
+                answer = await ask(session, url, prompt, options.max_tokens, display.text)
+                display.end(prompt, answer)
+                return answer
+
+        return await asyncio.gather(*(ask_one(prompt) for prompt in options.prompts))
+
+
+def _show(options: DemoOptions, answers: Sequence[Answer], references: Sequence[Answer]) -> int:
+    """Print the table, write the JSON; returns the exit status."""
+    reports = [
+        report_of(answer, reference, options.connector, options.layout)
+        for answer, reference in zip(answers, references, strict=True)
+    ]
+    print("\n" + format_table(options.prompts, answers, reports), flush=True)
+    if options.json_path is not None:
+        write_json(options.json_path, reports)
+    for reference in references:
+        if reference.error:
+            say(f"the single node failed: {reference.error}")
+    return 0 if all(report.identical for report in reports) else 1

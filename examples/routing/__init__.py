@@ -1,0 +1,1 @@
+"""The router: sends each request to a prefill node, then to a decode node."""

@@ -1,0 +1,64 @@
+"""The router's figures as Prometheus reads them, all named `kvferry_router_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .nodes import Node
+
+__all__ = ["RouterMetrics"]
+
+
+class RouterMetrics:
+    """Figures of one router, in a registry of its own."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_NodeCollector(nodes))
+        self.requests = Counter(
+            "kvferry_router_requests",
+            "Requests answered, by HTTP status",
+            ["status"],
+            registry=self._registry,
+        )
+        self.retries = Counter(
+            "kvferry_router_retries",
+            "Requests sent to another node, by what failed",
+            ["role"],
+            registry=self._registry,
+        )
+        self.without_handoff = Counter(
+            "kvferry_router_without_handoff",
+            "Requests whose prefill node offered no KV cache, so that the decode node computed it again",
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _NodeCollector(Collector):
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        healthy = GaugeMetricFamily(
+            "kvferry_router_node_healthy", "1 while the node answers", labels=["role", "url"]
+        )
+        in_flight = GaugeMetricFamily(
+            "kvferry_router_node_in_flight", "Requests the node works on", labels=["role", "url"]
+        )
+        for node in self._nodes:
+            healthy.add_metric([node.role, node.url], float(node.is_healthy))
+            in_flight.add_metric([node.role, node.url], node.in_flight)
+        yield healthy
+        yield in_flight

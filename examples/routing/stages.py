@@ -1,0 +1,152 @@
+"""The two stages of a request: its prompt at a prefill node, its answer at a decode node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from web.errors import ApiError
+
+from .nodes import Node
+
+__all__ = [
+    "NodeGoneError",
+    "UpstreamAnswer",
+    "copy_answer",
+    "decode_body",
+    "open_answer",
+    "prefill",
+    "prefill_body",
+]
+
+#: What a prefill node is asked for. vLLM's nodes want the other keys to be there.
+DO_REMOTE_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class NodeGoneError(Exception):
+    """A node did not do its stage; another one may. Nothing of it reached the client."""
+
+
+def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request as the prefill node gets it: one token, not streamed, keep the blocks."""
+    result = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(DO_REMOTE_DECODE)}
+    if "max_completion_tokens" in result:
+        result["max_completion_tokens"] = 1
+    return result
+
+
+def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The request as the decode node gets it: the client's, with what the prefill node said."""
+    result = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    return {**result, "kv_transfer_params": kv_transfer_params} if kv_transfer_params else result
+
+
+async def prefill(
+    session: aiohttp.ClientSession, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> Mapping[str, Any] | None:
+    """Have a prompt computed.
+
+    Returns:
+        The node's `kv_transfer_params`, None when it offers nothing.
+
+    Raises:
+        NodeGoneError: another node may do it.
+        UpstreamAnswer: the node refused the request: the client's answer.
+    """
+    with _gone_nodes(node):
+        async with session.post(node.url + path, json=body, headers=headers) as response:
+            payload = await response.read()
+    if 400 <= response.status < 500:
+        raise UpstreamAnswer(response.status, payload)
+    if response.status != 200:
+        raise NodeGoneError(
+            f"{node.url} answered {response.status}: {payload[:200].decode(errors='replace')}"
+        )
+    try:
+        params = json.loads(payload)["kv_transfer_params"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return params if isinstance(params, dict) else None
+
+
+class UpstreamAnswer(ApiError):
+    """What a node answered instead of doing its stage, to be handed on as it is."""
+
+    def __init__(self, status: int, payload: bytes) -> None:
+        super().__init__(status, payload[:200].decode(errors="replace"), kind="upstream")
+        self._payload = payload
+
+    def response(self) -> web.Response:
+        return web.Response(body=self._payload, status=self.status, content_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def open_answer(
+    session: aiohttp.ClientSession, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
+    """Ask a decode node for the answer; leaving the block early aborts it there.
+
+    Yields:
+        The response, and its first bytes; all of them when it is not a stream.
+
+    Raises:
+        NodeGoneError: no byte of the answer came.
+    """
+    with contextlib.ExitStack() as until_first_byte:
+        until_first_byte.enter_context(_gone_nodes(node))
+        async with session.post(node.url + path, json=body, headers=headers) as response:
+            is_stream = response.content_type == "text/event-stream"
+            first = await (response.content.readany() if is_stream else response.read())
+            if response.status in (502, 503):
+                node.mark_down(f"it answered {response.status}")
+                raise NodeGoneError(f"{node.url} answered {response.status}")
+            until_first_byte.close()
+            yield response, first
+
+
+async def copy_answer(
+    upstream: aiohttp.ClientResponse, first: bytes, request: web.Request
+) -> web.StreamResponse:
+    """Hand a node's answer to the client as it comes."""
+    headers = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
+    if "X-Request-Id" in upstream.headers:
+        headers["X-Request-Id"] = upstream.headers["X-Request-Id"]
+    if upstream.content_type != "text/event-stream":
+        return web.Response(body=first, status=upstream.status, headers=headers)
+    response = web.StreamResponse(status=upstream.status, headers={**headers, "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    await response.write(first)
+    try:
+        async for chunk in upstream.content.iter_any():
+            await response.write(chunk)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        lost = ApiError(502, f"the decode node was lost in the middle: {_reason(error)}", kind="server_error")
+        await response.write(b"data: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+@contextlib.contextmanager
+def _gone_nodes(node: Node) -> Iterator[None]:
+    """Turn what a lost connection raises into `NodeGoneError`, and remember the node as down."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        node.mark_down(_reason(error))
+        raise NodeGoneError(f"{node.url}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
