@@ -1,0 +1,37 @@
+"""Two nodes work together exactly if their fields are equal; the error names what a person would mend first."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connector.compatibility import digest, require_compatible
+from kvferry.transports.errors import IncompatiblePeerError
+
+FIELDS: dict[str, str | int] = {"model": "m", "cache_dtype": "float16", "block_size": 16, "zebra": 1}
+
+
+def test_the_digest_covers_names_values_and_types_but_no_order() -> None:
+    assert digest(FIELDS) == digest(dict(reversed(FIELDS.items())))
+    others = [FIELDS | {"block_size": 32}, FIELDS | {"block_size": "16"}, FIELDS | {"more": 1}, {}]
+    assert len({digest(fields) for fields in [FIELDS, *others]}) == 5
+
+
+def test_equal_fields_are_compatible() -> None:
+    require_compatible(FIELDS, dict(FIELDS))
+
+
+@pytest.mark.parametrize(
+    ("remote", "field", "theirs"),
+    [
+        (FIELDS | {"block_size": 32}, "block_size", 32),
+        (FIELDS | {"block_size": 32, "model": "n", "zebra": 2}, "model", "n"),
+        (FIELDS | {"zebra": 2, "cache_dtype": "bfloat16"}, "cache_dtype", "bfloat16"),
+        (FIELDS | {"ant": 1, "zebra": 2}, "ant", 1),
+        ({key: FIELDS[key] for key in FIELDS if key != "zebra"}, "zebra", "(absent)"),
+    ],
+)
+def test_the_first_difference_is_named(remote: dict[str, str | int], field: str, theirs: object) -> None:
+    with pytest.raises(IncompatiblePeerError) as caught:
+        require_compatible(FIELDS, remote)
+    assert (caught.value.field, caught.value.remote) == (field, theirs)
+    assert caught.value.local == FIELDS.get(field, "(absent)")

@@ -1,0 +1,542 @@
+"""The consumer's table, row by row, and what happens between the rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import (
+    Action,
+    Connect,
+    Disconnect,
+    GroupBlocks,
+    Identity,
+    LoadEnded,
+    RemoteOffer,
+    Send,
+    StartRead,
+)
+from kvferry.connector.handoff.messages import (
+    PROTOCOL_VERSION,
+    Claim,
+    Deny,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Release,
+    Revoke,
+    Welcome,
+)
+from kvferry.connector.layout import uniform_layout
+from kvferry.transports.errors import (
+    ConfigurationError,
+    IncompatiblePeerError,
+    KVTransferError,
+    KVTransferStateError,
+    PeerLostError,
+    ProtocolError,
+    RegionError,
+    StaleLeaseError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from kvferry.transports.regions import Guard
+
+PEER = 7
+ADDRESS = "sim://there"
+OFFER = RemoteOffer("there", 22, "theirs", 3, (ADDRESS,), 12, ((4, 5, 6),))
+GRANT = Grant("theirs", 3, 1, 12, ((14, 15, 16),))
+BLOCKS = (GroupBlocks(1, (31, 32)),)
+
+
+@pytest.fixture
+def consumer(identity: Identity, config: HandoffConfig) -> ConsumerProtocol:
+    return ConsumerProtocol(identity, config)
+
+
+@pytest.fixture
+def welcome(identity: Identity) -> Welcome:
+    return Welcome(
+        PROTOCOL_VERSION, "there", 22, identity.digest, identity.fields, identity.layout.to_plain()
+    )
+
+
+def only_message(actions: list[Action]) -> Message:
+    (action,) = actions
+    assert isinstance(action, Send)
+    assert action.peer_id == PEER
+    return action.message
+
+
+def only_end(actions: list[Action]) -> LoadEnded:
+    (ended,) = [action for action in actions if isinstance(action, LoadEnded)]
+    return ended
+
+
+def connecting(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    assert consumer.claim("ours", OFFER, 0.0) == [Connect(ADDRESS, 4.0)]
+    assert consumer.connecting(ADDRESS, PEER, 0.0) == []
+
+
+def claiming(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    connecting(consumer, welcome)
+    assert isinstance(only_message(consumer.peer_connected(PEER, 0.0)), Hello)
+    assert only_message(consumer.receive(PEER, welcome, 0.0)) == Claim("theirs", 3)
+
+
+def granted(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    assert consumer.receive(PEER, GRANT, 0.0) == []
+
+
+def reading(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    granted(consumer, welcome)
+    (read,) = consumer.load("ours", BLOCKS, 0.0)
+    assert isinstance(read, StartRead)
+
+
+def draining(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    reading(consumer, welcome)
+    assert consumer.drop("ours", 0.0) == []
+
+
+Reach = Callable[[ConsumerProtocol, Welcome], None]
+before_reading = pytest.mark.parametrize("reach", [connecting, claiming, granted])
+after_the_handshake = pytest.mark.parametrize("reach", [claiming, granted])
+
+
+# -- the table ---------------------------------------------------------------------------------------
+
+
+def test_a_claim_connects_shakes_hands_and_claims(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    assert consumer.num_loads == 1
+
+
+def test_a_second_claim_uses_the_session(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    another = replace(OFFER, lease=4, request_id="another")
+    assert only_message(consumer.claim("ours too", another, 1.0)) == Claim("another", 4)
+
+
+def test_claims_that_wait_for_one_connection_are_all_sent(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    connecting(consumer, welcome)
+    assert consumer.claim("ours too", replace(OFFER, lease=4), 1.0) == []
+    sent = [action.message for action in consumer.receive(PEER, welcome, 1.0) if isinstance(action, Send)]
+    assert sent == [Claim("theirs", 3), Claim("theirs", 4)]
+
+
+def test_a_granted_offer_is_read_into_the_blocks_that_were_asked_for(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    granted(consumer, welcome)
+    (read,) = consumer.load("ours", BLOCKS, 1.0)
+    assert isinstance(read, StartRead)
+    assert (read.request_id, read.peer_id, read.timeout_s) == ("ours", PEER, 20.0)
+    assert read.guard == Guard(index=1, value=3)
+    # Local blocks 31 and 32 from the granted blocks 15 and 16: one run of two blocks of two 8-byte pages.
+    assert read.pairs.table.tolist() == [[31 * 16, 15 * 16, 32]]
+    assert (read.num_blocks, read.num_regions_per_layer) == (2, 2)
+    assert consumer.num_reads == 1
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming])
+def test_a_load_that_comes_before_the_grant_waits_for_it(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    assert consumer.load("ours", BLOCKS, 0.0) == []
+    consumer.receive(PEER, welcome, 0.0) if reach is connecting else None
+    (read,) = consumer.receive(PEER, GRANT, 0.0)
+    assert isinstance(read, StartRead)
+
+
+def test_a_read_that_ended_well_is_released_and_reported(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    reading(consumer, welcome)
+    released, ended = consumer.read_ended("ours", None, 1.0)
+    assert released == Send(PEER, Release("theirs", 3, True))
+    assert ended == LoadEnded("ours", "loaded", None, BLOCKS)
+    assert (consumer.num_loads, consumer.num_reads) == (0, 0)
+
+
+def test_a_read_that_failed_is_released_and_reported(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    reading(consumer, welcome)
+    stale = StaleRegionError("the guard changed")
+    released, ended = consumer.read_ended("ours", stale, 1.0)
+    assert released == Send(PEER, Release("theirs", 3, False))
+    assert ended == LoadEnded("ours", "failed", stale, BLOCKS)
+
+
+Ending = Callable[[ConsumerProtocol], list[Action]]
+PRODUCER_ENDS: list[tuple[str, Ending, type[KVTransferError]]] = [
+    ("deny", lambda c: c.receive(PEER, Deny("theirs", 3, "over"), 1.0), StaleLeaseError),
+    ("revoke", lambda c: c.receive(PEER, Revoke("theirs", 3, "expired"), 1.0), StaleLeaseError),
+    ("lost", lambda c: c.peer_lost(PEER, PeerLostError("gone"), 1.0), PeerLostError),
+]
+producer_ends = pytest.mark.parametrize(
+    ("end", "error"), [case[1:] for case in PRODUCER_ENDS], ids=[case[0] for case in PRODUCER_ENDS]
+)
+
+
+@after_the_handshake
+@producer_ends
+def test_an_end_before_the_load_is_reported_when_the_load_comes(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach, end: Ending, error: type[KVTransferError]
+) -> None:
+    reach(consumer, welcome)
+    assert not any(isinstance(action, Send | LoadEnded) for action in end(consumer))
+    ended = only_end(consumer.load("ours", BLOCKS, 2.0))
+    assert (ended.outcome, type(ended.error), ended.blocks) == ("failed", error, BLOCKS)
+    assert consumer.num_loads == 0
+
+
+@producer_ends
+def test_an_end_before_the_grant_is_reported_at_once_if_there_are_blocks(
+    consumer: ConsumerProtocol, welcome: Welcome, end: Ending, error: type[KVTransferError]
+) -> None:
+    claiming(consumer, welcome)
+    consumer.load("ours", BLOCKS, 0.0)
+    ended = only_end(end(consumer))
+    assert (ended.outcome, type(ended.error)) == ("failed", error)
+
+
+@producer_ends
+@pytest.mark.parametrize("read_error", [None, StaleRegionError("changed")])
+def test_an_end_while_reading_is_reported_when_the_read_ended(
+    consumer: ConsumerProtocol,
+    welcome: Welcome,
+    end: Ending,
+    error: type[KVTransferError],
+    read_error: KVTransferError | None,
+) -> None:
+    reading(consumer, welcome)
+    assert not any(isinstance(action, Send | LoadEnded) for action in end(consumer))
+    (ended,) = consumer.read_ended("ours", read_error, 2.0)
+    assert isinstance(ended, LoadEnded)
+    assert (ended.outcome, type(ended.error)) == ("failed", error)
+
+
+@after_the_handshake
+def test_a_drop_releases_the_offer(consumer: ConsumerProtocol, welcome: Welcome, reach: Reach) -> None:
+    reach(consumer, welcome)
+    assert only_message(consumer.drop("ours", 1.0)) == Release("theirs", 3, False)
+    assert consumer.num_loads == 0
+    assert consumer.drop("ours", 2.0) == []
+
+
+def test_a_drop_before_the_handshake_releases_the_offer_after_it(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    connecting(consumer, welcome)
+    assert consumer.drop("ours", 0.0) == []
+    assert only_message(consumer.receive(PEER, welcome, 0.0)) == Release("theirs", 3, False)
+
+
+def test_a_drop_before_the_handshake_tells_nothing_to_another_node(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    connecting(consumer, welcome)
+    consumer.drop("ours", 0.0)
+    assert consumer.receive(PEER, replace(welcome, epoch=23), 0.0) == []
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming])
+def test_a_drop_is_reported_if_there_are_blocks(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    consumer.load("ours", BLOCKS, 0.0)
+    assert only_end(consumer.drop("ours", 1.0)) == LoadEnded("ours", "dropped", None, BLOCKS)
+
+
+@pytest.mark.parametrize("read_error", [None, StaleRegionError("changed")])
+def test_a_drop_while_reading_is_reported_when_the_read_ended(
+    consumer: ConsumerProtocol, welcome: Welcome, read_error: KVTransferError | None
+) -> None:
+    draining(consumer, welcome)
+    assert consumer.num_reads == 1
+    released, ended = consumer.read_ended("ours", read_error, 1.0)
+    assert released == Send(PEER, Release("theirs", 3, False))
+    assert ended == LoadEnded("ours", "dropped", None, BLOCKS)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reach", "deadline", "releases"),
+    [(connecting, 4.0, False), (claiming, 10.0, True), (granted, 60.0, True)],
+)
+def test_every_wait_ends(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach, deadline: float, releases: bool
+) -> None:
+    reach(consumer, welcome)
+    assert not any(isinstance(action, Disconnect | LoadEnded) for action in consumer.advance(deadline - 0.1))
+    assert consumer.next_deadline() <= deadline
+    actions = consumer.advance(deadline)
+    assert (Send(PEER, Release("theirs", 3, False)) in actions) == releases
+    assert (Disconnect(PEER) in actions) != releases
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, deadline)).error, TransferTimeoutError)
+
+
+@pytest.mark.parametrize("reach", [reading, draining])
+def test_a_transport_that_does_not_end_a_read_loses_its_peer(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    assert Disconnect(PEER) not in consumer.advance(39.9)
+    assert Disconnect(PEER) in consumer.advance(40.0)
+    assert consumer.num_reads == 1
+    outcome = "failed" if reach is reading else "dropped"
+    assert only_end(consumer.read_ended("ours", TransportClosedError("closed"), 41.0)).outcome == outcome
+
+
+def test_leases_are_renewed_while_there_are_any(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    granted(consumer, welcome)
+    consumer.claim("ours too", replace(OFFER, lease=4, request_id="another"), 1.0)
+    assert consumer.next_deadline() == 5.0
+    assert only_message(consumer.advance(5.0)) == Heartbeat((3, 4))
+    assert consumer.next_deadline() == 10.0
+    consumer.drop("ours", 6.0)
+    consumer.drop("ours too", 6.0)
+    assert consumer.advance(10.0) == []
+    assert consumer.next_deadline() == math.inf
+
+
+# -- peers -------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_fails_fails_its_claims_and_rests(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    connecting(consumer, welcome)
+    consumer.peer_lost(PEER, PeerLostError("nobody there"), 1.0)
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 1.0)).error, PeerLostError)
+    assert (
+        consumer.claim("second", OFFER, 1.5) == []
+    )  # it rests for 1 s, and the claim waits for the next attempt
+    assert consumer.next_deadline() == 2.0
+    assert consumer.advance(2.0) == [Connect(ADDRESS, 4.0)]
+
+
+def test_the_rest_doubles_up_to_its_limit_and_is_forgotten(consumer: ConsumerProtocol) -> None:
+    now = 0.0
+    rests = []
+    for number in range(4):
+        actions = consumer.claim(f"request {number}", OFFER, now)
+        if not actions:
+            rests.append(consumer.next_deadline() - now)
+            now = consumer.next_deadline()
+            actions = consumer.advance(now)
+        assert actions == [Connect(ADDRESS, 4.0)]
+        consumer.connect_failed(ADDRESS, ConfigurationError("no such scheme"), now)
+        consumer.load(f"request {number}", BLOCKS, now)
+    assert rests == [1.0, 2.0, 3.0]
+    now = consumer.next_deadline()
+    assert consumer.advance(now) == []
+    assert consumer.next_deadline() == math.inf
+    assert consumer.claim("late", OFFER, now) == [Connect(ADDRESS, 4.0)]
+
+
+def test_a_restarted_node_is_another_one(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    connecting(consumer, welcome)
+    consumer.receive(PEER, replace(welcome, epoch=23), 0.0)
+    error = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(error, StaleLeaseError)
+    assert "restarted" in str(error)
+    fresh = replace(OFFER, epoch=23)
+    assert only_message(consumer.claim("fresh", fresh, 1.0)) == Claim("theirs", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "what"),
+    [
+        ({"digest": "x", "fields": {"model": "m", "block_size": 8}}, IncompatiblePeerError, "block_size"),
+        ({"digest": "x"}, IncompatiblePeerError, "digest"),
+        ({"layout": {}}, ProtocolError, "layout.block_size is missing"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(
+    consumer: ConsumerProtocol,
+    welcome: Welcome,
+    change: dict[str, object],
+    error: type[KVTransferError],
+    what: str,
+) -> None:
+    connecting(consumer, welcome)
+    assert consumer.receive(PEER, replace(welcome, **change), 0.0) == [Disconnect(PEER)]
+    failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(failure, error)
+    assert what in str(failure)
+
+
+def test_layouts_that_cannot_be_paired_are_refused_at_the_handshake(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    layout = uniform_layout(["a", "b"], page_bytes=8, num_blocks=50, block_size=4, page_format="g")
+    connecting(consumer, welcome)
+    consumer.receive(PEER, replace(welcome, layout=layout.to_plain()), 0.0)
+    failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(failure, IncompatiblePeerError)
+    assert failure.field == "layers.a.page_format"
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming])
+def test_a_peer_that_talks_out_of_turn_is_dropped(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    message = GRANT if reach is connecting else welcome
+    assert consumer.receive(PEER, message, 0.0) == [Disconnect(PEER)]
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, ProtocolError)
+
+
+def test_a_connection_that_nobody_waits_for_any_more_is_closed(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    assert consumer.connecting("sim://elsewhere", 9, 0.0) == [Disconnect(9)]
+    assert consumer.peer_connected(9, 0.0) == []
+    assert consumer.receive(9, welcome, 0.0) == []
+    assert consumer.peer_lost(9, PeerLostError("gone"), 0.0) == []
+
+
+# -- offers and grants that are not what they seem ---------------------------------------------------
+
+
+def test_an_offer_is_claimed_once(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    assert consumer.claim("again", OFFER, 1.0) == []
+    assert "'ours'" in str(only_end(consumer.load("again", BLOCKS, 1.0)).error)
+
+
+def test_an_offer_without_an_address_for_this_rank_is_refused(
+    identity: Identity, config: HandoffConfig
+) -> None:
+    consumer = ConsumerProtocol(identity, config, rank=1)
+    assert consumer.claim("ours", OFFER, 0.0) == []
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+    both = replace(OFFER, addresses=("sim://zero", "sim://one"))
+    assert consumer.claim("second", both, 0.0) == [Connect("sim://one", 4.0)]
+
+
+def test_a_grant_of_fewer_tokens_than_promised_is_refused(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    claiming(consumer, welcome)
+    assert only_message(consumer.receive(PEER, replace(GRANT, num_tokens=8), 0.0)) == Release(
+        "theirs", 3, False
+    )
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+
+
+@pytest.mark.parametrize(
+    ("grant", "blocks"),
+    [
+        (replace(GRANT, block_ids=((14, 15),)), BLOCKS),
+        (replace(GRANT, block_ids=()), BLOCKS),
+        (replace(GRANT, block_ids=((14, 15, 50),)), BLOCKS),
+        (replace(GRANT, block_ids=((14, 15, 0),)), BLOCKS),
+        (GRANT, (GroupBlocks(-1, (31,)),)),
+        (GRANT, (GroupBlocks(0, (50,)),)),
+        (GRANT, (GroupBlocks(0, (31, 31)),)),
+        (GRANT, ()),
+    ],
+)
+def test_blocks_that_cannot_be_read_fail_the_load(
+    consumer: ConsumerProtocol, welcome: Welcome, grant: Grant, blocks: tuple[GroupBlocks, ...]
+) -> None:
+    claiming(consumer, welcome)
+    consumer.receive(PEER, grant, 0.0)
+    actions = consumer.load("ours", blocks, 0.0)
+    assert actions[0] == Send(PEER, Release("theirs", 3, False))
+    assert isinstance(only_end(actions).error, RegionError)
+
+
+@pytest.mark.parametrize("blocks", [(GroupBlocks(3, ()),), (GroupBlocks(1, (0, 0)),)])
+def test_a_load_of_nothing_is_done_at_once(
+    consumer: ConsumerProtocol, welcome: Welcome, blocks: tuple[GroupBlocks, ...]
+) -> None:
+    granted(consumer, welcome)
+    released, ended = consumer.load("ours", blocks, 0.0)
+    assert released == Send(PEER, Release("theirs", 3, True))
+    assert ended == LoadEnded("ours", "loaded", None, blocks)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GRANT,
+        replace(GRANT, lease=99),
+        Deny("theirs", 99, ""),
+        Revoke("another", 3, ""),
+        Deny("another", 3, ""),
+    ],
+)
+def test_messages_about_nothing_are_ignored(consumer: ConsumerProtocol, welcome: Welcome, message) -> None:
+    granted(consumer, welcome)
+    assert consumer.receive(PEER, message, 0.0) == []
+    assert isinstance(consumer.load("ours", BLOCKS, 0.0)[0], StartRead)
+
+
+def test_a_grant_for_a_dropped_request_is_ignored(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    consumer.drop("ours", 0.0)
+    assert consumer.receive(PEER, GRANT, 0.0) == []
+
+
+# -- orders out of order -----------------------------------------------------------------------------
+
+
+def test_a_load_without_a_claim_fails(consumer: ConsumerProtocol) -> None:
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+
+
+def test_orders_that_come_twice_are_refused(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    reading(consumer, welcome)
+    with pytest.raises(KVTransferStateError):
+        consumer.claim("ours", OFFER, 1.0)
+    with pytest.raises(KVTransferStateError):
+        consumer.load("ours", BLOCKS, 1.0)
+    consumer.read_ended("ours", None, 1.0)
+    with pytest.raises(KVTransferStateError):
+        consumer.read_ended("ours", None, 1.0)
+
+
+def test_remembered_failures_are_bounded_and_a_drop_forgets_them(
+    identity: Identity, config: HandoffConfig
+) -> None:
+    consumer = ConsumerProtocol(identity, config, rank=1)
+    for number in range(5):
+        consumer.claim(f"request {number}", OFFER, 0.0)
+    assert consumer.num_loads == 2
+    consumer.drop("request 4", 0.0)
+    assert consumer.num_loads == 1
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming, granted, reading, draining])
+def test_shutdown_ends_every_load_and_drops_every_peer(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    if reach in (connecting, claiming):
+        consumer.load("ours", BLOCKS, 0.0)
+    actions = consumer.shutdown(1.0)
+    assert actions[-1] == Disconnect(PEER)
+    if consumer.num_reads:
+        actions += consumer.read_ended("ours", TransportClosedError("closed"), 1.0)
+    if reach is not granted:
+        ended = only_end(actions)
+        assert ended.outcome == ("dropped" if reach is draining else "failed")
+    assert consumer.num_loads == 0
+    assert consumer.next_deadline() == math.inf

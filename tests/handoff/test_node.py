@@ -1,0 +1,91 @@
+"""What a peer does reaches the role that it concerns, and a peer that misbehaves is dropped by both."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import (
+    ClearGuard,
+    Connect,
+    Disconnect,
+    GroupBlocks,
+    Identity,
+    LoadEnded,
+    OfferEnded,
+    RemoteOffer,
+    Send,
+)
+from kvferry.connector.handoff.messages import Claim, Grant, Hello, Welcome, decode, encode
+from kvferry.connector.handoff.node import NodeProtocol
+from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.transports.errors import BackpressureError, VersionMismatchError
+
+CONSUMER, PRODUCER = 1, 2
+OFFER = RemoteOffer("there", 22, "theirs", 3, ("sim://there",), 12, ((4, 5, 6),))
+HELLO = Hello(1, "there", 22, "d")
+
+
+@pytest.fixture
+def node(identity: Identity, config: HandoffConfig) -> NodeProtocol:
+    """A node with one consumer connected, and one producer it connects to."""
+    node = NodeProtocol(ProducerProtocol(identity, config, 4), ConsumerProtocol(identity, config))
+    node.peer_connected(CONSUMER, incoming=True, now=0.0)
+    assert isinstance(node.message_received(CONSUMER, encode(HELLO), 0.0)[0].message, Welcome)
+    assert isinstance(node.consumer.claim("ours", OFFER, 0.0)[0], Connect)
+    node.consumer.connecting("sim://there", PRODUCER, 0.0)
+    assert isinstance(node.peer_connected(PRODUCER, incoming=False, now=0.0)[0].message, Hello)
+    return node
+
+
+def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None:
+    node.producer.offer("r", 1, ((1,),), 4, 0.0)
+    (answer,) = node.message_received(CONSUMER, encode(Claim("r", 1)), 0.0)
+    assert isinstance(answer, Send)
+    assert isinstance(decode(encode(answer.message)), Grant)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", msgpack.packb(["Claim", {"lease": True}])])
+def test_a_consumer_that_sends_garbage_loses_what_it_claimed(node: NodeProtocol, data: bytes) -> None:
+    node.producer.offer("r", 1, ((1,),), 4, 0.0)
+    node.message_received(CONSUMER, encode(Claim("r", 1)), 0.0)
+    actions = node.message_received(CONSUMER, data, 0.0)
+    assert [type(action) for action in actions] == [Disconnect, ClearGuard, OfferEnded]
+
+
+def test_a_consumer_of_another_version_is_told_ours(node: NodeProtocol) -> None:
+    node.peer_connected(5, incoming=True, now=0.0)
+    (answer,) = node.message_received(5, msgpack.packb(["Hello", {"version": 2}]), 0.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Welcome)
+    assert node.advance(4.0)[0] == Disconnect(5)
+
+
+def test_a_producer_of_another_version_fails_the_load(node: NodeProtocol) -> None:
+    actions = node.message_received(PRODUCER, msgpack.packb(["Welcome", {"version": 2}]), 0.0)
+    assert actions == [Disconnect(PRODUCER)]
+    (ended,) = node.consumer.load("ours", (GroupBlocks(0, (1,)),), 0.0)
+    assert isinstance(ended, LoadEnded)
+    assert isinstance(ended.error, VersionMismatchError)
+
+
+def test_messages_of_the_other_role_are_ignored(node: NodeProtocol) -> None:
+    assert node.message_received(PRODUCER, encode(Claim("r", 1)), 0.0) == []
+    assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, ((1,),))), 0.0) == []
+
+
+def test_a_peer_that_cannot_be_sent_to_is_dropped(node: NodeProtocol) -> None:
+    assert Disconnect(PRODUCER) in node.peer_failed(PRODUCER, BackpressureError("full"), 0.0)
+    (ended,) = node.consumer.load("ours", (GroupBlocks(0, (1,)),), 0.0)
+    assert isinstance(ended, LoadEnded)
+    assert isinstance(ended.error, BackpressureError)
+
+
+def test_shutdown_ends_both_roles(node: NodeProtocol) -> None:
+    node.producer.offer("r", 1, ((1,),), 4, 0.0)
+    actions = node.shutdown(0.0)
+    assert {action.peer_id for action in actions if isinstance(action, Disconnect)} == {CONSUMER, PRODUCER}
+    assert any(isinstance(action, OfferEnded) for action in actions)
+    assert node.next_deadline() == float("inf")
