@@ -11,6 +11,7 @@
     │  ├─ TransferTimeoutError(TimeoutError)  a deadline passed
     │  ├─ BackpressureError                   the peer does not drain what is sent to it
     │  ├─ ProtocolError                       bytes that the protocol forbids
+    │  ├─ ChecksumError                       bytes arrived that are not those that were sent
     │  ├─ RegionError(ValueError)             a region outside the registered memory
     │  └─ StaleRegionError                    the guard changed while bytes were copied: they are not valid
     ├─ HandshakeError
@@ -33,6 +34,7 @@ from contextlib import contextmanager
 __all__ = [
     "BackendUnavailableError",
     "BackpressureError",
+    "ChecksumError",
     "ConfigurationError",
     "ConnectorError",
     "HandshakeError",
@@ -107,6 +109,10 @@ class BackpressureError(TransportError):
 
 class ProtocolError(TransportError):
     """Bytes that the protocol forbids. A peer that sent them was dropped; if they are ours, they were not sent."""
+
+
+class ChecksumError(TransportError):
+    """Bytes changed on their way. They were not accepted: local regions of the read are undefined."""
 
 
 class RegionError(TransportError, ValueError):

@@ -21,10 +21,12 @@ ENTRY_POINT_GROUP = "kvferry.transports"
 _BUILT_IN = {
     "inproc": (".inproc", "InProcTransport"),
     "shm": (".shm", "SharedMemoryTransport"),
+    "zeromq": (".zeromq", "ZeroMQTransport"),
 }
 
 _INSTALL_HINTS = {
     "shm": "it needs Linux and Python's own `os.memfd_create`",
+    "zeromq": "`pip install pyzmq xxhash`",
 }
 
 

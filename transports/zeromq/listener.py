@@ -1,0 +1,205 @@
+"""Accepted connections: one ROUTER for all of them, told apart by libzmq's routing ids.
+
+A ROUTER neither tells that a peer is gone nor drops one. Both go by the descriptor of the connection: libzmq's
+monitor names it when a connection comes and goes, and every message carries it; what is shut down at the operating
+system is gone for libzmq as well, and the peer notices at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import zmq
+
+from ..errors import ConfigurationError, PeerLostError
+from .links import RECEIVE_BATCH, Arrival, Context, Link, Loss, Monitor, Parts, configure, offer, receive
+from .options import Address, ZeroMQOptions, is_wildcard
+from .security import CurveKeys
+
+__all__ = ["AcceptedLink", "Listener", "advertised_host", "bind"]
+
+_BACKLOG = 128
+
+
+def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
+    """Listen on the first of `ports` that is free.
+
+    Raises:
+        ConfigurationError: the host is not ours, no port is free, or the congestion control is not there.
+    """
+    try:
+        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(f"bind_host={host!r}: {error}", key="bind_host", value=host) from error
+    family, _, _, _, address = found[0]
+    for port in ports:
+        bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if options.congestion_control:
+                bound.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion_control.encode()
+                )
+            bound.bind((address[0], port, *address[2:]))
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            bound.close()
+            reason = error
+        else:
+            return bound
+    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}, the last one"
+    raise ConfigurationError(
+        f"cannot listen on {host} port {tried}: {reason}", key="port", value=ports[0]
+    ) from reason
+
+
+class AcceptedLink(Link):
+    """A connection that a peer made."""
+
+    def __init__(self, peer_id: int, listener: Listener, routing_id: bytes, descriptor: int) -> None:
+        super().__init__(peer_id, incoming=True, is_encrypted=listener.is_encrypted)
+        self.is_dropped = False
+        self.routing_id: Final = routing_id
+        self._descriptor = descriptor
+        self._listener = listener
+
+    def _offer(self, parts: Parts) -> bool:
+        return self.is_dropped or self._listener.offer(self.routing_id, parts)
+
+    def _hang_up(self) -> None:
+        if not self.is_dropped:
+            self.is_dropped = True
+            self._listener.hang_up(self._descriptor)
+
+
+@dataclass
+class _Connection:
+    """A connection that stands; its links are none until its first message has come."""
+
+    deadline: float
+    links: list[AcceptedLink] = field(default_factory=list)
+
+
+class Listener:
+    """Accepts peers on one port. See the module.
+
+    Args:
+        bound: A listening socket. The listener owns it.
+        make_peer_id: Gives each new connection its id.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        bound: socket.socket,
+        keys: tuple[CurveKeys, ...],
+        options: ZeroMQOptions,
+        make_peer_id: Callable[[], int],
+    ) -> None:
+        self.is_encrypted = bool(keys)
+        self._port: int = bound.getsockname()[1]
+        self._make_peer_id = make_peer_id
+        self._timeout_s = options.handshake_timeout_s
+        self._connections: dict[int, _Connection] = {}
+        self._links: dict[bytes, AcceptedLink] = {}
+        self._gone: deque[AcceptedLink] = deque()
+        self._router = context.socket(zmq.ROUTER)
+        configure(self._router, options)
+        self._router.router_mandatory = True
+        for key in keys:
+            key.protect_server(self._router)
+        self._monitor = Monitor(context, self._router)
+        self.sockets = (self._router, self._monitor.socket)
+        host = bound.getsockname()[0]
+        self._router.setsockopt(zmq.USE_FD, bound.detach())
+        self._router.bind(Address(host, self._port).endpoint)
+
+    def pump(self) -> Iterator[Arrival | Loss]:
+        self._watch()
+        self._hang_up_on_the_silent()
+        for _ in range(RECEIVE_BATCH):
+            parts = receive(self._router)
+            if parts is None:
+                break
+            link = self._link_of(parts[0])
+            if link is not None and not link.is_dropped:
+                yield Arrival(link, [part.buffer for part in parts[1:]])
+        else:
+            return  # a loss is told after the last message
+        while self._gone:
+            link = self._gone.popleft()
+            self._links.pop(link.routing_id, None)
+            if not link.is_dropped:
+                yield Loss(link, PeerLostError("the peer's connection is gone"))
+
+    def _watch(self) -> None:
+        for event, descriptor in self._monitor.take():
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections[descriptor] = _Connection(time.monotonic() + self._timeout_s)
+            elif event == zmq.EVENT_DISCONNECTED and descriptor in self._connections:
+                self._gone.extend(self._connections.pop(descriptor).links)
+
+    def _hang_up_on_the_silent(self) -> None:
+        now = time.monotonic()
+        silent = [fd for fd, known in self._connections.items() if not known.links and known.deadline <= now]
+        for descriptor in silent:
+            self.hang_up(descriptor)
+
+    def _link_of(self, routing_id: zmq.Frame) -> AcceptedLink | None:
+        """The link that a message came over, or None if it is gone before it was ever known."""
+        link = self._links.get(routing_id.bytes)
+        if link is None:
+            # Descriptors are used again, but the monitor told of this connection before its message came.
+            self._watch()
+            descriptor = int(routing_id.get(zmq.SRCFD))
+            if (connection := self._connections.get(descriptor)) is None:
+                return None
+            link = AcceptedLink(self._make_peer_id(), self, routing_id.bytes, descriptor)
+            connection.links.append(link)
+            self._links[link.routing_id] = link
+        return link
+
+    def offer(self, routing_id: bytes, parts: Parts) -> bool:
+        """Send to one peer; False if its queue is full."""
+        return offer(self._router, [routing_id, *parts])
+
+    def hang_up(self, descriptor: int) -> None:
+        """Shut a connection down. Its end arrives through the monitor."""
+        self._watch()
+        if descriptor not in self._connections:
+            return
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                # libzmq may have closed it since: then the number may already stand for something else.
+                if connection.getsockname()[1] == self._port:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._router.close()
+
+
+def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
+    """The host that peers connect to.
+
+    Raises:
+        ConfigurationError: it was not said, and `bound` is on every interface.
+    """
+    host: str = bound.getsockname()[0]
+    if options.advertise_host:
+        return options.advertise_host
+    if is_wildcard(host):
+        raise ConfigurationError(
+            f"listening on {host}, every interface: set advertise_host to the one that peers connect to",
+            key="advertise_host",
+            value="",
+        )
+    return host

@@ -1,0 +1,226 @@
+"""Everything between `register` and `close`: peers, and the loop over what arrives from them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from .._memory import WordTable, require_guard
+from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
+from ..errors import (
+    BackpressureError,
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    TransportClosedError,
+    VersionMismatchError,
+)
+from ..regions import Guard, Pool, RegionPairs
+from .links import Arrival, Link
+from .options import Address, ZeroMQOptions
+from .reads import Peer, Reads
+from .serving import PoolServer
+from .sockets import Sockets
+from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
+
+__all__ = ["Node"]
+
+logger = logging.getLogger(__name__)
+
+#: libzmq does not say when a peer's queue has room again; with something kept back, look again after this time.
+_RETRY_S = 0.002
+
+#: Also with nothing to do, look this often for connections that never say who they are.
+_IDLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A connection that is not a peer yet, or never will be; closed at its deadline."""
+
+    link: Link
+    deadline: float
+    timeout_s: float
+
+
+class Node:
+    """One process among its peers. One thread calls it.
+
+    Args:
+        pool: What peers may read and reads write into.
+        guards: The words under which peers may read.
+    """
+
+    def __init__(self, options: ZeroMQOptions, sockets: Sockets, pool: Pool, guards: WordTable) -> None:
+        self._options = options
+        self._sockets = sockets
+        self._pool = pool
+        self._hello = Hello(guards.num_guards, tuple(segment.num_bytes for segment in pool.segments))
+        self._server = PoolServer(pool, guards)
+        self._events: list[Event] = []
+        self._reads = Reads(options, self._events)
+        self._pending: dict[int, _Pending] = {}
+        self._peers: dict[int, Peer] = {}
+
+    def listen(self, host: str, ports: range) -> str:
+        """See `Sockets.listen`."""
+        return self._sockets.listen(host, ports)
+
+    def connect(self, address: Address, timeout_s: float) -> int:
+        """See `Transport.start_connect`."""
+        peer_id = self._sockets.next_id()
+        try:
+            link = self._sockets.dial(peer_id, address)
+        except PeerRefusedError as error:
+            self._events.append(PeerLost(peer_id, error))
+            return peer_id
+        link.send([self._hello.head(), self._hello.body()])
+        self._pending[peer_id] = _Pending(link, time.monotonic() + timeout_s, timeout_s)
+        return peer_id
+
+    def disconnect(self, peer_id: int) -> None:
+        """See `Transport.disconnect`."""
+        if peer_id in self._peers:
+            peer = self._peers.pop(peer_id)
+            self._reads.end_all(peer, TransportClosedError("this side dropped the peer"))
+            self._sockets.hang_up(peer.link)
+        elif peer_id in self._pending:
+            self._sockets.hang_up(self._pending.pop(peer_id).link)
+        self._events[:] = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
+
+    def _peer(self, peer_id: int) -> Peer:
+        if peer_id not in self._peers:
+            raise PeerLostError(f"no peer {peer_id} any more, or not yet")
+        return self._peers[peer_id]
+
+    def send(self, peer_id: int, message: bytes) -> None:
+        """See `Transport.send`."""
+        link = self._peer(peer_id).link
+        if link.queued_bytes and link.queued_bytes + len(message) > self._options.max_queued_bytes:
+            raise BackpressureError(
+                f"the peer does not take its messages: {link.queued_bytes} bytes are queued"
+            )
+        link.send([Message.head(), message])
+
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, timeout_s: float) -> int:
+        """See `Transport.start_read`."""
+        peer = self._peer(peer_id)
+        targets = self._pool.addresses(pairs.local_offsets, pairs.lengths)
+        peer.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        require_guard(guard, peer.num_guards)
+        return self._reads.start(peer, pairs, targets, guard, timeout_s)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s`, handle what happened; whether the wakeup ended the wait."""
+        is_woken = self._sockets.wait(0.0 if self._events else self._patience(timeout_s))
+        for happened in self._sockets.pump():
+            if isinstance(happened, Arrival):
+                self._on_arrival(happened)
+            else:
+                self._lose(happened.link, happened.error)
+        self._expire()
+        for peer in self._peers.values():
+            peer.link.flush()
+        return is_woken
+
+    def take_events(self) -> list[Event]:
+        """Take what happened so far."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
+
+    def _patience(self, timeout_s: float) -> float:
+        """How long nothing can become due."""
+        deadlines = [pending.deadline for pending in self._pending.values()]
+        for peer in self._peers.values():
+            if peer.link.queued_bytes:
+                return min(timeout_s, _RETRY_S)
+            deadlines.extend(transfer.deadline for transfer in peer.transfers.values())
+        due = min(deadlines, default=float("inf")) - time.monotonic()
+        return max(0.0, min(timeout_s, due, _IDLE_S))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for peer in self._peers.values():
+            self._reads.expire(peer, now)
+        for pending in [p for p in self._pending.values() if p.deadline <= now]:
+            error = PeerLostError(f"the peer did not answer within {pending.timeout_s} s")
+            self._sockets.hang_up(pending.link)
+            self._lose(pending.link, error)
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        link = arrival.link
+        try:
+            incoming = decode(arrival.parts)
+            if link.peer_id in self._peers:
+                self._on_message(self._peers[link.peer_id], incoming)
+            else:
+                self._greet(link, incoming)
+        except VersionMismatchError as error:
+            self._part(link, error)
+        except ProtocolError as error:
+            self._drop(link, error)
+
+    def _greet(self, link: Link, incoming: Incoming) -> None:
+        """The first message of a connection."""
+        if not isinstance(incoming, Hello) or (link.incoming and link.peer_id in self._pending):
+            raise ProtocolError("a connection begins with one hello")
+        self._pending.pop(link.peer_id, None)
+        self._peers[link.peer_id] = Peer.of(link, incoming)
+        if link.incoming:
+            link.send([self._hello.head(), self._hello.body()])
+        self._events.append(Connected(link.peer_id, link.incoming))
+
+    def _part(self, link: Link, error: VersionMismatchError) -> None:
+        """Let the other side learn of our version before the connection is closed."""
+        if not link.incoming or link.peer_id in self._pending or link.peer_id in self._peers:
+            self._drop(link, error)
+            return
+        logger.warning("a peer that connected cannot be talked to: %s", error)
+        link.send([self._hello.head(), self._hello.body()])
+        timeout_s = self._options.handshake_timeout_s
+        self._pending[link.peer_id] = _Pending(link, time.monotonic() + timeout_s, timeout_s)
+
+    def _on_message(self, peer: Peer, incoming: Incoming) -> None:
+        match incoming:
+            case Message():
+                self._events.append(MessageReceived(peer.link.peer_id, bytes(incoming.body)))
+            case Fetch():
+                self._server.answer(peer.link, incoming)
+            case Slice():
+                self._reads.on_slice(peer, incoming)
+            case Stale():
+                self._reads.on_stale(peer, incoming)
+            case Hello():
+                raise ProtocolError("a connection begins with one hello")
+
+    def _drop(self, link: Link, error: KVTransferError) -> None:
+        """Close a connection over which came what must not."""
+        logger.warning("dropped a peer: %s", error)
+        self._sockets.hang_up(link)
+        self._lose(link, error)
+
+    def _lose(self, link: Link, error: KVTransferError) -> None:
+        """A connection is gone. Of one that was never a peer, only who asked for it hears."""
+        self._sockets.hang_up(link)
+        self._pending.pop(link.peer_id, None)
+        peer = self._peers.pop(link.peer_id, None)
+        if peer is not None:
+            self._reads.end_all(peer, PeerLostError(f"the peer was lost during the read: {error}"))
+        if peer is not None or not link.incoming:
+            self._events.append(PeerLost(link.peer_id, error))
+
+    def close(self) -> None:
+        """Drop every peer and close every socket."""
+        for pending in self._pending.values():
+            pending.link.forget()
+        for peer in self._peers.values():
+            peer.link.forget()
+        self._peers.clear()
+        self._pending.clear()
+        self._events.clear()
+        self._sockets.close()

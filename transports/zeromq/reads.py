@@ -1,0 +1,239 @@
+"""The reader's side: a read becomes slices, which are fetched a window at a time, checked, and put into place."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._copy import copy_regions
+from ..base import Event, TransferEnded
+from ..errors import (
+    ChecksumError,
+    KVTransferError,
+    ProtocolError,
+    StaleRegionError,
+    TransferTimeoutError,
+)
+from ..regions import AddressArray, Guard, Int64Array, Pool, RegionPairs
+from .links import Link
+from .options import ZeroMQOptions
+from .serving import ZERO_COPY_BYTES, checksum_of
+from .wire import MAX_ROWS, Fetch, Hello, Slice, Stale
+
+__all__ = ["Peer", "Reads", "SlicePlan"]
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """A read, cut into rows no longer than a slice, and the rows grouped into slices.
+
+    Attributes:
+        rows: `(num_rows, 2)`: remote offset, num_bytes.
+        targets: `(num_rows,)` local addresses.
+        bounds: `(num_slices + 1,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`.
+    """
+
+    rows: Int64Array
+    targets: AddressArray
+    bounds: Int64Array
+
+    @classmethod
+    def of(cls, pairs: RegionPairs, targets: AddressArray, slice_bytes: int) -> SlicePlan:
+        """Cut a read. `targets`: `(num_regions,)` local addresses of the regions."""
+        num_pieces = -(-pairs.lengths // slice_bytes)
+        region = np.repeat(np.arange(len(pairs)), num_pieces)
+        nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        skipped = nth * slice_bytes
+        lengths = np.minimum(slice_bytes, pairs.lengths[region] - skipped)
+        rows = np.stack([pairs.remote_offsets[region] + skipped, lengths], axis=1)
+        return cls(rows, targets[region] + skipped.astype(np.uint64), _bounds(lengths, slice_bytes))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows_of(self, index: int) -> Int64Array:
+        return self.rows[self.bounds[index] : self.bounds[index + 1]]
+
+    def targets_of(self, index: int) -> AddressArray:
+        return self.targets[self.bounds[index] : self.bounds[index + 1]]
+
+
+def _bounds(lengths: Int64Array, slice_bytes: int) -> Int64Array:
+    """Where slices begin: a large row is one by itself, small ones share, up to about `slice_bytes`."""
+    num_rows = len(lengths)
+    if not num_rows:
+        return np.zeros(1, dtype=np.int64)
+    is_large = lengths >= ZERO_COPY_BYTES
+    filled = (np.cumsum(lengths) - 1) // slice_bytes
+    counted = np.arange(num_rows) // MAX_ROWS
+    begins = np.ones(num_rows, dtype=bool)
+    begins[1:] = is_large[1:] | is_large[:-1] | (np.diff(filled) > 0) | (np.diff(counted) > 0)
+    return np.append(np.flatnonzero(begins), num_rows).astype(np.int64)
+
+
+@dataclass
+class _Transfer:
+    transfer_id: int
+    plan: SlicePlan
+    guard: Guard
+    num_bytes: int
+    started: float
+    deadline: float
+    num_fetched: int = 0
+    num_arrived: int = 0
+    is_settled: bool = True
+    failure: list[KVTransferError] = field(default_factory=list)
+
+
+@dataclass
+class Peer:
+    """A connection whose other side has said who he is.
+
+    Attributes:
+        in_flight: (transfer_id, index) of what was fetched and has not come.
+        waiting: Transfers with slices left to fetch; they take turns.
+    """
+
+    link: Link
+    num_guards: int
+    pool: Pool
+    in_flight: set[tuple[int, int]] = field(default_factory=set)
+    waiting: deque[_Transfer] = field(default_factory=deque)
+    transfers: dict[int, _Transfer] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, link: Link, hello: Hello) -> Peer:
+        return cls(link, hello.num_guards, hello.pool())
+
+
+class Reads:
+    """Every read of this process. `events`: where to say that one ended."""
+
+    def __init__(self, options: ZeroMQOptions, events: list[Event]) -> None:
+        self._options = options
+        self._ids = itertools.count(1)
+        self._events = events
+
+    def start(
+        self, peer: Peer, pairs: RegionPairs, targets: AddressArray, guard: Guard, timeout_s: float
+    ) -> int:
+        """Begin a read whose regions were checked. Returns its id."""
+        plan = SlicePlan.of(pairs, targets, self._options.slice_bytes)
+        now = time.monotonic()
+        transfer = _Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
+        peer.transfers[transfer.transfer_id] = transfer
+        if len(plan):
+            peer.waiting.append(transfer)
+            self._fetch(peer)
+        else:
+            self._send_fetch(peer, transfer, 0)
+        return transfer.transfer_id
+
+    def _fetch(self, peer: Peer) -> None:
+        """Fill the window, one slice of each transfer in turn."""
+        while peer.waiting and len(peer.in_flight) < self._options.window_slices:
+            transfer = peer.waiting.popleft()
+            if transfer.transfer_id not in peer.transfers or transfer.failure:
+                continue
+            self._send_fetch(peer, transfer, transfer.num_fetched)
+            transfer.num_fetched += 1
+            if transfer.num_fetched < len(transfer.plan):
+                peer.waiting.append(transfer)
+
+    def _send_fetch(self, peer: Peer, transfer: _Transfer, index: int) -> None:
+        """Fetch a slice; the one after the last is empty, and asks for the guard alone."""
+        rows = transfer.plan.rows_of(index) if index < len(transfer.plan) else transfer.plan.rows[:0]
+        fetch = Fetch(transfer.transfer_id, index, transfer.guard, self._options.checksums, rows)
+        peer.in_flight.add((transfer.transfer_id, index))
+        peer.link.send([fetch.head(), fetch.body()])
+
+    def on_slice(self, peer: Peer, answer: Slice) -> None:
+        """Put bytes into place.
+
+        Raises:
+            ProtocolError: nobody asked for them, or they are not as many as asked for. Nothing was written.
+        """
+        transfer = self._arrived(peer, answer)
+        if transfer is not None and answer.index == len(transfer.plan):
+            _require_size(answer, 0)
+            self._end(peer, transfer, *transfer.failure)
+        elif transfer is not None and not transfer.failure:
+            self._accept(peer, transfer, answer)
+        self._fetch(peer)
+
+    def _accept(self, peer: Peer, transfer: _Transfer, answer: Slice) -> None:
+        lengths = np.ascontiguousarray(transfer.plan.rows_of(answer.index)[:, 1])
+        _require_size(answer, int(lengths.sum()))
+        transfer.num_arrived += 1
+        transfer.is_settled &= answer.is_settled
+        if self._options.checksums and checksum_of(answer.body) != answer.checksum:
+            transfer.failure.append(
+                ChecksumError(f"slice {answer.index} changed on its way: its checksum differs")
+            )
+        else:
+            _scatter(answer.body, transfer.plan.targets_of(answer.index), lengths)
+        if transfer.num_arrived == len(transfer.plan) and transfer.is_settled and not transfer.failure:
+            self._end(peer, transfer)
+        elif transfer.num_arrived == len(transfer.plan) or transfer.failure:
+            # Also after a failure: bytes that changed because the guard was cleared are stale, not corrupt.
+            self._send_fetch(peer, transfer, len(transfer.plan))
+
+    def on_stale(self, peer: Peer, answer: Stale) -> None:
+        """End a read whose guard did not hold.
+
+        Raises:
+            ProtocolError: nobody asked.
+        """
+        transfer = self._arrived(peer, answer)
+        if transfer is not None:
+            guard = transfer.guard
+            error = StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+            self._end(peer, transfer, error)
+        self._fetch(peer)
+
+    @staticmethod
+    def _arrived(peer: Peer, answer: Slice | Stale) -> _Transfer | None:
+        """The transfer of an answer; None when it ended before. Its place in the window is free again."""
+        key = (answer.transfer_id, answer.index)
+        if key not in peer.in_flight:
+            raise ProtocolError(
+                f"the peer sent slice {answer.index} of transfer {answer.transfer_id} unasked"
+            )
+        peer.in_flight.remove(key)
+        return peer.transfers.get(answer.transfer_id)
+
+    def expire(self, peer: Peer, now: float) -> None:
+        """End the reads whose time is up. What still comes for them is thrown away."""
+        for transfer in [t for t in peer.transfers.values() if t.deadline <= now]:
+            self._end(peer, transfer, TransferTimeoutError("the read did not end in time"))
+
+    def end_all(self, peer: Peer, error: KVTransferError) -> None:
+        """End every read from a peer."""
+        for transfer in list(peer.transfers.values()):
+            self._end(peer, transfer, error)
+
+    def _end(self, peer: Peer, transfer: _Transfer, *errors: KVTransferError) -> None:
+        del peer.transfers[transfer.transfer_id]
+        error = errors[0] if errors else None
+        seconds = time.monotonic() - transfer.started
+        mechanism = peer.link.mechanism
+        self._events.append(
+            TransferEnded(transfer.transfer_id, error, transfer.num_bytes, seconds, mechanism)
+        )
+
+
+def _require_size(answer: Slice, num_bytes: int) -> None:
+    if answer.body.nbytes != num_bytes:
+        raise ProtocolError(
+            f"slice {answer.index} has {answer.body.nbytes} bytes, {num_bytes} were asked for"
+        )
+
+
+def _scatter(body: memoryview, targets: AddressArray, lengths: Int64Array) -> None:
+    begin = np.frombuffer(body, dtype=np.uint8).ctypes.data
+    sources = (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(begin)
+    copy_regions(np.ascontiguousarray(targets), sources, lengths)

@@ -1,0 +1,204 @@
+"""CURVE keys: which ones we have, when they are needed, and who may connect.
+
+Both ways of giving keys end in the same thing: a key pair, and the set of public keys that we talk to, in either
+direction. With a shared secret all nodes have one key pair, derived from the secret, and that set is its public half.
+No secret is ever part of a message, a log line or a representation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
+from .options import Address, ZeroMQOptions, is_loopback
+
+__all__ = ["Authenticator", "CurveKeys", "Security"]
+
+logger = logging.getLogger(__name__)
+
+ZAP_DOMAIN = b"kvferry"
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_MIN_SECRET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """This node's keys, and the keys of those it talks to; each 40 bytes of Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allowed: frozenset[bytes] = field(repr=False)
+
+    @property
+    def public_bytes(self) -> bytes:
+        """The public key as 32 bytes."""
+        return z85.decode(self.public)
+
+    def protect_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Let nobody in who is not authenticated."""
+        socket.curve_server = True
+        self._set(socket)
+        socket.zap_domain = ZAP_DOMAIN
+        # Without a handler libzmq would let everybody in; so must a domain without one not.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def protect_client(self, socket: zmq.Socket[bytes], server_key: bytes) -> None:
+        """Talk to the holder of `server_key` (32 bytes) alone."""
+        socket.curve_serverkey = z85.encode(server_key)
+        self._set(socket)
+
+    def _set(self, socket: zmq.Socket[bytes]) -> None:
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+
+class Security:
+    """Decides whether a connection is encrypted. There is no third answer: what is not allowed is refused."""
+
+    def __init__(self, options: ZeroMQOptions) -> None:
+        self._mode = options.curve
+        self._allow_plaintext = options.allow_plaintext and options.curve == "off"
+        self._keys = _load_keys(options)
+
+    def for_listening(self, host: str) -> tuple[CurveKeys, ...]:
+        """The keys to listen on `host` with; none: plaintext.
+
+        Raises:
+            ConfigurationError: keys are needed and not there, or plaintext is asked for where it is not allowed.
+        """
+        local = is_loopback(host)
+        if self._mode == "on" or (self._mode == "auto" and not local):
+            if not self._keys:
+                raise ConfigurationError(
+                    f"listening on {host} needs CURVE keys: set shared_secret_file, or curve_secret_key_file and "
+                    "curve_allowed_keys_file; or, in a network that you trust, curve='off' and allow_plaintext=true",
+                    key="curve",
+                    value=self._mode,
+                )
+            return self._keys
+        if not local and not self._allow_plaintext:
+            raise ConfigurationError(
+                f"curve='off' on {host}, which is not loopback, needs allow_plaintext=true",
+                key="curve",
+                value=self._mode,
+            )
+        return ()
+
+    def for_connecting(self, address: Address) -> tuple[CurveKeys, ...]:
+        """The keys to connect to `address` with; none: plaintext.
+
+        Raises:
+            PeerRefusedError: the peer is not one we talk to, or not in that way. Nothing was sent to it.
+        """
+        where = f"{address.host}:{address.port}"
+        if not address.server_key:
+            if self._mode == "on" or not (is_loopback(address.host) or self._allow_plaintext):
+                raise PeerRefusedError(
+                    f"{where} offers no encryption, which this node asks for (option curve)"
+                )
+            return ()
+        if self._mode == "off" or not self._keys:
+            raise PeerRefusedError(
+                f"{where} asks for CURVE, and this node has no keys, or has it switched off"
+            )
+        if z85.encode(address.server_key) not in self._keys[0].allowed:
+            raise PeerRefusedError(f"{where} has a key that this node does not know")
+        return self._keys
+
+
+def _load_keys(options: ZeroMQOptions) -> tuple[CurveKeys, ...]:
+    files = (options.curve_secret_key_file, options.curve_allowed_keys_file)
+    if options.curve == "off" or not (options.shared_secret_file or any(files)):
+        return ()
+    if not zmq.has("curve"):
+        raise BackendUnavailableError("this libzmq has no CURVE; the wheels of pyzmq on PyPI have it")
+    if options.shared_secret_file and any(files):
+        raise ConfigurationError(
+            "shared_secret_file and the CURVE key files exclude each other", key="shared_secret_file"
+        )
+    if options.shared_secret_file:
+        return (_derived_keys(_read("shared_secret_file", options.shared_secret_file)),)
+    if not all(files):
+        raise ConfigurationError(
+            "curve_secret_key_file and curve_allowed_keys_file go together", key="curve_allowed_keys_file"
+        )
+    secret = _read("curve_secret_key_file", files[0])
+    allowed = _without_comments(_read("curve_allowed_keys_file", files[1]).splitlines())
+    for key, values in (("curve_secret_key_file", [secret]), ("curve_allowed_keys_file", allowed)):
+        if not all(_is_key(value) for value in values):
+            raise ConfigurationError(f"{key}: a key is 40 characters of Z85", key=key)
+    return (CurveKeys(zmq.curve_public(secret), secret, frozenset(allowed)),)
+
+
+def _derived_keys(shared: bytes) -> CurveKeys:
+    if len(shared) < _MIN_SECRET_BYTES:
+        raise ConfigurationError(
+            f"shared_secret_file: at least {_MIN_SECRET_BYTES} bytes, e.g. `openssl rand -hex 32`",
+            key="shared_secret_file",
+        )
+    # Slow on purpose: the key pair must not make a weak secret easier to guess.
+    raw = hashlib.scrypt(shared, salt=b"kvferry zeromq curve 1", n=1 << 14, r=8, p=1, dklen=32)
+    secret = z85.encode(raw)
+    public = zmq.curve_public(secret)
+    return CurveKeys(public, secret, frozenset({public}))
+
+
+def _read(key: str, name: str) -> bytes:
+    path = Path(name)
+    try:
+        content = path.read_bytes().strip()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigurationError(f"{key}: {error}", key=key, value=name) from error
+    if key != "curve_allowed_keys_file" and mode & 0o004:
+        logger.warning("%s: everybody on this machine can read %s; chmod 600 it", key, name)
+    return content
+
+
+def _without_comments(lines: Iterable[bytes]) -> list[bytes]:
+    # A comment is a line of its own: `#` is a digit of Z85.
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(b"# ")]
+
+
+def _is_key(value: bytes) -> bool:
+    try:
+        return len(value) == 40 and len(z85.decode(value)) == 32
+    except (ValueError, KeyError):
+        return False
+
+
+class Authenticator:
+    """Answers libzmq's question who may connect (ZAP, ZeroMQ RFC 27), in the owner's loop.
+
+    Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and no other byte.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
+        self._allowed = allowed
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        """Answer every request that waits."""
+        while self.socket.poll(0):
+            version, request_id, domain, address, _, mechanism, *credentials = self.socket.recv_multipart()
+            is_allowed = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._knows(credentials)
+            if not is_allowed:
+                logger.warning("refused a peer from %s: its CURVE key is not allowed", address.decode())
+            status = (b"200", b"OK") if is_allowed else (b"400", b"this key is not allowed")
+            self.socket.send_multipart([version, request_id, *status, b"", b""])
+
+    def _knows(self, credentials: list[bytes]) -> bool:
+        return (
+            len(credentials) == 1
+            and len(credentials[0]) == 32
+            and z85.encode(credentials[0]) in self._allowed
+        )

@@ -1,0 +1,214 @@
+"""What goes over a connection: messages of a head and a body, and their strict decoder.
+
+| kind | head, little-endian | body |
+|---|---|---|
+| hello | kind, magic, version, num_guards | segment sizes of the pool, int64 |
+| message | kind | one control message |
+| fetch | kind, transfer_id, index, guard index, guard value, with_checksum | (remote offset, num_bytes) int64 rows |
+| slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end |
+| stale | kind, transfer_id, index | empty |
+
+Every connection begins with a hello from the side that connected, answered by one from the other. A fetch of no rows
+asks only whether the guard holds. A *settled* slice was still guarded after its bytes had been copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..base import MAX_MESSAGE_BYTES
+from ..errors import ProtocolError, VersionMismatchError
+from ..regions import Guard, Int64Array, Pool, Segment
+
+__all__ = [
+    "MAX_ROWS",
+    "MAX_SLICE_BYTES",
+    "PROTOCOL_VERSION",
+    "Fetch",
+    "Hello",
+    "Incoming",
+    "Message",
+    "Slice",
+    "Stale",
+    "decode",
+]
+
+PROTOCOL_VERSION = 1
+
+#: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one small region.
+MAX_ROWS = 4096
+MAX_SLICE_BYTES = 8 << 20
+
+_MAGIC = b"kvferry-zeromq"
+_MAX_SEGMENTS = 65536
+_MAX_POOL_BYTES = 1 << 60
+
+
+class _Kind(IntEnum):
+    HELLO = 1
+    MESSAGE = 2
+    FETCH = 3
+    SLICE = 4
+    STALE = 5
+
+
+_GREETING = struct.Struct("<B14sI")
+_HELLO = struct.Struct("<B14sII")
+_MESSAGE = struct.Struct("<B")
+_FETCH = struct.Struct("<BQIqq?")
+_SLICE = struct.Struct("<BQI?Q")
+_STALE = struct.Struct("<BQI")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says of itself first. `num_bytes`: its pool's segments."""
+
+    num_guards: int
+    num_bytes: tuple[int, ...]
+
+    def head(self) -> bytes:
+        return _HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, self.num_guards)
+
+    def body(self) -> bytes:
+        return np.array(self.num_bytes, dtype="<i8").tobytes()
+
+    def pool(self) -> Pool:
+        """The peer's run of offsets. Its addresses mean nothing here."""
+        return Pool(Segment(0, size) for size in self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A control message."""
+
+    body: memoryview
+
+    @staticmethod
+    def head() -> bytes:
+        return _MESSAGE.pack(_Kind.MESSAGE)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Send me these regions, as one slice, if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+
+    transfer_id: int
+    index: int
+    guard: Guard
+    with_checksum: bool
+    rows: Int64Array
+
+    def head(self) -> bytes:
+        guard = self.guard
+        return _FETCH.pack(
+            _Kind.FETCH, self.transfer_id, self.index, guard.index, guard.value, self.with_checksum
+        )
+
+    def body(self) -> bytes:
+        return self.rows.astype("<i8", copy=False).tobytes()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Bytes that were fetched. `checksum` is 0 when none was asked for."""
+
+    transfer_id: int
+    index: int
+    is_settled: bool
+    checksum: int
+    body: memoryview
+
+    def head(self) -> bytes:
+        return _SLICE.pack(_Kind.SLICE, self.transfer_id, self.index, self.is_settled, self.checksum)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """The guard did not hold; no bytes."""
+
+    transfer_id: int
+    index: int
+
+    def head(self) -> bytes:
+        return _STALE.pack(_Kind.STALE, self.transfer_id, self.index)
+
+
+Incoming = Hello | Message | Fetch | Slice | Stale
+
+
+def decode(parts: Sequence[memoryview]) -> Incoming:
+    """Decode one message from a peer.
+
+    Raises:
+        ProtocolError: it is none. What follows from the same peer means nothing.
+        VersionMismatchError: it is the hello of another version of the protocol.
+    """
+    if len(parts) != 2 or not parts[0].nbytes:
+        raise ProtocolError(f"a message has a head and a body, got {len(parts)} frames")
+    head, body = parts
+    try:
+        return _DECODERS[head[0]](head, body)
+    except KeyError:
+        raise ProtocolError(f"no message has kind {head[0]}") from None
+    except struct.error:
+        raise ProtocolError(f"the head of a message of kind {head[0]} has {head.nbytes} bytes") from None
+
+
+def _decode_hello(head: memoryview, body: memoryview) -> Hello:
+    _, magic, version = _GREETING.unpack_from(head)
+    if magic != _MAGIC:
+        raise ProtocolError("the peer does not speak kvferry")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+    *_, num_guards = _HELLO.unpack(head)
+    if body.nbytes % 8 or not 8 <= body.nbytes <= 8 * _MAX_SEGMENTS:
+        raise ProtocolError(f"a hello lists 1 to {_MAX_SEGMENTS} segments, got {body.nbytes} bytes")
+    sizes = tuple(np.frombuffer(body, dtype="<i8").tolist())
+    if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
+        raise ProtocolError("a hello lists segments of at least one byte each, and a pool of at most 2**60")
+    return Hello(num_guards, sizes)
+
+
+def _decode_message(head: memoryview, body: memoryview) -> Message:
+    _MESSAGE.unpack(head)
+    if body.nbytes > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a control message has at most {MAX_MESSAGE_BYTES} bytes, got {body.nbytes}")
+    return Message(body)
+
+
+def _decode_fetch(head: memoryview, body: memoryview) -> Fetch:
+    _, transfer_id, index, guard_index, guard_value, with_checksum = _FETCH.unpack(head)
+    if body.nbytes % 16 or body.nbytes > 16 * MAX_ROWS:
+        raise ProtocolError(f"a fetch has at most {MAX_ROWS} rows of 16 bytes, got {body.nbytes} bytes")
+    rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2).astype(np.int64)
+    lengths = rows[:, 1]
+    if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
+        raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
+    return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows)
+
+
+def _decode_slice(head: memoryview, body: memoryview) -> Slice:
+    _, transfer_id, index, is_settled, checksum = _SLICE.unpack(head)
+    return Slice(transfer_id, index, is_settled, checksum, body)
+
+
+def _decode_stale(head: memoryview, body: memoryview) -> Stale:
+    _, transfer_id, index = _STALE.unpack(head)
+    if body.nbytes:
+        raise ProtocolError("a stale answer has no body")
+    return Stale(transfer_id, index)
+
+
+_DECODERS: Mapping[int, Callable[[memoryview, memoryview], Incoming]] = {
+    _Kind.HELLO.value: _decode_hello,
+    _Kind.MESSAGE.value: _decode_message,
+    _Kind.FETCH.value: _decode_fetch,
+    _Kind.SLICE.value: _decode_slice,
+    _Kind.STALE.value: _decode_stale,
+}
