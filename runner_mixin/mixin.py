@@ -159,11 +159,7 @@ def _begin_step(connector: KVConnectorBase, scheduler_output: SchedulerOutput) -
     if scheduler_output.preempted_req_ids:
         connector.handle_preemptions(scheduler_output.preempted_req_ids)
     connector.bind_connector_metadata(metadata)
-    try:
-        connector.start_load_kv(context)
-    except BaseException:
-        connector.clear_connector_metadata()
-        raise
+    connector.start_load_kv(context)
 
 
 def _take_reports(

@@ -1,0 +1,88 @@
+"""How much memory there is, how much a node may take, and where its pool comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvferry.connector.config import CacheConfig
+from kvferry.runner_mixin import MemorySnapshot, allocate_pool, kv_transfer_group, request_memory
+from kvferry.runner_mixin.memory import read_cgroup_memory, read_host_memory
+from kvferry.transports.errors import ConfigurationError, KVTransferStateError
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+def test_a_share_of_the_memory_rounded_up():
+    assert request_memory(MemorySnapshot(CPU, 1001, 1000), CacheConfig(memory_utilization=0.5)) == 501
+
+
+def test_exactly_enough_is_enough():
+    assert request_memory(MemorySnapshot(CPU, 1000, 900), CacheConfig(memory_utilization=0.9)) == 900
+
+
+def test_too_little_names_every_figure():
+    with pytest.raises(ValueError, match="cpu has") as caught:
+        request_memory(MemorySnapshot(CPU, 10 * GIB, 2 * GIB), CacheConfig(memory_utilization=0.8))
+    for figure in ("2.00 GiB free", "10.00 GiB", "memory_utilization=0.8", "8.00 GiB"):
+        assert figure in str(caught.value)
+
+
+def test_this_machine_has_memory():
+    snapshot = MemorySnapshot.take(CPU)
+    assert 0 < snapshot.free_bytes <= snapshot.total_bytes
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ConfigurationError, match="meta"):
+        MemorySnapshot.take(torch.device("meta"))
+
+
+def test_meminfo(tmp_path):
+    path = tmp_path / "meminfo"
+    path.write_text("MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:  60 kB\nHugePages_Total: 0\n")
+    assert read_host_memory(path) == (100 << 10, 60 << 10)
+
+
+def test_cgroup_version_2(tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert read_cgroup_memory(tmp_path) == (1000, 550)
+
+
+def test_cgroup_version_1(tmp_path):
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000\n")
+    (folder / "memory.usage_in_bytes").write_text("700\n")
+    (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 200\n")
+    assert read_cgroup_memory(tmp_path) == (1000, 500)
+
+
+def test_no_cgroup_limit(tmp_path):
+    assert read_cgroup_memory(tmp_path)[0] > 1 << 60
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_cgroup_memory(tmp_path)[0] > 1 << 60
+
+
+def test_the_pool_is_zeroed_bytes():
+    pool = allocate_pool(100, CPU)
+    assert pool.dtype == torch.int8
+    assert pool.shape == (100,)
+    assert not pool.any()
+
+
+def test_the_pool_comes_from_the_connector(connector):
+    assert allocate_pool(100, CPU) is connector.allocated[0]
+
+
+def test_a_connector_that_returns_something_else_is_named(make_connector, monkeypatch):
+    connector = make_connector()
+    monkeypatch.setattr(connector, "allocate_kv_memory", lambda num_bytes, device: torch.zeros(num_bytes))
+    with (
+        kv_transfer_group(connector),
+        pytest.raises(KVTransferStateError, match="RecordingConnector.allocate_kv_memory"),
+    ):
+        allocate_pool(100, CPU)

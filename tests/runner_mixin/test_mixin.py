@@ -1,0 +1,185 @@
+"""The lifecycle of one step, in its order, whatever raises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.runner_mixin import (
+    EMPTY_FORWARD_CONTEXT,
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ForwardContext,
+    KVConnectorModelRunnerMixin,
+    ModelRunnerOutput,
+    get_forward_context,
+    set_forward_context,
+)
+from kvferry.transports.errors import KVTransferStateError
+
+REPORTS = [
+    "get_finished ",
+    "get_block_ids_with_load_errors",
+    "take_load_errors",
+    "get_kv_connector_stats",
+]
+
+
+class Runner(KVConnectorModelRunnerMixin):
+    """A runner as an engine writes it."""
+
+
+@pytest.fixture
+def runner():
+    return Runner()
+
+
+@pytest.fixture
+def in_step():
+    with set_forward_context(EMPTY_FORWARD_CONTEXT) as context:
+        yield context
+
+
+def test_the_lifecycle_has_its_order(runner, connector, make_step, in_step):
+    with runner.maybe_get_kv_connector_output(make_step(finished_req_ids={"b", "a"})):
+        connector.calls.append("body")
+    assert connector.calls == [
+        "bind",
+        "start_load_kv",
+        "body",
+        "wait_for_save",
+        "get_finished a,b",
+        *REPORTS[1:],
+        "clear",
+    ]
+    assert not connector.has_connector_metadata()
+
+
+def test_preemptions_come_before_everything(runner, connector, make_step, in_step):
+    with runner.maybe_get_kv_connector_output(make_step(preempted_req_ids={"a"})):
+        pass
+    assert connector.calls[:2] == ["handle_preemptions", "bind"]
+
+
+def test_the_yielded_output_holds_the_reports(runner, connector, make_step, in_step):
+    connector.reports = {
+        "finished": ({"sent"}, {"loaded"}),
+        "blocks": {3},
+        "errors": {"loaded": "peer lost"},
+        "stats": {"bytes": 1},
+    }
+    with runner.maybe_get_kv_connector_output(make_step()) as output:
+        assert output.is_empty()
+    assert output == KVConnectorOutput({"sent"}, {"loaded"}, {3}, {"loaded": "peer lost"}, {"bytes": 1})
+
+
+def test_waiting_for_saves_can_be_switched_off(runner, connector, make_step, in_step):
+    with runner._get_kv_connector_output(make_step(), wait_for_save=False):
+        pass
+    assert connector.calls == ["bind", "start_load_kv", *REPORTS, "clear"]
+
+
+def test_the_tail_runs_when_the_body_raises(runner, connector, make_step, in_step):
+    connector.reports = {"finished": ({"sent"}, None)}
+    with pytest.raises(ZeroDivisionError):
+        with runner.maybe_get_kv_connector_output(make_step()) as output:
+            raise ZeroDivisionError
+    assert connector.calls == ["bind", "start_load_kv", "wait_for_save", *REPORTS, "clear"]
+    assert output.finished_sending == {"sent"}
+
+
+@pytest.mark.parametrize("call", ["wait_for_save", "get_finished", "get_kv_connector_stats"])
+def test_metadata_is_cleared_when_the_tail_raises(runner, connector, make_step, in_step, call):
+    connector.raises.add(call)
+    with pytest.raises(OSError, match=f"{call} failed"), runner.maybe_get_kv_connector_output(make_step()):
+        pass
+    assert connector.calls[-1] == "clear"
+    assert not connector.has_connector_metadata()
+
+
+def test_errors_of_body_and_tail_are_both_visible(runner, connector, make_step, in_step):
+    connector.raises.add("wait_for_save")
+    with pytest.raises(OSError, match="wait_for_save failed") as caught:
+        with runner.maybe_get_kv_connector_output(make_step()):
+            raise ZeroDivisionError("in the model")
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert connector.calls[-1] == "clear"
+
+
+def test_loads_that_cannot_start_leave_no_metadata_and_no_body(runner, connector, make_step, in_step):
+    connector.raises.add("start_load_kv")
+    with pytest.raises(OSError, match="start_load_kv failed"):
+        with runner.maybe_get_kv_connector_output(make_step()):
+            pytest.fail("the body ran")
+    assert not connector.has_connector_metadata()
+    assert "wait_for_save" not in connector.calls
+
+
+def test_a_step_without_metadata_is_an_error(runner, connector, make_step, in_step):
+    with pytest.raises(KVTransferStateError, match="build_connector_meta"):
+        runner.maybe_setup_kv_connector(make_step(kv_connector_metadata=None))
+    with pytest.raises(KVTransferStateError, match="build_connector_meta"):
+        with runner.maybe_get_kv_connector_output(make_step(kv_connector_metadata=None)):
+            pytest.fail("the body ran")
+    assert "bind" not in connector.calls
+
+
+def test_a_step_outside_a_forward_context_is_an_error(runner, connector, make_step):
+    with pytest.raises(KVTransferStateError, match="set_forward_context"):
+        runner.maybe_setup_kv_connector(make_step())
+    assert connector.calls == []
+
+
+def test_the_single_calls_reach_the_connector(runner, connector, make_step, in_step):
+    connector.reports = {"finished": ({"a"}, {"b"}), "stats": 7}
+    runner.maybe_setup_kv_connector(make_step())
+    assert connector.has_connector_metadata()
+    runner.maybe_wait_for_kv_save()
+    assert runner.get_finished_kv_transfers(make_step(finished_req_ids={"c"})) == ({"a"}, {"b"})
+    assert runner.get_kv_connector_stats() == 7
+    assert connector.calls == [
+        "bind",
+        "start_load_kv",
+        "wait_for_save",
+        "get_finished c",
+        "get_kv_connector_stats",
+    ]
+
+
+def test_without_a_connector_nothing_happens(runner, config, make_step):
+    step = make_step(kv_connector_metadata=None)
+    runner.maybe_setup_kv_connector(step)
+    runner.maybe_wait_for_kv_save()
+    runner.ensure_kv_transfer_shutdown()
+    assert runner.get_finished_kv_transfers(step) == (None, None)
+    assert runner.get_kv_connector_stats() is None
+    with runner.maybe_get_kv_connector_output(step) as output:
+        assert output is None
+    alone = replace(config, kv_transfer=None)
+    assert runner.kv_connector_no_forward(step, alone) is EMPTY_MODEL_RUNNER_OUTPUT
+    with pytest.raises(KVTransferStateError, match="no KV connector"):
+        runner.kv_connector_no_forward(step, config)
+
+
+def test_a_step_without_forward_still_sends_and_receives(runner, connector, config, make_step):
+    assert runner.kv_connector_no_forward(make_step(), config) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert connector.calls == ["bind", "start_load_kv", *REPORTS, "clear"]
+
+
+def test_a_report_without_forward_is_a_copy_of_the_empty_output(runner, connector, config, make_step):
+    connector.reports = {"finished": (None, {"loaded"})}
+    output = runner.kv_connector_no_forward(make_step(), config)
+    assert output is not EMPTY_MODEL_RUNNER_OUTPUT
+    assert output.kv_connector_output == KVConnectorOutput(finished_recving={"loaded"})
+    assert ModelRunnerOutput() == EMPTY_MODEL_RUNNER_OUTPUT
+
+
+def test_forward_contexts_nest_and_end():
+    outer = ForwardContext()
+    with set_forward_context(outer):
+        with set_forward_context(EMPTY_FORWARD_CONTEXT):
+            assert get_forward_context() is EMPTY_FORWARD_CONTEXT
+        assert get_forward_context() is outer
+    with pytest.raises(KVTransferStateError, match="no forward context"):
+        get_forward_context()

@@ -1,0 +1,16 @@
+"""What the package exports is what it names."""
+
+from __future__ import annotations
+
+import types
+
+from kvferry import runner_mixin
+
+
+def test_all_is_what_is_exported():
+    public = {
+        name
+        for name, value in vars(runner_mixin).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+    assert public == set(runner_mixin.__all__)
