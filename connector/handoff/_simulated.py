@@ -60,7 +60,6 @@ PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a mes
 class SimulatedNode:
     """One process: protocols, memory, transport and a minute engine."""
 
-    address: str
     identity: Identity
     protocol: NodeProtocol
     pool: Bytes
@@ -69,11 +68,15 @@ class SimulatedNode:
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
     reads: dict[str, SimulatedRead] = field(default_factory=dict)
     free_blocks: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
-    last_lease: int = 0
     offers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     orders: deque[tuple[str, int, BlockTables]] = field(default_factory=deque)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, SimulatedLoad] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """Where others connect to; also its engine id."""
+        return self.identity.engine_id
 
     def page(self, layer: int, block_id: int) -> Bytes:
         """One layer's bytes of a block, as a view."""
@@ -82,9 +85,24 @@ class SimulatedNode:
         return self.pool[start : start + place.page_bytes]
 
     def fill(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> None:
+        """Give blocks their contents, each of shape `(layers, page bytes)`."""
         for block_id, content in zip(block_ids, contents, strict=True):
             for layer in range(len(self.identity.layout.layers)):
                 self.page(layer, block_id)[:] = content[layer]
+
+    def holds(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> bool:
+        """Whether blocks have these contents."""
+        return all(
+            np.array_equal(self.page(layer, block_id), content[layer])
+            for block_id, content in zip(block_ids, contents, strict=True)
+            for layer in range(len(content))
+        )
+
+    def allocate(self, num_blocks: int) -> tuple[int, ...]:
+        """Take blocks that are free; none if there are too few."""
+        if len(self.free_blocks) < num_blocks:
+            return ()
+        return tuple(self.free_blocks.pop(0) for _ in range(num_blocks))
 
     def free(self, block_ids: tuple[int, ...], scribble: int) -> None:
         """Take blocks back and give them another meaning at once."""

@@ -6,6 +6,9 @@ A runtime turns transport events into these calls, and orders into calls of `pro
     MessageReceived  → message_received        claim, load, drop  → consumer.claim, .load, .drop
     PeerLost         → peer_lost               timeout            → advance, at next_deadline()
     TransferEnded    → consumer.read_ended
+
+What the transport has to tell comes before `advance`: after a process was stopped for a while, the heartbeats
+and answers that wait in its sockets still count.
 """
 
 from __future__ import annotations

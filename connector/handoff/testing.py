@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ class Simulation:
         checks_after_copy: bool = True,
     ) -> None:
         self.now = 0.0
-        self.outcomes: dict[str, int] = {}
+        self.outcomes: Counter[str] = Counter()
         self._classes = (producer_class, consumer_class)
         self._checks_after_copy = checks_after_copy
         self._counter = 0
@@ -94,12 +94,11 @@ class Simulation:
     def offer(self, which: int, num_blocks: int) -> None:
         """A producer's scheduler makes an offer; its worker hears of it with `hear`."""
         node = self._pick_node(which)
-        num_blocks = 1 + num_blocks % 3
-        if len(node.free_blocks) < num_blocks:
+        block_ids = node.allocate(1 + num_blocks % 3)
+        if not block_ids:
             return
-        block_ids = tuple(node.free_blocks.pop(0) for _ in range(num_blocks))
         # Names repeat from one start of a node to the next: only the epoch tells them apart.
-        node.last_lease = lease = node.last_lease + 1
+        lease = 1 + sum(made.epoch == node.identity.epoch for made in self._made)
         request_id = f"prefill-{lease}"
         generator = np.random.default_rng(self._next())
         contents = [generator.integers(0, 255, (2, 8), dtype=np.uint8) for _ in block_ids]
@@ -108,7 +107,7 @@ class Simulation:
         node.offers[request_id] = (lease, block_ids)
         node.orders.append((request_id, lease, (block_ids,)))
         self._contents[me.engine_id, me.epoch, lease] = contents
-        tokens = num_blocks * BLOCK_SIZE
+        tokens = len(block_ids) * BLOCK_SIZE
         self._made.append(
             RemoteOffer(me.engine_id, me.epoch, request_id, lease, (node.address,), tokens, (block_ids,))
         )
@@ -154,9 +153,9 @@ class Simulation:
         offer = node.claims[request_id]
         num_blocks = offer.num_tokens // BLOCK_SIZE
         first = first_block_index % num_blocks
-        if len(node.free_blocks) < num_blocks - first:
+        block_ids = node.allocate(num_blocks - first)
+        if not block_ids:
             return
-        block_ids = tuple(node.free_blocks.pop(0) for _ in range(num_blocks - first))
         node.loads[request_id] = SimulatedLoad((offer.engine_id, offer.epoch, offer.lease), first, block_ids)
         blocks = (GroupBlocks(first, block_ids),)
         self._do(node, node.protocol.consumer.load(request_id, blocks, self.now))
@@ -332,7 +331,7 @@ class Simulation:
         require(lease not in node.guards, "the guard is cleared before blocks can be reused")
         name = (node.identity.engine_id, node.identity.epoch, lease)
         require(ended.outcome != "delivered" or name in self._loaded, "delivered means loaded")
-        self._count(f"offer {ended.outcome}")
+        self.outcomes[f"offer {ended.outcome}"] += 1
         node.free(block_ids, scribble=255)
 
     def _load_ended(self, node: SimulatedNode, ended: LoadEnded) -> None:
@@ -345,11 +344,8 @@ class Simulation:
             self._loaded.add(load.name)
             require(load.name in self._contents, "what was loaded had been offered")
             expected = self._contents[load.name][load.first_block_index :]
-            for block_id, content in zip(load.block_ids, expected, strict=True):
-                for layer in range(len(content)):
-                    same = np.array_equal(node.page(layer, block_id), content[layer])
-                    require(same, "loaded bytes are the offered ones")
-        self._count(f"load {ended.outcome}")
+            require(node.holds(load.block_ids, expected), "loaded bytes are the offered ones")
+        self.outcomes[f"load {ended.outcome}"] += 1
         node.free(load.block_ids, scribble=254)
 
     # -- small things ----------------------------------------------------------------------------------
@@ -362,7 +358,7 @@ class Simulation:
         protocol = NodeProtocol(
             producer_class(identity, _CONFIG, NUM_GUARDS), consumer_class(identity, _CONFIG)
         )
-        return SimulatedNode(address, identity, protocol, np.zeros(layout.pool_bytes, np.uint8))
+        return SimulatedNode(identity, protocol, np.zeros(layout.pool_bytes, np.uint8))
 
     def _pick_node(self, which: int) -> SimulatedNode:
         return list(self._nodes.values())[which % len(self._nodes)]
@@ -370,9 +366,6 @@ class Simulation:
     def _next(self) -> int:
         self._counter += 1
         return self._counter
-
-    def _count(self, what: str) -> None:
-        self.outcomes[what] = self.outcomes.get(what, 0) + 1
 
 
 def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
