@@ -181,6 +181,7 @@ class Engine:
         while True:
             orders = self._take_orders(None if not core.has_work else pause_s)
             if self._closing:
+                self._deliver(core.abort_all())
                 return
             for order in orders:
                 order(core)

@@ -1,0 +1,401 @@
+"""What runs when, and whose blocks they are: the scheduler with a scripted connector, without a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.request import Request, RequestStatus
+from engine.scheduler import Scheduler
+from engine.step import StepOutcome, StepPlan
+from engine.types import GenerationRequest, SamplingParams
+from kvferry.connector.base import (
+    ConnectorRequest,
+    KVConnectorBase,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SchedulerOutput,
+)
+from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
+from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from kvferry.transports.errors import ConnectorError
+
+BLOCK = 4
+
+
+class Metadata(KVConnectorMetadata):
+    """Nothing to tell."""
+
+
+class ScriptedConnector(KVConnectorBase):
+    """Answers as the test says: `loads` by request id, `offers` for those that finish with blocks to keep."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        self.loads: dict[str, tuple[int | None, bool]] = {}
+        self.offers: set[str] = set()
+        self.calls: list[tuple[str, str, int]] = []
+
+    def on_new_request(self, request: ConnectorRequest) -> None:
+        if request.kv_transfer_params == {"bad": True}:
+            raise ConnectorError("malformed")
+
+    def get_num_new_matched_tokens(
+        self, request: ConnectorRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self.calls.append(("match", request.request_id, num_computed_tokens))
+        num_tokens, is_async = self.loads.get(request.request_id, (0, False))
+        return (None if num_tokens is None else num_tokens - num_computed_tokens), is_async
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        self.calls.append(("alloc", request.request_id, num_external_tokens))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return Metadata()
+
+    def request_finished(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.calls.append(("finished", request.request_id, len(block_ids[0])))
+        return request.request_id in self.offers, {"of": request.request_id}
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class Node:
+    """A scheduler with its pool, and a runner that answers every request with token 7."""
+
+    def __init__(
+        self, num_blocks: int = 64, budget: int = 16, max_num_seqs: int = 8, policy: Any = "recompute"
+    ) -> None:
+        spec = FullAttentionSpec(BLOCK, 1, 8, torch.float32)
+        pool = KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(("model.layers.0.attn",), spec),))
+        config = EngineConfig(
+            ModelConfig("m", "float32", 256),
+            scheduler=SchedulerConfig(budget, max_num_seqs),
+            kv_transfer=KVTransferConfig("scripted", "kv_both", kv_load_failure_policy=policy),
+        )
+        self.connector = ScriptedConnector(config, pool)
+        self.manager = KVCacheManager(pool, 256)
+        self.scheduler = Scheduler(config, self.manager, self.connector)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._clock = itertools.count()
+
+    def add(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any] | None = None) -> Request:
+        source = GenerationRequest(request_id, tuple(prompt), SamplingParams(), params)
+        request = Request(request_id, source, self._hasher, float(next(self._clock)))
+        self.scheduler.add(request)
+        return request
+
+    def step(self, report: KVConnectorOutput | None = None) -> tuple[dict[str, int], StepOutcome]:
+        """One step; returns what was scheduled, and what came of it."""
+        plan = self.scheduler.plan()
+        outcome = self.update(plan, report)
+        return {item.request.request_id: item.num_new_tokens for item in plan.scheduled}, outcome
+
+    def update(self, plan: StepPlan, report: KVConnectorOutput | None = None) -> StepOutcome:
+        result = ModelRunnerOutput(
+            tuple(item.request.request_id for item in plan.scheduled),
+            tuple((7,) if item.yields_token else () for item in plan.scheduled),
+            report,
+        )
+        outcome = self.scheduler.update(plan, result)
+        self.manager.check_integrity()
+        return outcome
+
+    def scheduled(self, report: KVConnectorOutput | None = None) -> dict[str, int]:
+        return self.step(report)[0]
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def _tokens(count: int, start: int = 0) -> list[int]:
+    return list(range(start, start + count))
+
+
+def _received(*request_ids: str, invalid: set[int] | None = None) -> KVConnectorOutput:
+    return KVConnectorOutput(finished_recving=set(request_ids), invalid_block_ids=invalid or set())
+
+
+# -- computing ---------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_then_a_token_a_step(node: Node) -> None:
+    request = node.add("a", _tokens(40))
+    assert [node.scheduled() for _ in range(5)] == [{"a": 16}, {"a": 16}, {"a": 8}, {"a": 1}, {"a": 1}]
+    assert request.all_token_ids[40:] == [7, 7, 7]
+
+
+def test_requests_share_a_step_and_decodes_go_first(node: Node) -> None:
+    node.add("a", _tokens(6))
+    node.add("b", _tokens(30, 100))
+    assert node.scheduled() == {"a": 6, "b": 10}
+    assert node.scheduled() == {"a": 1, "b": 15}
+    assert list(node.scheduled()) == ["a", "b"]
+
+
+def test_no_more_requests_than_allowed_hold_blocks() -> None:
+    node = Node(max_num_seqs=2)
+    requests = [node.add(name, _tokens(3)) for name in "abc"]
+    assert set(node.scheduled()) == {"a", "b"}
+    node.scheduler.finish(requests[0], "length")
+    assert set(node.scheduled()) == {"b", "c"}
+
+
+def test_a_shared_prefix_is_not_computed_twice(node: Node) -> None:
+    node.add("a", _tokens(10))
+    node.scheduled()
+    second = node.add("b", [*_tokens(10), 55])
+    assert node.scheduled()["b"] == 3
+    assert second.figures.num_cached_tokens == 8
+
+
+def test_finished_requests_give_their_blocks_back_and_are_told_once(node: Node) -> None:
+    free = node.manager.num_free_blocks
+    request = node.add("a", _tokens(10))
+    node.scheduled()
+    node.scheduler.finish(request, "stop")
+    assert node.manager.num_free_blocks == free
+    assert node.scheduler.has_work
+    assert node.scheduler.plan().finished_req_ids == {"a"}
+    assert not node.scheduler.has_work
+
+
+# -- a pool that is too small ------------------------------------------------------------------------
+
+
+def test_the_newest_is_preempted_and_goes_on_later() -> None:
+    node = Node(num_blocks=7)
+    old, new = node.add("old", _tokens(8)), node.add("new", _tokens(8, 100))
+    for _ in range(30):
+        node.step()
+        for request in (old, new):
+            if request.num_output_tokens == 10 and request.status is not RequestStatus.FINISHED:
+                node.scheduler.finish(request, "length")
+    assert (old.figures.num_preemptions, new.figures.num_preemptions) == (0, 1)
+    assert old.num_output_tokens == new.num_output_tokens == 10
+    assert node.manager.num_free_blocks == 6
+
+
+def test_a_preempted_request_is_told_and_keeps_its_tokens() -> None:
+    node = Node(num_blocks=5)
+    node.add("old", _tokens(8))
+    new = node.add("new", _tokens(7, 100))
+    node.step()
+    plan = node.scheduler.plan()
+    assert plan.preempted_req_ids == {"new"}
+    assert [item.request.request_id for item in plan.scheduled] == ["old"]
+    assert new.all_token_ids[7:] == [7]
+    assert (new.status, new.num_computed_tokens) == (RequestStatus.WAITING, 0)
+
+
+def test_with_blocks_on_offer_the_last_request_waits_instead_of_starting_over() -> None:
+    node = Node(num_blocks=5)
+    node.connector.offers = {"gone"}
+    gone = node.add("gone", _tokens(8))
+    node.step()
+    node.scheduler.finish(gone, "length")
+    request = node.add("a", _tokens(7, 100))
+    assert node.scheduled() == {"a": 7}
+    assert node.scheduled() == {"a": 1}
+    assert [node.scheduled() for _ in range(3)] == [{}, {}, {}]
+    assert request.figures.num_preemptions == 0
+    assert node.scheduled(KVConnectorOutput(finished_sending={"gone"})) == {}
+    assert node.scheduled() == {"a": 1}
+
+
+# -- loading -----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_loads_waits_with_its_blocks_and_then_computes_one_token(node: Node) -> None:
+    node.connector.loads = {"a": (10, True)}
+    request = node.add("a", _tokens(10))
+    assert [node.scheduled(), node.scheduled()] == [{}, {}]
+    assert len(node.manager.get_block_ids("a")[0]) == 3
+    assert node.scheduled(_received("a")) == {}
+    assert node.scheduled() == {"a": 1}
+    assert request.all_token_ids[10:] == [7]
+    assert request.figures.num_loaded_tokens == 10
+    assert [call for call in node.connector.calls if call[0] == "alloc"] == [
+        ("alloc", "a", 10),
+        ("alloc", "a", 0),
+    ]
+
+
+def test_only_what_is_not_cached_here_is_loaded(node: Node) -> None:
+    node.add("a", _tokens(8))
+    node.step()
+    node.connector.loads = {"b": (12, True)}
+    node.add("b", _tokens(12))
+    node.step()
+    assert ("match", "b", 8) in node.connector.calls
+    assert ("alloc", "b", 4) in node.connector.calls
+
+
+def test_loaded_blocks_are_cached_only_when_they_are_there(node: Node) -> None:
+    node.connector.loads = {"a": (12, True)}
+    node.add("a", _tokens(12))
+    node.step()
+    early = node.add("early", _tokens(12))
+    node.step(_received("a"))
+    late = node.add("late", _tokens(12))
+    node.step()
+    assert early.figures.num_cached_tokens == 0
+    assert late.figures.num_cached_tokens == 8
+
+
+def test_others_run_while_one_loads(node: Node) -> None:
+    node.connector.loads = {"a": (10, True)}
+    node.add("a", _tokens(10))
+    node.add("b", _tokens(5, 100))
+    assert [node.scheduled(), node.scheduled()] == [{"b": 5}, {"b": 1}]
+
+
+def test_a_connector_that_says_later_is_asked_again_and_others_overtake(node: Node) -> None:
+    node.connector.loads = {"a": (None, False)}
+    node.add("a", _tokens(10))
+    node.add("b", _tokens(5, 100))
+    assert [node.scheduled(), node.scheduled()] == [{"b": 5}, {"b": 1}]
+    node.connector.loads = {}
+    assert node.scheduled() == {"b": 1, "a": 10}
+
+
+def test_a_synchronous_load_runs_in_the_same_step_and_leaves_a_token_to_compute(node: Node) -> None:
+    node.connector.loads = {"a": (10, False), "b": (4, False)}
+    node.add("a", _tokens(10))
+    node.add("b", _tokens(10, 100))
+    assert node.scheduled() == {"a": 1, "b": 6}
+
+
+def test_a_failed_load_is_computed_from_the_valid_prefix_and_never_loaded_again(node: Node) -> None:
+    node.connector.loads = {"a": (16, True)}
+    request = node.add("a", _tokens(16))
+    node.step()
+    table = node.manager.get_block_ids("a")[0]
+    node.step(_received("a", invalid={table[2]}))
+    assert node.scheduled() == {"a": 8}
+    assert request.all_token_ids[16:] == [7]
+    assert [call[0] for call in node.connector.calls].count("match") == 1
+    assert request.figures.num_loaded_tokens == 0
+
+
+def test_a_failed_load_without_blocks_named_is_computed_from_what_was_cached_here(node: Node) -> None:
+    node.connector.loads = {"a": (10, True)}
+    node.add("a", _tokens(10))
+    node.step()
+    report = _received("a")
+    report.load_errors["a"] = "peer lost"
+    node.step(report)
+    assert node.scheduled() == {"a": 10}
+
+
+def test_blocks_named_before_their_request_count_when_it_is_named(node: Node) -> None:
+    node.connector.loads = {"a": (8, True)}
+    node.add("a", _tokens(8))
+    node.step()
+    table = node.manager.get_block_ids("a")[0]
+    assert node.scheduled(KVConnectorOutput(invalid_block_ids={table[0]})) == {}
+    assert node.manager.get_block_ids("a")[0] == table
+    node.step(_received("a"))
+    assert node.scheduled() == {"a": 8}
+
+
+def test_by_policy_a_failed_load_fails_the_request_with_the_reason() -> None:
+    node = Node(policy="fail")
+    free = node.manager.num_free_blocks
+    node.connector.loads = {"a": (8, True)}
+    request = node.add("a", _tokens(8))
+    node.step()
+    report = _received("a", invalid=set(node.manager.get_block_ids("a")[0]))
+    report.load_errors["a"] = "the lease ran out"
+    _, outcome = node.step(report)
+    assert outcome.failed == [(request, "the KV cache of the prompt could not be loaded: the lease ran out")]
+    node.scheduler.finish(request, "error")
+    assert node.manager.num_free_blocks == free
+
+
+def test_a_synchronous_load_that_failed_voids_the_step(node: Node) -> None:
+    node.connector.loads = {"a": (8, False)}
+    request = node.add("a", _tokens(10))
+    plan = node.scheduler.plan()
+    table = node.manager.get_block_ids("a")[0]
+    outcome = node.update(plan, KVConnectorOutput(invalid_block_ids={table[1]}))
+    assert outcome.new_tokens == []
+    assert request.num_computed_tokens == 4
+    assert node.scheduled() == {"a": 6}
+
+
+# -- ends --------------------------------------------------------------------------------------------
+
+
+def test_offered_blocks_stay_out_of_the_pool_until_they_were_sent(node: Node) -> None:
+    free = node.manager.num_free_blocks
+    node.connector.offers = {"a"}
+    request = node.add("a", _tokens(10))
+    node.step()
+    assert node.scheduler.finish(request, "length") == {"of": "a"}
+    assert node.manager.num_free_blocks == free - 3
+    assert node.scheduler.handoffs.is_pending
+    second = node.add("b", _tokens(12))
+    node.step()
+    assert second.figures.num_cached_tokens == 8
+    node.scheduler.finish(second, "stop")
+    node.step(KVConnectorOutput(finished_sending={"a"}))
+    assert node.manager.num_free_blocks == free
+    assert not node.scheduler.handoffs.is_pending
+
+
+def test_aborted_while_loading_the_blocks_stay_until_nothing_writes_there(node: Node) -> None:
+    free = node.manager.num_free_blocks
+    node.connector.loads = {"a": (10, True)}
+    request = node.add("a", _tokens(10))
+    node.step()
+    node.scheduler.finish(request, "abort")
+    assert ("finished", "a", 3) in node.connector.calls
+    node.step()
+    assert node.manager.num_free_blocks == free - 3
+    node.step(_received("a"))
+    assert node.manager.num_free_blocks == free
+    assert not node.scheduler.has_work
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_aborted_at_any_other_stage_the_blocks_are_free_at_once(node: Node, num_steps: int) -> None:
+    free = node.manager.num_free_blocks
+    request = node.add("a", _tokens(40))
+    for _ in range(num_steps):
+        node.step()
+    node.scheduler.finish(request, "abort")
+    assert node.manager.num_free_blocks == free
+    assert node.scheduler.live_requests == []
+
+
+def test_a_refused_request_leaves_nothing(node: Node) -> None:
+    with pytest.raises(ConnectorError):
+        node.add("a", _tokens(4), {"bad": True})
+    assert not node.scheduler.has_work
+    assert node.connector.calls == []
