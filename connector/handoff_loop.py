@@ -225,7 +225,8 @@ class _Driver:
 
     def _end_load(self, ended: LoadEnded) -> None:
         if ended.outcome == "failed":
-            logger.warning("load of request %s failed: %s", ended.request_id, ended.error)
+            # As text: a log record that lives on must not keep the error's frames, and with them the pool, alive.
+            logger.warning("load of request %s failed: %s", ended.request_id, str(ended.error))
         self._outcomes.load_ended(ended)
 
 

@@ -117,6 +117,7 @@ class ModelFreeNode:
     def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+        del self.worker, self.scheduler, self.cache  # descriptors are closed with the last view of the memory
 
     # -- memory --------------------------------------------------------------------------------------
 

@@ -1,0 +1,249 @@
+"""Handoffs between real processes over shared memory: what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+
+SHAPE = CacheShape()
+#: Big enough that a kill meets the read under way: 120 blocks of 1 MiB.
+BIG = CacheShape(num_layers=4, num_blocks=121, block_size=16, num_kv_heads=32, head_size=64)
+DEADLINE_S = 20.0
+
+
+def serve(pipe: Connection, shape: CacheShape, options: dict[str, Any]) -> None:
+    """A node in a process of its own that does what it is told, and steps in between."""
+    torch.set_num_threads(1)
+    config = engine_config(
+        "shm", block_size=shape.block_size, engine_id="child", kv_connector_extra_config=options
+    )
+    with ModelFreeNode(config, shape) as node:
+        pipe.send("ready")
+        while True:
+            node.step()
+            if not pipe.poll(0.001):
+                continue
+            match pipe.recv():
+                case ("prefill", request_id, num_tokens, seed):
+                    _, params = node.prefill(request_id, num_tokens, seed=seed)
+                    pipe.send(params)
+                case ("load", request_id, num_tokens, params):
+                    request = Request(request_id, num_tokens, params)
+                    node.scheduler.on_new_request(request)
+                    node.start_load(request)
+                    node.step_until(lambda id=request_id: node.num_reports(id, "recving") > 0)  # type: ignore[misc]
+                    pipe.send(node.load_error(request_id))
+                case ("claim", request_id, num_tokens, params):
+                    node.scheduler.on_new_request(Request(request_id, num_tokens, params))
+                    pipe.send(None)
+                case "free":
+                    pipe.send((len(node.free_blocks), node.stats.counters))
+                case "stop":
+                    return
+
+
+class Child:
+    """The other end of `serve`."""
+
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self._process = process
+        self._pipe = pipe
+
+    def ask(self, *what: Any) -> Any:
+        self._pipe.send(what[0] if len(what) == 1 else what)
+        assert self._pipe.poll(DEADLINE_S), f"no answer to {what[0]}"
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """SIGKILL: no handler, no goodbye."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(DEADLINE_S)
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send("stop")
+            self._process.join(DEADLINE_S)
+            assert self._process.exitcode == 0
+        self._pipe.close()
+        self._process.close()
+
+
+@contextmanager
+def child(shape: CacheShape = SHAPE, **options: Any) -> Iterator[Child]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, shape, options), daemon=True)
+    process.start()
+    theirs.close()
+    assert ours.poll(60)
+    assert ours.recv() == "ready"
+    made = Child(process, ours)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def consumer() -> Iterator[ModelFreeNode]:
+    with ModelFreeNode(engine_config("shm", block_size=SHAPE.block_size), SHAPE) as node:
+        yield node
+
+
+def expected_contents(num_tokens: int, seed: int, shape: CacheShape = SHAPE) -> torch.Tensor:
+    """What `prefill` writes: the same in every process."""
+    with ModelFreeNode(engine_config("inproc", block_size=shape.block_size), shape) as node:
+        blocks, _ = node.prefill("x", num_tokens, seed=seed)
+        return node.contents(blocks)
+
+
+def wait_for_load(consumer: ModelFreeNode, request_id: str) -> str:
+    consumer.step_until(lambda: consumer.num_reports(request_id, "recving") > 0, timeout_s=DEADLINE_S)
+    consumer.step()
+    assert consumer.num_reports(request_id, "recving") == 1
+    return consumer.load_error(request_id)
+
+
+def assert_whole(node: ModelFreeNode) -> None:
+    assert not node.held
+    assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
+
+
+@pytest.mark.slow
+class TestKilledProducer:
+    def test_delivery_and_then_each_stage(self, consumer: ModelFreeNode) -> None:
+        """Delivered, then killed before the claim: one child, because a child costs seconds."""
+        with child() as producer:
+            params = producer.ask("prefill", "p1", 18, 1)
+            request = Request("d1", 18, params)
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            assert wait_for_load(consumer, "d1") == ""
+            assert torch.equal(consumer.contents(blocks), expected_contents(18, 1))
+            assert consumer.stats.transfers[0].mechanism == "mapped"
+            consumer.finish(request, blocks, "stop")
+
+            params = producer.ask("prefill", "p2", 18, 2)
+            producer.kill()
+            request = Request("d2", 18, params)
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            assert wait_for_load(consumer, "d2") != ""
+            assert consumer.invalid_block_ids == set(blocks)
+            consumer.finish(request, blocks, "error")
+            assert_whole(consumer)
+
+    def test_between_grant_and_read(self, consumer: ModelFreeNode) -> None:
+        with child() as producer:
+            request = Request("d", 18, producer.ask("prefill", "p", 18, 3))
+            consumer.scheduler.on_new_request(request)
+            consumer.step()
+            consumer.step_until(lambda: producer.ask("free")[0] < SHAPE.num_blocks - 1)
+            producer.kill()
+            blocks, _ = consumer.start_load(request)
+            assert wait_for_load(consumer, "d") != ""
+            consumer.finish(request, blocks, "error")
+            assert_whole(consumer)
+
+    def test_while_reading(self) -> None:
+        num_tokens = 120 * BIG.block_size
+        expected = expected_contents(num_tokens, 4, BIG)
+        with (
+            ModelFreeNode(engine_config("shm", block_size=BIG.block_size), BIG) as consumer,
+            child(BIG) as producer,
+        ):
+            request = Request("d", num_tokens, producer.ask("prefill", "p", num_tokens, 4))
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            consumer.step()
+            producer.kill()
+            error = wait_for_load(consumer, "d")
+            # It may have been over before the kill. What must not be: an error with good news, or bad bytes without one.
+            if error:
+                assert consumer.invalid_block_ids == set(blocks)
+            else:
+                assert torch.equal(consumer.contents(blocks), expected)
+            consumer.finish(request, blocks, "stop")
+            assert_whole(consumer)
+
+    def test_restarted_at_its_address(self, consumer: ModelFreeNode) -> None:
+        address = f"shm://@kvferry-test-{os.getpid()}"
+        with child(address=address) as first:
+            stale = first.ask("prefill", "p", 18, 5)
+            first.kill()
+        with child(address=address) as second:
+            fresh = second.ask("prefill", "p", 18, 6)
+            assert (fresh["remote_lease"], fresh["remote_addresses"]) == (
+                stale["remote_lease"],
+                stale["remote_addresses"],
+            )
+            for request_id, params in (("stale", stale), ("fresh", fresh)):
+                request = Request(request_id, 18, params)
+                consumer.scheduler.on_new_request(request)
+                blocks, _ = consumer.start_load(request)
+                error = wait_for_load(consumer, request_id)
+                assert (error == "") == (request_id == "fresh")
+            assert torch.equal(consumer.contents(blocks), expected_contents(18, 6))
+
+
+@pytest.mark.slow
+class TestOtherDeaths:
+    def test_a_stopped_producer_can_be_read(self, consumer: ModelFreeNode) -> None:
+        """Once granted, the producer's engine takes no part."""
+        with child() as producer:
+            request = Request("d", 18, producer.ask("prefill", "p", 18, 7))
+            consumer.scheduler.on_new_request(request)
+            consumer.step()
+            warm = Request("d0", 5, producer.ask("prefill", "p0", 5, 7))
+            consumer.scheduler.on_new_request(warm)
+            consumer.start_load(warm)
+            assert wait_for_load(consumer, "d0") == ""  # the earlier claim was granted before
+            producer.signal(signal.SIGSTOP)
+            blocks, _ = consumer.start_load(request)
+            error = wait_for_load(consumer, "d")
+            producer.signal(signal.SIGCONT)
+            assert error == ""
+            assert torch.equal(consumer.contents(blocks), expected_contents(18, 7))
+
+    def test_a_killed_consumer_frees_the_producer_at_once(self) -> None:
+        with ModelFreeNode(engine_config("shm", block_size=SHAPE.block_size), SHAPE) as producer:
+            with child() as other:
+                _, params = producer.prefill("p", 18)
+                producer.step()
+                other.ask("claim", "d", 18, params)
+                _, params = producer.prefill("p2", 5)
+                producer.step()
+                assert other.ask("load", "d2", 5, params) == ""  # so the claim before it has arrived
+                producer.step_until(lambda: list(producer.held) == ["p"])
+                other.kill()
+                producer.step_until(lambda: not producer.held, timeout_s=2)
+            assert_whole(producer)
+            assert producer.stats.counters["offers_aborted_total"] == 1
+
+    def test_memory_of_the_nodes_own_is_read_and_named(self) -> None:
+        foreign = replace(SHAPE, layout="foreign")
+        config = engine_config("shm", block_size=SHAPE.block_size)
+        with ModelFreeNode(config, foreign) as consumer, child(foreign) as producer:
+            request = Request("d", 18, producer.ask("prefill", "p", 18, 8))
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            assert wait_for_load(consumer, "d") == ""
+            assert torch.equal(consumer.contents(blocks), expected_contents(18, 8, foreign))
+            assert consumer.stats.transfers[0].mechanism == "process_vm_readv"
