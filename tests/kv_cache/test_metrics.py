@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from kvferry.runner_mixin.kv_cache import PrefixCacheStats, PrefixCachingMetrics
+
+
+def test_no_lookup_is_no_hit() -> None:
+    assert PrefixCachingMetrics().hit_rate == 0.0
+
+
+def test_the_rate_is_over_tokens() -> None:
+    metrics = PrefixCachingMetrics()
+    metrics.observe(PrefixCacheStats(requests=1, queries=100, hits=0))
+    metrics.observe(PrefixCacheStats(requests=1, queries=20, hits=15))
+    assert metrics.hit_rate == 15 / 120
+
+
+def test_only_the_most_recent_requests_count() -> None:
+    metrics = PrefixCachingMetrics(max_recent_requests=2)
+    for hits in (10, 5, 0):
+        metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=hits))
+    assert metrics.hit_rate == 5 / 20
+
+
+def test_an_interval_stays_as_long_as_the_rest_is_too_few_requests() -> None:
+    metrics = PrefixCachingMetrics(max_recent_requests=3)
+    metrics.observe(PrefixCacheStats(requests=2, queries=20, hits=20))
+    metrics.observe(PrefixCacheStats(requests=2, queries=20, hits=0))
+    assert metrics.hit_rate == 0.5
+    metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=0))
+    assert metrics.hit_rate == 0.0
+
+
+def test_an_interval_without_requests_changes_nothing() -> None:
+    metrics = PrefixCachingMetrics(max_recent_requests=1)
+    metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=10))
+    metrics.observe(PrefixCacheStats(requests=0, queries=0, hits=0))
+    assert metrics.hit_rate == 1.0
+
+
+def test_reset_forgets_everything() -> None:
+    metrics = PrefixCachingMetrics()
+    metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=10))
+    metrics.reset()
+    assert metrics.hit_rate == 0.0
+    metrics.observe(PrefixCacheStats(requests=1, queries=10, hits=5))
+    assert metrics.hit_rate == 0.5
+
+
+@pytest.mark.parametrize("figures", [(-1, 0, 0), (1, 10, 11), (1, 10, -1)])
+def test_impossible_figures_are_refused(figures: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="not the figures of an interval"):
+        PrefixCacheStats(*figures)
+
+
+def test_a_rate_over_no_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_recent_requests=0"):
+        PrefixCachingMetrics(0)
