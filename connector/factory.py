@@ -32,8 +32,10 @@ class KVConnectorFactory:
     _registry: ClassVar[dict[str, tuple[str, str]]] = {
         "InProcConnector": ("kvferry.connector.inproc", "InProcConnector"),
         "SharedMemoryConnector": ("kvferry.connector.shm", "SharedMemoryConnector"),
+        "ZeroMQConnector": ("kvferry.connector.zeromq", "ZeroMQConnector"),
         "inproc": ("kvferry.connector.inproc", "InProcConnector"),
         "shm": ("kvferry.connector.shm", "SharedMemoryConnector"),
+        "zeromq": ("kvferry.connector.zeromq", "ZeroMQConnector"),
     }
 
     @classmethod

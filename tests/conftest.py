@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+import zmq
 
 pytest.register_assert_rewrite("kvferry.transports.testing", "kvferry.connector.testing")
 
@@ -74,6 +75,16 @@ def _snapshot() -> set[str]:
 def _resource_tracker() -> None:
     """Start multiprocessing's helper, which lives until the interpreter ends, before anyone counts."""
     resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pyzmq_collector() -> None:
+    """Start pyzmq's helper for sent memory, one for the whole process, before anyone counts."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as left, context.socket(zmq.PAIR) as right:
+        left.bind("inproc://collector")
+        right.connect("inproc://collector")
+        left.send(bytes(zmq.COPY_THRESHOLD), copy=False)
+        right.recv()
 
 
 @pytest.fixture(autouse=True)
