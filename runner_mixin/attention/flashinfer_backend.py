@@ -1,8 +1,9 @@
 """FlashInfer's paged attention, offered where its package is installed and the cache is on CUDA.
 
 Written against FlashInfer's documented API (0.2 and later): `BatchPrefillWithPagedKVCacheWrapper` for steps with
-prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. Its tests need a CUDA device and the
-package, and are skipped elsewhere; so far they have been skipped everywhere: this backend has not run yet.
+prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. What it hands them is tested against a stand-in with
+the documented meaning of every argument. The test with the real package needs a CUDA device, and is skipped
+elsewhere; so far it has been skipped everywhere: on a GPU this backend has not run yet.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class PageList:
     """A batch's kernel blocks as FlashInfer wants them.
 
     Attributes:
-        indptr: `(num_reqs + 1,)` int32: where each request's blocks begin in `indices`.
-        indices: `(num_blocks,)` int32: block ids, request after request.
-        last_page_len: `(num_reqs,)` int32: tokens in each request's last block.
+        indptr: `(num_reqs + 1,)` int32, on the CPU: where each request's blocks begin in `indices`.
+        indices: `(num_blocks,)` int32, on the device: block ids, request after request.
+        last_page_len: `(num_reqs,)` int32, on the CPU: tokens in each request's last block.
     """
 
     indptr: torch.Tensor
@@ -45,13 +46,15 @@ class PageList:
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, block_size: int) -> PageList:
+        """List the blocks of a batch."""
         seq_lens = common.seq_lens_cpu.numpy()
         counts: npt.NDArray[np.int32] = -(-seq_lens // block_size)
         device, width = common.block_table.device, common.block_table.shape[1]
         used = torch.from_numpy(np.arange(width) < counts[:, None]).to(device)
         indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
         last = torch.from_numpy((seq_lens - (counts - 1) * block_size).astype(np.int32))
-        return cls(indptr.to(device), common.block_table[used], last.to(device))
+        # Planning reads these on the CPU: a copy on the device would make it wait for the device.
+        return cls(indptr, common.block_table[used], last)
 
 
 class FlashInferMetadataBuilder(MetadataBuilder):
@@ -116,7 +119,9 @@ class FlashInferMetadata(AttentionMetadata):
         if decode:
             wrapper.plan(*pages, *heads, **options)
         else:
-            wrapper.plan(self.common.query_start_loc, *pages, *heads, causal=self.common.causal, **options)
+            wrapper.plan(
+                self.common.query_start_loc_cpu, *pages, *heads, causal=self.common.causal, **options
+            )
         return wrapper
 
 

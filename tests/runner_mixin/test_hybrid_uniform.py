@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from kvferry.connector.kv_cache_specs import (
 from kvferry.runner_mixin import (
     AttentionGroup,
     allocate_hybrid_uniform_kv_caches,
-    init_attn_backend,
-    init_kv_cache_for_connector,
     mamba_state_views,
     use_hybrid_uniform_kv_cache,
     use_uniform_kv_cache,
@@ -170,57 +167,6 @@ def test_not_for_a_backend_that_puts_layers_first(preferring):
     backend = type("LayersFirst", (TorchAttentionBackend,), {"get_kv_cache_stride_order": order})
     groups = [[replace(group, backend=backend) for group in attention] for attention in ATTENTION]
     assert not use_hybrid_uniform_kv_cache(HYBRID, groups, "auto")
-
-
-def init(config, cache_config):
-    setup = init_attn_backend(cache_config, config, CPU)
-    names = [name for group in cache_config.kv_cache_groups for name in group.layer_names]
-    layers = {name: SimpleNamespace(kv_cache=[]) for name in [*names, *setup.shared_layers]}
-    runner: list[torch.Tensor] = []
-    layout = init_kv_cache_for_connector(runner, layers, cache_config, setup, "auto", CPU)
-    assert len(runner) == len(layers)
-    return layout, layers
-
-
-@pytest.fixture
-def no_layers(config):
-    return replace(config, model=replace(config.model, layers=()))
-
-
-def test_the_connector_gets_what_it_prefers_for_several_groups(preferring, no_layers):
-    layout, layers = init(no_layers, HYBRID)
-    assert layout == "hybrid-uniform"
-    assert preferring.registered_cross_layers is None
-    assert preferring.registered.keys() == layers.keys()
-    assert all(preferring.registered[name] is layers[name].kv_cache[0] for name in layers)
-
-
-def test_the_connector_gets_what_it_prefers_for_one_group(preferring, config, kv_cache_config):
-    assert init(config, kv_cache_config)[0] == "uniform"
-    cross_layers, backend = preferring.registered_cross_layers
-    assert cross_layers.shape[0] == 3
-    assert backend is TorchAttentionBackend
-    assert preferring.registered == {}
-
-
-def test_a_connector_that_prefers_layers_gets_layers(connector, config, kv_cache_config):
-    layout, layers = init(config, kv_cache_config)
-    assert layout == "per-layer"
-    assert connector.registered.keys() == layers.keys()
-    assert all(cache.is_contiguous() for cache in connector.registered.values())
-    assert connector.registered_cross_layers is None
-
-
-def test_without_a_connector_the_layout_is_per_layer(config, kv_cache_config, make_connector):
-    assert init(config, kv_cache_config)[0] == "per-layer"
-
-
-def test_a_layer_that_reads_anothers_cache_is_not_registered(connector, config, kv_cache_config):
-    sharer = replace(config.model.layers[0], name="layers.3.attn", kv_sharing_target="layers.0.attn")
-    config = replace(config, model=replace(config.model, layers=(*config.model.layers, sharer)))
-    _, layers = init(config, kv_cache_config)
-    assert layers["layers.3.attn"].kv_cache[0] is layers["layers.0.attn"].kv_cache[0]
-    assert "layers.3.attn" not in connector.registered
 
 
 def test_a_single_group_is_uniform_first(preferring, kv_cache_config):
