@@ -1,0 +1,272 @@
+"""The worker half: what it registers, what it refuses, and that nobody waits for a thread that died."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.params import parse_transfer_params
+from kvferry.connector.registration import describe_caches, layout_name
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.worker_half import HandoffWorker
+from kvferry.transports.base import Event
+from kvferry.transports.errors import ConfigurationError, KVTransferStateError
+from kvferry.transports.inproc import InProcTransport
+from kvferry.transports.regions import Segment
+
+SHAPE = CacheShape()
+CPU = torch.device("cpu")
+
+
+def cache_config(num_layers: int = 2, num_blocks: int = 8) -> KVCacheConfig:
+    return replace(SHAPE, num_layers=num_layers, num_blocks=num_blocks).kv_cache_config()
+
+
+def names(config: KVCacheConfig) -> tuple[str, ...]:
+    return config.kv_cache_groups[0].layer_names
+
+
+class FaultyTransport(InProcTransport):
+    """Works until it is told to break, and then raises what no transport should."""
+
+    is_broken = False
+
+    def wait_events(self, timeout_s: float) -> list[Event]:
+        events = super().wait_events(timeout_s)
+        if self.is_broken:
+            raise ZeroDivisionError("a bug")
+        return events
+
+    def break_down(self) -> None:
+        self.is_broken = True
+        self.wake()
+
+
+@pytest.fixture
+def transport() -> FaultyTransport:
+    return FaultyTransport()
+
+
+@pytest.fixture
+def worker(transport: FaultyTransport) -> Iterator[HandoffWorker]:
+    """A worker half with registered caches."""
+    config = SHAPE.kv_cache_config()
+    made = HandoffWorker(engine_config("inproc"), config, transport, "", HandoffConfig())
+    memory = made.allocate_kv_memory(sum(t.size for t in config.kv_cache_tensors), CPU).view(SHAPE.dtype)
+    made.register_cross_layers_kv_cache(
+        memory.view(SHAPE.num_blocks, SHAPE.num_layers, *SHAPE.logical_page).transpose(0, 1)
+    )
+    yield made
+    made.shutdown()
+
+
+class TestLife:
+    def test_memory_is_zeroed_and_in_the_transports_arena(self) -> None:
+        worker = HandoffWorker(
+            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
+        )
+        memory = worker.allocate_kv_memory(4096, CPU)
+        assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((4096,), torch.int8, True)
+        assert not memory.any()
+        worker.shutdown()
+
+    def test_memory_of_another_device_is_refused(self) -> None:
+        worker = HandoffWorker(
+            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
+        )
+        with pytest.raises(ConfigurationError, match="serves main memory, not meta"):
+            worker.allocate_kv_memory(4096, torch.device("meta"))
+        with pytest.raises(ConfigurationError, match="only main memory"):
+            worker.register_kv_caches({n: torch.empty(8, 64, device="meta") for n in names(cache_config())})
+        worker.shutdown()
+
+    def test_nothing_works_before_the_caches_are_registered(self) -> None:
+        worker = HandoffWorker(
+            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
+        )
+        for call in (worker.get_handshake_metadata, worker.get_finished):
+            with pytest.raises(KVTransferStateError, match="register the KV caches first"):
+                call()
+        assert worker.get_kv_connector_stats() is None
+        worker.shutdown()
+        worker.shutdown()
+
+    def test_caches_are_registered_once(self, worker: HandoffWorker) -> None:
+        address = worker.get_handshake_metadata()
+        with pytest.raises(KVTransferStateError, match="already"):
+            worker.register_kv_caches({n: torch.zeros(32, 64) for n in names(SHAPE.kv_cache_config())})
+        assert worker.get_handshake_metadata() == address
+
+    def test_each_start_is_another_epoch(self) -> None:
+        epochs = set()
+        for _ in range(3):
+            with ModelFreeNode(engine_config("inproc", engine_id="same"), SHAPE) as node:
+                epochs.add(node.worker.get_handshake_metadata().epoch)  # type: ignore[union-attr]
+        assert len(epochs) == 3
+
+    def test_an_address_can_be_chosen_and_taken_once(self) -> None:
+        config = engine_config("inproc", kv_connector_extra_config={"address": "inproc://chosen"})
+        with ModelFreeNode(config, SHAPE) as node:
+            assert node.worker.get_handshake_metadata().address == "inproc://chosen"  # type: ignore[union-attr]
+            with pytest.raises(ConfigurationError, match="in use"):
+                ModelFreeNode(config, SHAPE)
+
+    def test_halves_do_not_do_each_others_work(self) -> None:
+        with ModelFreeNode(engine_config("inproc"), SHAPE) as node:
+            with pytest.raises(KVTransferStateError, match="scheduler half was called on a worker half"):
+                node.worker.on_new_request(Request("r", 4))
+            with pytest.raises(KVTransferStateError, match="worker half was called on a scheduler half"):
+                node.scheduler.get_finished(set())
+
+    def test_shutdown_ends_what_is_under_way_and_can_be_repeated(self, worker: HandoffWorker) -> None:
+        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}))
+        worker.shutdown()
+        worker.shutdown()
+        assert worker.get_finished() == ({"p"}, set())
+        assert worker.get_finished() == (set(), set())
+
+    def test_orders_after_the_end_end_at_once(self, worker: HandoffWorker) -> None:
+        worker.shutdown()
+        worker.start_load_kv(
+            HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}, loads={"d": (GroupBlocks(0, (3, 4)),)})
+        )
+        assert worker.get_finished() == ({"p"}, {"d"})
+        assert worker.get_block_ids_with_load_errors() == {3, 4}
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert "has ended" in worker.take_load_errors()["d"]
+        assert worker.take_load_errors() == {}
+
+
+class TestThreadThatDies:
+    def test_everything_owed_is_reported_failed(
+        self, worker: HandoffWorker, transport: FaultyTransport, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with ModelFreeNode(engine_config("inproc"), SHAPE) as other:
+            offer = parse_transfer_params(other.prefill("theirs", 8)[1]).load_from
+            assert offer is not None
+            worker.start_load_kv(
+                HandoffMetadata(
+                    offers={"ours": OfferOrder(1, ((1, 2),), 8)},
+                    claims={"d": offer},
+                    loads={"d": (GroupBlocks(0, (3, 4)),)},  # it waits: the other node does not step
+                )
+            )
+            transport.break_down()
+            worker.shutdown()
+            assert worker.get_finished() == ({"ours"}, {"d"})
+            assert worker.get_block_ids_with_load_errors() == {3, 4}
+            assert "handoff thread died: ZeroDivisionError: a bug" in worker.take_load_errors()["d"]
+            assert "the handoff thread dies" in caplog.text
+
+    def test_no_peer_can_read_any_more(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
+        def is_any_guard_set() -> bool:
+            return any(ctypes.string_at(transport.guards.address, 8 * transport.guards.num_guards))
+
+        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}))
+        deadline = time.monotonic() + 10
+        while not is_any_guard_set():
+            assert time.monotonic() < deadline
+            worker.get_finished()
+        transport.break_down()
+        worker.shutdown()
+        assert not is_any_guard_set()
+
+
+class TestRegistration:
+    def test_layers_of_one_arena_are_one_segment(self) -> None:
+        config = cache_config()
+        memory = torch.zeros(2 * config.kv_cache_tensors[0].size, dtype=torch.int8)
+        arena = Segment(memory.data_ptr(), memory.numel())
+        cache = memory.view(torch.float32).view(8, 2, *SHAPE.logical_page).transpose(0, 1)
+        caches = dict(zip(names(config), cache, strict=True))
+        registration = describe_caches(engine_config("inproc"), config, caches, [arena])
+        assert registration.pool.segments == (arena,)
+        assert [layer.base_offset for layer in registration.layout.layers] == [0, SHAPE.spec.page_size_bytes]
+        assert layout_name(registration.layout) == "uniform"
+
+    def test_memory_of_the_engines_own_is_a_segment_a_storage(self) -> None:
+        config = cache_config()
+        caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
+        registration = describe_caches(engine_config("inproc"), config, caches, [])
+        assert [s.address for s in registration.pool.segments] == [c.data_ptr() for c in caches.values()]
+        assert layout_name(registration.layout) == "per-layer"
+
+    def test_a_view_that_begins_late_has_its_offset(self) -> None:
+        config = cache_config(num_layers=1)
+        storage = torch.zeros(1024 + 8 * SHAPE.spec.page_size_bytes // 4)
+        cache = storage[1024:].view(8, *SHAPE.logical_page)
+        layout = describe_caches(engine_config("inproc"), config, {names(config)[0]: cache}, []).layout
+        assert layout.layers[0].base_offset == 4096
+
+    def test_kernel_blocks_make_up_blocks(self) -> None:
+        config = cache_config(num_layers=1)
+        cache = torch.zeros(16, 2, 2, 2, 8)  # two kernel blocks of two slots are a block of four
+        layout = describe_caches(engine_config("inproc"), config, {names(config)[0]: cache}, []).layout
+        (layer,) = layout.layers
+        assert (layer.page_bytes, layer.page_format) == (SHAPE.spec.page_size_bytes, "float32[2,2,2,2,8]")
+
+    def test_layers_that_share_a_cache_share_its_bytes(self) -> None:
+        config = cache_config()
+        cache = torch.zeros(8, *SHAPE.logical_page)
+        caches = dict.fromkeys((*names(config), "runner-only"), cache)
+        registration = describe_caches(engine_config("inproc"), config, caches, [])
+        assert len(registration.pool.segments) == 1
+        assert {layer.base_offset for layer in registration.layout.layers} == {0}
+        assert registration.fields["num_layers"] == 2
+
+    def test_groups_may_share_a_tensor(self) -> None:
+        size = 8 * SHAPE.spec.page_size_bytes
+        groups = tuple(KVCacheGroupSpec((name,), SHAPE.spec) for name in ("a", "b"))
+        config = KVCacheConfig(8, (KVCacheTensor(size, ("a", "b")),), groups)
+        cache = torch.zeros(8, *SHAPE.logical_page)
+        layout = describe_caches(engine_config("inproc"), config, {"a": cache, "b": cache}, []).layout
+        assert [layer.group_index for layer in layout.layers] == [0, 1]
+        assert layout_name(layout) == "uniform"
+
+    def test_the_fields_say_what_must_be_equal(self) -> None:
+        config = cache_config()
+        caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
+        fields = describe_caches(engine_config("inproc", model="m"), config, caches, []).fields
+        assert fields == {
+            "protocol": 1,
+            "model": "m",
+            "dtype": "float32",
+            "cache_dtype": "float32",
+            "block_size": "4",
+            "num_groups": 1,
+            "num_layers": 2,
+            "num_kv_heads": "2",
+            "head_size": "8",
+            "page_format": "float32[1,2,4,2,8]",
+            "byte_order": "little",
+        }
+
+    @pytest.mark.parametrize(
+        ("num_kernel_blocks", "message"), [(7, "7 kernel blocks for 8 blocks"), (12, "12 kernel blocks")]
+    )
+    def test_a_cache_of_another_size_is_refused(self, num_kernel_blocks: int, message: str) -> None:
+        config = cache_config(num_layers=1)
+        cache = torch.zeros(num_kernel_blocks, *SHAPE.logical_page)
+        with pytest.raises(ConfigurationError, match=message):
+            describe_caches(engine_config("inproc"), config, {names(config)[0]: cache}, [])
+
+    def test_caches_of_no_group_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"registered: \['odd'\]"):
+            describe_caches(engine_config("inproc"), cache_config(), {"odd": torch.zeros(8, 4)}, [])
+
+    def test_a_uniform_cache_of_other_layers_is_refused(self) -> None:
+        worker = HandoffWorker(
+            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
+        )
+        with pytest.raises(ConfigurationError, match="a cache of 3 layers for 2 cache tensors"):
+            worker.register_cross_layers_kv_cache(torch.zeros(3, 8, *SHAPE.logical_page))
+        worker.shutdown()
