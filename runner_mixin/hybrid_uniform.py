@@ -34,7 +34,7 @@ from ..connector.kv_cache_specs import AttentionSpec, KVCacheSpec, UniformTypeKV
 from . import state
 from .block_sizes import cached_groups
 from .memory import allocate_pool
-from .uniform import layers_stride_order, pool_bytes
+from .uniform import layers_stride_order, pool_bytes, tensor_indices
 from .views import layers_view
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ def allocate_hybrid_uniform_kv_caches(
     groups = list(cached_groups(kv_cache_config))
     page_size_bytes = groups[0][1].kv_cache_spec.page_size_bytes
     raw = allocate_pool(pool_bytes(kv_cache_config, page_size_bytes), device)
-    tensor_of = {
-        name: index
-        for index, tensor in enumerate(kv_cache_config.kv_cache_tensors)
-        for name in tensor.shared_by
-    }
+    tensor_of = tensor_indices(kv_cache_config)
     num_tensors = len(kv_cache_config.kv_cache_tensors)
     kv_caches: dict[str, torch.Tensor] = {}
     for (index, group), kernel_block_size in zip(groups, kernel_block_sizes, strict=True):

@@ -62,7 +62,7 @@ class AttentionSetup:
         attn_backends: Layer name → backend.
         attn_groups: For each KV cache group, its attention groups: one, as a rule; none without attention.
         kernel_block_sizes: As `prepare_kernel_block_sizes` returns them.
-        metadata_builders: One per attention group.
+        metadata_builders: One per attention group that keeps a cache.
         shared_layers: Layer without a cache of its own → the layer whose cache it reads.
     """
 

@@ -52,22 +52,28 @@ def init_kv_cache_for_connector(
         ConfigurationError: a layer has no tensor, a tensor is not whole pages, or a layer is unknown.
         KVTransferStateError: caches are bound already.
     """
+    kv_caches, layout = _allocate_and_register(kv_cache_config, attention, cache_dtype, device)
+    share_and_bind(kv_caches, forward_context, runner_kv_caches, kv_cache_config, attention)
+    return layout
+
+
+def _allocate_and_register(
+    kv_cache_config: KVCacheConfig, attention: AttentionSetup, cache_dtype: str, device: torch.device
+) -> tuple[dict[str, torch.Tensor], KVCacheLayout]:
     groups, sizes = attention.attn_groups, attention.kernel_block_sizes
-    layout: KVCacheLayout
     if use_uniform_kv_cache(groups, cache_dtype):
-        layout = "uniform"
         kv_caches, cross_layers, backend = allocate_uniform_kv_caches(
             kv_cache_config, groups, cache_dtype, device, sizes
         )
         state.get_kv_transfer_group().register_cross_layers_kv_cache(cross_layers, backend)
+        return kv_caches, "uniform"
+    layout: KVCacheLayout
+    if use_hybrid_uniform_kv_cache(kv_cache_config, groups, cache_dtype):
+        layout = "hybrid-uniform"
+        kv_caches = allocate_hybrid_uniform_kv_caches(kv_cache_config, groups, cache_dtype, device, sizes)
     else:
-        if use_hybrid_uniform_kv_cache(kv_cache_config, groups, cache_dtype):
-            layout = "hybrid-uniform"
-            kv_caches = allocate_hybrid_uniform_kv_caches(kv_cache_config, groups, cache_dtype, device, sizes)
-        else:
-            layout = "per-layer"
-            kv_caches = allocate_per_layer_kv_caches(kv_cache_config, attention, device)
-        if state.has_kv_transfer_group():
-            state.get_kv_transfer_group().register_kv_caches(dict(kv_caches))
-    share_and_bind(kv_caches, forward_context, runner_kv_caches, kv_cache_config, attention)
-    return layout
+        layout = "per-layer"
+        kv_caches = allocate_per_layer_kv_caches(kv_cache_config, attention, device)
+    if state.has_kv_transfer_group():
+        state.get_kv_transfer_group().register_kv_caches(dict(kv_caches))
+    return kv_caches, layout

@@ -94,12 +94,17 @@ def allocate_uniform_kv_caches(
     cross_layers = layers_view(
         allocate_pool(total, device), num_layers, spec, group.backend, kernel_block_size, cache_dtype
     )
-    views = {
-        name: cross_layers[index]
+    views = {name: cross_layers[index] for name, index in tensor_indices(kv_cache_config).items()}
+    return views, cross_layers, group.backend
+
+
+def tensor_indices(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Layer name → index of its tensor in `kv_cache_config.kv_cache_tensors`."""
+    return {
+        name: index
         for index, tensor in enumerate(kv_cache_config.kv_cache_tensors)
         for name in tensor.shared_by
     }
-    return views, cross_layers, group.backend
 
 
 def pool_bytes(kv_cache_config: KVCacheConfig, page_size_bytes: int) -> int:

@@ -121,22 +121,29 @@ def _make_tile(
     holds_token = key_positions < seq_lens[:, None]
     visible = _visible(query_positions, key_positions, common.causal, sliding_window) & holds_token[:, None]
 
-    columns = first_block[:, None] + np.arange(width)
-    is_padding = np.arange(width) >= num_blocks[:, None]
-    # The table may be narrower than the padded tile.
-    columns = np.where(is_padding, 0, columns)
-    rows, cols = torch.from_numpy(requests).to(device), torch.from_numpy(columns).to(device)
-    block_ids = common.block_table[rows[:, None], cols].to(torch.int64)
-    block_ids.masked_fill_(torch.from_numpy(is_padding).to(device), 0)
     tokens = (starts[requests][:, None] + np.arange(query_len)).ravel()
     request, slot = (torch.from_numpy(index).to(device) for index in np.nonzero(~holds_token))
     return Tile(
         tokens=torch.from_numpy(tokens).to(device),
         num_reqs=len(requests),
-        block_ids=block_ids.flatten(),
+        block_ids=_block_ids(common.block_table, requests, first_block, num_blocks),
         visible=torch.from_numpy(visible[:, None]).to(device),
         padding=(request, slot),
     )
+
+
+def _block_ids(
+    block_table: torch.Tensor, requests: Int64Array, first_block: Int64Array, num_blocks: Int64Array
+) -> torch.Tensor:
+    """Select `num_blocks` entries of each request's row from `first_block` on, padded to the longest with block 0."""
+    index = np.arange(num_blocks.max())
+    is_padding = index >= num_blocks[:, None]
+    # Padding may lie beyond the table.
+    columns = np.where(is_padding, 0, first_block[:, None] + index)
+    rows, cols, padding = (
+        torch.from_numpy(array).to(block_table.device) for array in (requests[:, None], columns, is_padding)
+    )
+    return block_table[rows, cols].to(torch.int64).masked_fill(padding, 0).flatten()
 
 
 def _visible(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -107,6 +108,31 @@ def test_other_threads_see_the_connector(connector):
     thread.start()
     thread.join(timeout=10)
     assert seen == [connector]
+
+
+AT_EXIT = """
+from kvferry.runner_mixin import KVConnectorModelRunnerMixin, state
+
+class Connector:
+    def shutdown(self):
+        print("shut down")
+
+class Runner(KVConnectorModelRunnerMixin):
+    def __del__(self):
+        self.ensure_kv_transfer_shutdown()
+        self.ensure_kv_transfer_shutdown()
+
+runner = Runner()
+runner.itself = runner
+state.install_kv_transfer_group(Connector())
+"""
+
+
+def test_shutdown_is_harmless_while_python_ends():
+    """The runner is garbage only when modules are being taken down."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout in ("shut down\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
