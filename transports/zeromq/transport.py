@@ -98,7 +98,8 @@ class ZeroMQTransport(Transport):
         return self._node().connect(Address.parse(address), timeout_s)
 
     def disconnect(self, peer_id: int) -> None:
-        self._node().disconnect(peer_id)
+        for node in self._nodes:
+            node.disconnect(peer_id)
 
     def send(self, peer_id: int, message: bytes) -> None:
         node = self._node()

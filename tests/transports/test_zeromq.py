@@ -1,0 +1,31 @@
+"""The `zeromq` transport keeps every promise of a transport, on plaintext and encrypted connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvferry.transports import Transport
+from kvferry.transports.testing import TransportConformance
+from kvferry.transports.zeromq import ZeroMQTransport
+
+Create = Callable[[Mapping[str, object]], Transport]
+
+
+class TestZeroMQ(TransportConformance):
+    @pytest.fixture
+    def create(self) -> Create:
+        return ZeroMQTransport
+
+
+class TestEncryptedZeroMQ(TransportConformance):
+    @pytest.fixture
+    def create(self, tmp_path: Path) -> Create:
+        secret = tmp_path / "secret"
+        secret.write_text("a secret of more than sixteen bytes")
+        secret.chmod(0o600)
+        common = {"curve": "on", "shared_secret_file": str(secret)}
+        return lambda options: ZeroMQTransport({**common, **options})
