@@ -177,5 +177,5 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(metadata, FlashInferMetadata):
             raise TypeError(f"the FLASHINFER backend needs its own metadata, got {type(metadata).__name__}")
         wrapper = metadata.planned(params, query.dtype, kv_cache.dtype)
-        out: torch.Tensor = wrapper.run(query, kv_cache)
+        out: torch.Tensor = wrapper.run(query.contiguous(), kv_cache)
         return out

@@ -172,7 +172,7 @@ def attend_tile(
     key = _gather(kv_cache[:, 0], tile).to(query.dtype)
     value = _gather(kv_cache[:, 1], tile).to(query.dtype)
     # Heads of one group share keys: they become rows of the query, or keys are broadcast. Never copied.
-    rows = query.view(tile.num_reqs, -1, params.num_kv_heads, _group_size(params), params.head_size)
+    rows = query.reshape(tile.num_reqs, -1, params.num_kv_heads, _group_size(params), params.head_size)
     if rows.shape[1] == 1:
         out = _attention(rows[:, 0], key, value, tile.visible, params)
     else:

@@ -81,6 +81,8 @@ class Cache:
         builder = TorchMetadataBuilder(group, self.kernel_block, CPU, torch.empty(0, dtype=torch.int8))
         metadata = build_attn_metadata([builder], batch, [table], [compute_slot_mapping(table, batch, BLOCK)])
         flat = [torch.cat([self.data[r][i][a:b] for r, (a, b) in work.items()]) for i in range(3)]
+        # Heads before tokens in memory, as models hand them over.
+        flat = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in flat]
         with set_forward_context(ForwardContext({layer.name: layer}, metadata)):
             out = layer.forward(*flat)
         return dict(zip(requests, out.split([b - a for a, b in spans]), strict=True))
