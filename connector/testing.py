@@ -26,13 +26,17 @@ _POLL_S = 0.001
 
 @dataclass
 class Request:
-    """A request as an engine's scheduler holds it."""
+    """A request as an engine's scheduler holds it. Its prompt counts from 0."""
 
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None = None
     num_computed_tokens: int = 0
     finish_reason: str | None = None
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return range(self.num_prompt_tokens)
 
 
 @dataclass(frozen=True)

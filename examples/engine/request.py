@@ -82,6 +82,10 @@ class Request:
         return f"<Request {self.request_id} {self.status.value} {self.num_computed_tokens}/{self.num_tokens}>"
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.source.prompt_token_ids
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.source.prompt_token_ids)
 

@@ -1,0 +1,90 @@
+"""The example that an author starts from: it runs by itself, and keeps a connector's promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.transports.errors import ConfigurationError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_connector.py"
+SHAPE = CacheShape(layout="per-layer")
+
+
+@contextmanager
+def node(folder: Path, model: str = "tiny", **more: Any) -> Iterator[ModelFreeNode]:
+    config = engine_config(
+        "FileConnector",
+        model=model,
+        kv_connector_module_path="custom_connector",
+        kv_connector_extra_config={"folder": str(folder), **more},
+    )
+    with ModelFreeNode(config, SHAPE) as made:
+        yield made
+
+
+def test_it_runs_by_itself() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "saved 4 blocks to 1 file; held blocks: 0",
+        "loaded 16 of 18 tokens; bytes identical: yes",
+    ]
+
+
+def test_only_missing_blocks_are_loaded(tmp_path: Path) -> None:
+    with node(tmp_path) as first:
+        blocks, _ = first.prefill("a", 18, seed=1)
+        expected = first.contents(blocks[:4])
+        first.step()
+        assert sorted(first.free_blocks) == list(range(1, SHAPE.num_blocks))
+    with node(tmp_path) as second:
+        cached = second.allocate(8)
+        before = second.contents(cached)
+        table, num_tokens = second.start_load(Request("b", 18), cached)
+        second.step()
+        assert num_tokens == 8
+        assert torch.equal(second.contents(table[2:4]), expected[:, 2:])
+        assert torch.equal(second.contents(cached), before)
+
+
+def test_another_prompt_or_model_finds_nothing(tmp_path: Path) -> None:
+    with node(tmp_path) as first:
+        first.prefill("a", 18)
+        first.step()
+        assert first.scheduler.get_num_new_matched_tokens(Request("b", 22), 0) == (0, False)
+    with node(tmp_path, model="another") as second:
+        assert second.scheduler.get_num_new_matched_tokens(Request("b", 18), 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"PK\x03\x04 no")]
+)
+def test_a_file_that_cannot_be_read_is_a_failed_load(tmp_path: Path, damage: Any) -> None:
+    with node(tmp_path) as first:
+        first.prefill("a", 18)
+        first.step()
+        table, _ = first.start_load(Request("b", 18))
+        for name in os.listdir(tmp_path):
+            damage(tmp_path / name)
+        first.step()
+        assert first.invalid_block_ids == set(table[:4])
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="one option, folder"), node(Path()):
+        pass
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="one option, folder"), node(tmp_path, colour="red"):
+        pass
