@@ -16,7 +16,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-pytest.register_assert_rewrite("kvferry.transports.testing", "kvferry.connector.testing")
+pytest.register_assert_rewrite(
+    "kvferry.connector.testing",
+    "kvferry.transports._harness",
+    "kvferry.transports._peer_promises",
+    "kvferry.transports._read_promises",
+)
 
 #: For how long threads may finish and children may be reaped after the test's own tear-down.
 GRACE_S = 3.0

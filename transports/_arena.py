@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 
-from ._memory import HUGE_PAGE_BYTES, advise, prefault, require_available
+from ._memory import HUGE_PAGE_BYTES, FileMapping, Memory, advise, prefault, require_available
 from .errors import BackendUnavailableError, ConfigurationError, ProtocolError
 
 __all__ = ["SharedFile", "map_received"]
@@ -26,7 +26,7 @@ class SharedFile:
     """An unnamed, zeroed, pre-faulted file in memory, mapped here for writing.
 
     Attributes:
-        mapping: All of it. The memory lives as long as this or a view of it.
+        mapping: All of it. The memory lives as long as this or a view of it, with or without the descriptor.
         descriptor: Read-only, for peers.
     """
 
@@ -42,8 +42,9 @@ class SharedFile:
         try:
             # A whole number of huge pages, or the last part of a large file could not be one.
             granule = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
-            os.ftruncate(writable, -(-num_bytes // granule) * granule)
-            self.mapping = mmap.mmap(writable, 0)
+            file_bytes = -(-num_bytes // granule) * granule
+            os.ftruncate(writable, file_bytes)
+            self.mapping = FileMapping(writable, file_bytes, mmap.PROT_READ | mmap.PROT_WRITE).memory
             _populate(self.mapping)
             _seal(writable)
             self.descriptor = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
@@ -68,7 +69,7 @@ def _create(name: str) -> int:
         ) from error
 
 
-def _populate(mapping: mmap.mmap) -> None:
+def _populate(mapping: Memory) -> None:
     if len(mapping) < HUGE_PAGE_BYTES:
         prefault(mapping)
         return
@@ -93,7 +94,7 @@ def _seal(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
 
 
-def map_received(descriptor: int, num_bytes: int) -> mmap.mmap:
+def map_received(descriptor: int, num_bytes: int) -> FileMapping:
     """Map a peer's file for reading. The caller still closes the descriptor.
 
     Args:
@@ -109,6 +110,6 @@ def map_received(descriptor: int, num_bytes: int) -> mmap.mmap:
             raise ProtocolError("the peer's shared memory is not sealed: it could shrink under us")
         if size < num_bytes:
             raise ProtocolError(f"the peer's shared memory has {size} bytes, not {num_bytes}")
-        return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except (OSError, ValueError, OverflowError) as error:
+        return FileMapping(descriptor, num_bytes, mmap.PROT_READ)
+    except OSError as error:
         raise ProtocolError(f"the peer's shared memory cannot be mapped: {error}") from error

@@ -1,12 +1,14 @@
-"""Mapped memory: arenas and guard tables over an `mmap`, and the words of a peer's table."""
+"""Mapped memory: arenas and guard tables over a mapping, and the words of a peer's table."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import weakref
 
 import numpy as np
+import numpy.typing as npt
 
 from ._copy import load_word, store_word
 from .base import Arena, GuardTable
@@ -17,7 +19,9 @@ __all__ = [
     "HUGE_PAGE_BYTES",
     "MAX_GUARD_VALUE",
     "WORD_BYTES",
+    "FileMapping",
     "MappedArena",
+    "Memory",
     "WordTable",
     "address_of",
     "advise",
@@ -38,14 +42,50 @@ _ADVISE_STEP_BYTES = 256 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+Memory = mmap.mmap | ctypes.Array[ctypes.c_ubyte]
 
 
-def address_of(mapping: mmap.mmap) -> int:
-    """The virtual address of a mapping, also of a read-only one."""
-    return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+class FileMapping:
+    """A file mapped into this process. Unlike an `mmap.mmap` it keeps no descriptor open.
+
+    Attributes:
+        memory: The bytes. They stay mapped until `close`, or until nobody refers to them any more.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int, protection: int) -> None:
+        """Map the first `num_bytes` bytes, shared.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        self.memory: Memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+        self._unmap = weakref.finalize(self.memory, _libc.munmap, address, num_bytes)
+        self._unmap.atexit = False  # views may be in use until the very end
+
+    def close(self) -> None:
+        """Unmap now. Nobody may hold a view."""
+        self._unmap()
 
 
-def advise(mapping: mmap.mmap, advice: int) -> None:
+def address_of(mapping: Memory) -> int:
+    """The virtual address of a mapping."""
+    return int(_bytes_of(mapping).ctypes.data)
+
+
+def _bytes_of(mapping: Memory) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(memoryview(mapping), dtype=np.uint8)
+
+
+def advise(mapping: Memory, advice: int) -> None:
     """Give the kernel advice about all of a mapping, without the GIL (which `mmap.madvise` holds).
 
     Raises:
@@ -58,7 +98,7 @@ def advise(mapping: mmap.mmap, advice: int) -> None:
             raise OSError(error, os.strerror(error))
 
 
-def prefault(mapping: mmap.mmap) -> None:
+def prefault(mapping: Memory) -> None:
     """Give every page of a writable, still zeroed mapping its memory now.
 
     The first touch of shared memory costs tens of times a warm copy, and belongs to the start of a node.
@@ -71,7 +111,7 @@ def prefault(mapping: mmap.mmap) -> None:
     except OSError as error:
         if error.errno != 22:  # EINVAL: a kernel before 5.14
             raise
-        np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+        _bytes_of(mapping)[:: mmap.PAGESIZE] = 0
 
 
 def require_available(num_bytes: int) -> None:
@@ -95,8 +135,8 @@ def require_available(num_bytes: int) -> None:
 class MappedArena(Arena):
     """The first `num_bytes` bytes of a mapping, which lives as long as the arena or a view of it."""
 
-    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
-        self._buffer = memoryview(mapping)[:num_bytes]
+    def __init__(self, mapping: Memory, num_bytes: int) -> None:
+        self._buffer = _bytes_of(mapping).data[:num_bytes]  # numpy's view has format `B`, unlike ctypes' own
         self._segment = Segment(address_of(mapping), num_bytes)
 
     @property
@@ -111,7 +151,7 @@ class MappedArena(Arena):
 class WordTable(GuardTable):
     """A guard table at the start of a writable mapping."""
 
-    def __init__(self, mapping: mmap.mmap, num_guards: int) -> None:
+    def __init__(self, mapping: Memory, num_guards: int) -> None:
         self.num_guards = num_guards
         self._mapping = mapping  # keeps the words mapped
         self.address = address_of(mapping)

@@ -122,9 +122,9 @@ class RemoteMemory:
         self.num_guards = hello.num_guards
         sizes = [_needed_bytes(hello, index) for index in range(hello.num_files)]
         self._guard_mapping = map_received(descriptors[0], hello.num_guards * WORD_BYTES)
-        self._guard_address = address_of(self._guard_mapping)
+        self._guard_address = address_of(self._guard_mapping.memory)
         self._mappings = [map_received(fd, size) for fd, size in zip(descriptors[1:], sizes, strict=True)]
-        bases = [address_of(mapping) for mapping in self._mappings]
+        bases = [address_of(mapping.memory) for mapping in self._mappings]
         self.pool = Pool(
             Segment(s.start if s.file == FOREIGN else bases[s.file] + s.start, s.num_bytes)
             for s in hello.segments

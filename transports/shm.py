@@ -350,6 +350,8 @@ class SharedMemoryTransport(Transport):
         if self._poller.is_closed:
             return
         self._copier.close()
+        # Before the peers hear of it: what they still copy is not promised any more.
+        self._memory.close()
         for listener in self._listeners:
             listener.close()
         for greeting in self._greetings.values():
@@ -357,7 +359,8 @@ class SharedMemoryTransport(Transport):
         for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
             peer.connection.close()
             peer.memory.close()
-        self._memory.close()
+        self._greetings.clear()
+        self._peers.clear()
         self._poller.close()
 
 

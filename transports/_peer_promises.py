@@ -1,0 +1,202 @@
+"""Half of the conformance suite (see `testing`): messages, peers, the owner's loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ._harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
+from .base import MAX_MESSAGE_BYTES, MessageReceived, PeerLost, TransferEnded
+from .errors import (
+    BackpressureError,
+    ConfigurationError,
+    PeerLostError,
+    ProtocolError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+
+__all__ = ["LoopPromises", "MessagePromises", "PeerPromises"]
+
+
+class MessagePromises:
+    """`send`: whole, in order, bounded."""
+
+    def test_messages_keep_their_order_both_ways(self, world: World, link: Link) -> None:
+        sizes = [1, 0, 17, 100_000, 2, MAX_MESSAGE_BYTES, 3, 5000]
+        sent = [bytes([index]) * size for index, size in enumerate(sizes)]
+        for message in sent:
+            link.consumer.transport.send(link.producer_id, message)
+            link.producer.transport.send(link.consumer_id, message[::-1])
+            # Each is drained at once: what may wait is bounded, and this is not about that.
+            count = sent.index(message) + 1
+            world.serve(lambda: len(link.producer.messages(link.consumer_id)) >= count)  # noqa: B023
+            world.serve(lambda: len(link.consumer.messages(link.producer_id)) >= count)  # noqa: B023
+        assert link.producer.messages(link.consumer_id) == sent
+        assert link.consumer.messages(link.producer_id) == [message[::-1] for message in sent]
+
+    def test_many_messages_at_once_keep_their_order(self, world: World, link: Link) -> None:
+        sent = [str(number).encode() for number in range(2000)]
+        for message in sent:
+            link.consumer.transport.send(link.producer_id, message)
+        world.serve(lambda: len(link.producer.messages(link.consumer_id)) == len(sent))
+        assert link.producer.messages(link.consumer_id) == sent
+
+    def test_an_oversized_message_is_refused_and_harms_nothing(self, world: World, link: Link) -> None:
+        with pytest.raises(ProtocolError):
+            link.consumer.transport.send(link.producer_id, bytes(MAX_MESSAGE_BYTES + 1))
+        link.consumer.transport.send(link.producer_id, b"fine")
+        world.serve(lambda: link.producer.messages(link.consumer_id) == [b"fine"])
+
+    def test_a_peer_that_does_not_drain_is_noticed(self, world: World, link: Link) -> None:
+        """What waits is bounded, and what was accepted still arrives."""
+        message = bytes(1 << 20)
+        num_sent = _send_until_refused(link, message, limit=256)
+        world.serve(lambda: len(link.producer.messages(link.consumer_id)) == num_sent)
+        link.consumer.transport.send(link.producer_id, b"again")
+        world.serve(lambda: link.producer.messages(link.consumer_id)[-1] == b"again")
+
+
+class PeerPromises:
+    """`listen`, `start_connect`, `disconnect`, and peers that go."""
+
+    def test_several_peers_are_told_apart(self, world: World) -> None:
+        producer = world.node(PAGE)
+        links = [world.link(producer, world.node(PAGE)) for _ in range(3)]
+        for number, link in enumerate(links):
+            link.consumer.transport.send(link.producer_id, b"from %d" % number)
+            producer.transport.send(link.consumer_id, b"to %d" % number)
+        world.serve(lambda: len(producer.of_type(MessageReceived)) == 3)
+        for number, link in enumerate(links):
+            assert producer.messages(link.consumer_id) == [b"from %d" % number]
+            world.serve(lambda: bool(link.consumer.of_type(MessageReceived)))  # noqa: B023
+            assert link.consumer.messages(link.producer_id) == [b"to %d" % number]
+
+    def test_one_address_serves_many(self, world: World) -> None:
+        producer, address = world.node(PAGE), ""
+        address = producer.transport.listen(address)
+        consumers = [world.node(PAGE) for _ in range(4)]
+        for consumer in consumers:
+            consumer.transport.start_connect(address, timeout_s=DEADLINE_S)
+        world.serve(lambda: all(consumer.history for consumer in consumers) and len(producer.history) == 4)
+
+    def test_connecting_to_nobody_ends_in_time(self, world: World) -> None:
+        gone = world.node(PAGE)
+        address = gone.transport.listen("")
+        world.forget(gone)
+        node = world.node(PAGE)
+        began = time.monotonic()
+        peer_id = node.transport.start_connect(address, timeout_s=1.0)
+        world.serve(lambda: bool(node.history))
+        assert time.monotonic() - began < 5.0
+        (lost,) = node.of_type(PeerLost)
+        assert lost.peer_id == peer_id
+        assert isinstance(lost.error, (PeerLostError, TransferTimeoutError))
+
+    @pytest.mark.parametrize("address", ["", "nonsense", "gopher://somewhere", "://"])
+    def test_a_malformed_address_is_refused(self, world: World, address: str) -> None:
+        with pytest.raises(ConfigurationError):
+            world.node(PAGE).transport.start_connect(address, timeout_s=1.0)
+
+    def test_an_address_is_taken_once(self, world: World) -> None:
+        address = world.node(PAGE).transport.listen("")
+        with pytest.raises(ConfigurationError, match="in use"):
+            world.node(PAGE).transport.listen(address)
+
+    def test_disconnect_is_told_to_the_other_side_only(self, world: World, link: Link) -> None:
+        link.consumer.transport.disconnect(link.producer_id)
+        link.consumer.transport.disconnect(link.producer_id)
+        link.consumer.transport.disconnect(123456)
+        world.serve(lambda: bool(link.producer.of_type(PeerLost)))
+        world.serve_quietly()
+        assert [lost.peer_id for lost in link.producer.of_type(PeerLost)] == [link.consumer_id]
+        assert not link.consumer.of_type(PeerLost)
+        for node, peer_id in ((link.consumer, link.producer_id), (link.producer, link.consumer_id)):
+            with pytest.raises(PeerLostError):
+                node.transport.send(peer_id, b"anyone?")
+
+    def test_disconnect_ends_reads_once(self, world: World, link: Link) -> None:
+        ids = _start_reads(link, 8)
+        link.consumer.transport.disconnect(link.producer_id)
+        world.serve(lambda: len(link.consumer.of_type(TransferEnded)) >= len(ids))
+        world.serve_quietly()
+        ended = link.consumer.of_type(TransferEnded)
+        assert sorted(event.transfer_id for event in ended) == ids
+        assert all(event.error is None or isinstance(event.error, TransportClosedError) for event in ended)
+        assert not link.consumer.of_type(PeerLost)
+
+    def test_reads_end_before_their_peer_is_lost(self, world: World, link: Link) -> None:
+        ids = _start_reads(link, 8)
+        link.producer.transport.send(link.consumer_id, b"farewell")
+        world.forget(link.producer)
+        world.serve(lambda: bool(link.consumer.of_type(PeerLost)))
+        world.serve_quietly()
+        assert isinstance(link.consumer.history[-1], PeerLost)
+        assert isinstance(link.consumer.history[-1].error, PeerLostError)
+        ended = link.consumer.of_type(TransferEnded)
+        assert sorted(event.transfer_id for event in ended) == ids
+        allowed = (PeerLostError, StaleRegionError)  # a guard table may be cleared before the socket closes
+        assert all(event.error is None or isinstance(event.error, allowed) for event in ended)
+
+
+class LoopPromises:
+    """`wait_events`, `wake`, `close`."""
+
+    def test_waiting_ends_without_events(self, world: World) -> None:
+        transport = world.node(PAGE).transport
+        assert transport.wait_events(0) == []
+        began = time.monotonic()
+        assert transport.wait_events(0.05) == []
+        assert time.monotonic() - began >= 0.04
+
+    def test_wake_before_waiting_is_not_lost(self, world: World) -> None:
+        transport = world.node(PAGE).transport
+        transport.wake()
+        began = time.monotonic()
+        transport.wait_events(DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S / 2
+
+    def test_any_thread_may_wake(self, world: World) -> None:
+        transport = world.node(PAGE).transport
+        waker = threading.Timer(0.05, transport.wake)
+        waker.start()
+        began = time.monotonic()
+        transport.wait_events(DEADLINE_S)
+        waker.join()
+        assert time.monotonic() - began < DEADLINE_S / 2
+
+    def test_closing_twice_is_harmless_and_final(self, world: World, link: Link) -> None:
+        transport = link.consumer.transport
+        _start_reads(link, 4)
+        world.forget(link.consumer)
+        transport.close()
+        transport.wake()
+        transport.disconnect(link.producer_id)
+        for call in (
+            lambda: transport.wait_events(0),
+            lambda: transport.send(link.producer_id, b"x"),
+            lambda: transport.listen(""),
+            lambda: transport.allocate(PAGE),
+            lambda: transport.start_read(link.producer_id, pairs_of((0, 0, 1)), HELD, timeout_s=1),
+        ):
+            with pytest.raises(TransportClosedError):
+                call()
+        world.serve(lambda: bool(link.producer.of_type(PeerLost)))
+
+
+def _send_until_refused(link: Link, message: bytes, limit: int) -> int:
+    for num_sent in range(limit):
+        try:
+            link.consumer.transport.send(link.producer_id, message)
+        except BackpressureError:
+            return num_sent
+    pytest.fail(f"{limit} messages of {len(message)} bytes were accepted without being taken")
+
+
+def _start_reads(link: Link, count: int) -> list[int]:
+    pairs = pairs_of((0, 0, POOL_BYTES))
+    start = link.consumer.transport.start_read
+    return [start(link.producer_id, pairs, HELD, timeout_s=DEADLINE_S) for _ in range(count)]
