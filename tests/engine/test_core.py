@@ -1,0 +1,213 @@
+"""The engine computes what transformers computes, however the work is cut up, and gives back what it took."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.testing import FAMILIES
+from kvferry.transports.errors import ConfigurationError
+
+Reference = Callable[[str, Sequence[int], int], list[int]]
+
+
+def _prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(256) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(family: str, make_node: Any, reference: Reference) -> None:
+    """One token, a block and its neighbours, several chunks, windows that slide: all at once, in a tight pool."""
+    node = make_node(family, num_blocks=60, max_model_len=120)
+    prompts = _prompts(1, [1, 3, 4, 5, 16, 17, 40, 60])
+    for index, prompt in enumerate(prompts):
+        node.add(f"r{index}", prompt, max_tokens=24)
+    node.run()
+    for index, prompt in enumerate(prompts):
+        assert node.tokens(f"r{index}") == reference(family, prompt, 24), f"prompt of {len(prompt)} tokens"
+    assert node.is_whole
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("block_size", [1, 7, 32])
+def test_chunks_and_blocks_of_any_size_give_the_same_answer(
+    chunk: int, block_size: int, make_node: Any, reference: Reference
+) -> None:
+    node = make_node("gemma3", max_num_batched_tokens=chunk, max_num_seqs=1, block_size=block_size)
+    (prompt,) = _prompts(2, [37])
+    assert node.answer(prompt, max_tokens=12) == reference("gemma3", prompt, 12)
+
+
+def test_preempted_requests_give_the_same_answers(make_node: Any, reference: Reference) -> None:
+    node = make_node(num_blocks=20, max_model_len=60)
+    prompts = _prompts(3, [12] * 5)
+    for index, prompt in enumerate(prompts):
+        node.add(f"r{index}", prompt, max_tokens=30)
+    node.run()
+    assert [node.tokens(f"r{i}") for i in range(5)] == [reference("llama", p, 30) for p in prompts]
+    assert node.core.stats().num_preemptions > 0
+    assert node.is_whole
+
+
+def test_cached_prefixes_are_not_computed_again_and_change_nothing(
+    make_node: Any, reference: Reference
+) -> None:
+    node = make_node()
+    (prompt,) = _prompts(4, [30])
+    assert node.answer(prompt, max_tokens=8) == node.answer(prompt, max_tokens=8)
+    assert node.last("q1").metrics.num_cached_tokens == 28
+    longer = [*prompt, *reference("llama", prompt, 7), 5]
+    assert node.answer(longer, max_tokens=8) == reference("llama", longer, 8)
+    assert node.last("q2").metrics.num_cached_tokens == 36
+
+
+def test_prefix_caching_can_be_switched_off(make_node: Any) -> None:
+    node = make_node(enable_prefix_caching=False)
+    (prompt,) = _prompts(4, [30])
+    assert node.answer(prompt, max_tokens=8) == node.answer(prompt, max_tokens=8)
+    assert node.last("q1").metrics.num_cached_tokens == 0
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_company_and_after_a_preemption(make_node: Any) -> None:
+    (prompt, *others) = _prompts(5, [12] * 5)
+    seeded = {"temperature": 1.0, "seed": 11, "max_tokens": 30}
+    alone = make_node().answer(prompt, **seeded)
+    node = make_node(num_blocks=20, max_model_len=60)
+    for index, other in enumerate(others):
+        node.add(f"o{index}", other, temperature=1.0, seed=index, max_tokens=30)
+    node.add("seeded", prompt, **seeded)
+    node.run()
+    assert node.tokens("seeded") == alone
+    assert node.last("seeded").metrics.num_preemptions > 0
+
+
+def test_an_answer_ends_at_max_tokens_at_the_longest_sequence_at_the_end_token_and_at_stop(
+    make_node: Any,
+) -> None:
+    node = make_node(max_model_len=50)
+    (prompt,) = _prompts(6, [10])
+    whole = node.answer(prompt, max_tokens=1000)
+    assert (len(whole), node.last("q0").finish_reason) == (40, "length")
+    assert len(node.answer(prompt, max_tokens=3)) == 3
+    text = node.text("q0")
+    stop = text[4:7]
+    node.answer(prompt, max_tokens=30, stop=("never", stop))
+    assert node.text("q2") == text[: text.index(stop)]
+    assert node.last("q2").finish_reason == "stop"
+
+
+def test_the_end_token_ends_an_answer_unless_told_otherwise(make_node: Any) -> None:
+    node = make_node()
+    node.core.parts.loaded.model.lm_head.weight[256] = 100.0  # whatever came, the end follows or its opposite
+    answers = [node.answer([n, n + 1], max_tokens=6, ignore_eos=False) for n in range(0, 40, 4)]
+    ended = [answer for answer in answers if answer[-1] == 256]
+    assert ended
+    assert all(256 not in answer[:-1] for answer in answers)
+    index = next(i for i, answer in enumerate(answers) if answer[-1] == 256)
+    assert node.last(f"q{index}").finish_reason == "stop"
+    assert len(node.answer([4 * index, 4 * index + 1], max_tokens=6)) == 6
+
+
+def test_an_aborted_request_ends_with_its_blocks_free(make_node: Any) -> None:
+    node = make_node()
+    for steps in (0, 1, 4):
+        node.add("a", range(50), max_tokens=100)
+        for _ in range(steps):
+            node.step()
+        node.abort("a")
+        assert node.last("a").finish_reason == "abort"
+        assert node.is_whole
+    node.abort("a")
+
+
+def test_metrics_of_a_request(make_node: Any) -> None:
+    node = make_node()
+    node.answer(range(9), max_tokens=5)
+    first, last = node.outputs["q0"][0].metrics, node.last("q0").metrics
+    assert (last.num_prompt_tokens, last.num_output_tokens) == (9, 5)
+    assert 0 < first.ttft_s == last.ttft_s
+    assert last.transfer is None
+    stats = node.core.stats()
+    assert (stats.num_prompt_tokens, stats.num_output_tokens, stats.num_finished) == (9, 5, {"length": 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "param"),
+    [
+        ([], InvalidRequestError, "prompt"),
+        ([257], InvalidRequestError, "prompt"),
+        ([-1], InvalidRequestError, "prompt"),
+        ([1] * 50, PromptTooLongError, "prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(
+    prompt: list[int], error: type[InvalidRequestError], param: str, make_node: Any
+) -> None:
+    node = make_node(max_model_len=50)
+    with pytest.raises(error) as refused:
+        node.add("a", prompt)
+    assert refused.value.param == param
+    assert not node.core.has_work
+
+
+def test_the_longest_prompt_is_served(make_node: Any) -> None:
+    node = make_node(max_model_len=50)
+    assert len(node.answer([1] * 49, max_tokens=10)) == 1
+
+
+def test_an_id_in_use_is_refused_and_can_be_used_again_later(make_node: Any) -> None:
+    node = make_node()
+    node.add("a", [1], max_tokens=3)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        node.add("a", [2])
+    node.run()
+    node.add("a", [2], max_tokens=3)
+    node.run()
+
+
+def test_sequences_are_shortened_to_the_pool_unless_their_length_was_asked_for(make_node: Any) -> None:
+    assert make_node(num_blocks=11).core.max_model_len == 40
+    with pytest.raises(ConfigurationError) as error:
+        make_node(num_blocks=11, max_model_len=41)
+    assert error.value.key == "max_model_len"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 513}, "trained for 512"),
+        ({"device": "cuda:77"}, "CUDA devices"),
+        ({"device": "tpu"}, "tpu"),
+        ({"model": "/nowhere"}, "never downloaded"),
+        ({"connector": "NoSuchConnector", "role": "kv_both"}, "NoSuchConnector"),
+        (
+            {
+                "connector": "inproc",
+                "role": "kv_both",
+                "options": {"kv_connector_extra_config": {"speed": 9}},
+            },
+            "speed",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told_by_name_and_leaves_nothing(
+    settings: dict[str, Any], message: str, make_node: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_node(**settings)
+    assert make_node().answer([1, 2, 3], max_tokens=2)
+
+
+def test_a_model_with_another_kind_of_layer_is_refused(
+    make_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(LlamaConfig, "layer_types", ["linear_attention"] * 3, raising=False)
+    with pytest.raises(ConfigurationError, match="linear_attention"):
+        make_node()

@@ -1,0 +1,202 @@
+"""The engine as a server sees it: asyncio on one side, a thread that steps on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from engine.settings import EngineSettings
+from engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.connector.config import KVTransferConfig
+from kvferry.transports.errors import ConnectorError
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def engine(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
+    engine = Engine(_settings(tiny_model))
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def _settings(tiny_model: Callable[[str], Path], **more: Any) -> EngineSettings:
+    return EngineSettings(
+        model=str(tiny_model("llama")),
+        block_size=4,
+        num_blocks=120,
+        max_model_len=400,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        **more,
+    )
+
+
+def _request(request_id: str, *prompt: int, params: Any = None, **sampling: Any) -> GenerationRequest:
+    settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    return GenerationRequest(request_id, prompt, SamplingParams(**settings), params)
+
+
+async def _all(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def _is_whole(engine: Engine) -> bool:
+    stats = engine.stats()
+    return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
+
+
+def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
+    outputs = asyncio.run(_all(engine.generate(_request("a", 1, 2, 3, max_tokens=8))))
+    assert [len(output.new_token_ids) for output in outputs] == [1] * 8
+    assert [output.finish_reason for output in outputs] == [None] * 7 + ["length"]
+    token_ids = [token for output in outputs for token in output.new_token_ids]
+    text = "".join(output.text_delta for output in outputs)
+    assert text == engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert _is_whole(engine)
+
+
+def test_many_at_once_each_get_their_own(engine: Engine) -> None:
+    async def run() -> list[list[RequestOutput]]:
+        requests = [_request(f"r{i}", i, i + 1, max_tokens=6) for i in range(12)]
+        return await asyncio.gather(*[_all(engine.generate(request)) for request in requests])
+
+    for index, outputs in enumerate(asyncio.run(run())):
+        assert {output.request_id for output in outputs} == {f"r{index}"}
+        assert outputs[-1].metrics.num_output_tokens == 6
+    assert _is_whole(engine)
+
+
+def test_closing_the_generator_aborts_the_request(engine: Engine) -> None:
+    async def run() -> None:
+        outputs = engine.generate(_request("a", *range(50), max_tokens=300))
+        await anext(outputs)
+        await outputs.aclose()
+        await _until(lambda: _is_whole(engine))
+
+    asyncio.run(run())
+    assert engine.stats().num_finished == {"abort": 1}
+
+
+def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(_all(engine.generate(_request("a", *range(50), max_tokens=300))))
+        await _until(lambda: engine.stats().num_running == 1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await _until(lambda: _is_whole(engine))
+
+    asyncio.run(run())
+
+
+def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
+    async def run() -> list[RequestOutput]:
+        task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
+        await _until(lambda: engine.stats().num_output_tokens > 0)
+        engine.abort("a")
+        engine.abort("unknown")
+        return await task
+
+    outputs = asyncio.run(run())
+    assert outputs[-1].finish_reason == "abort"
+    assert len(outputs) < 300
+
+
+def test_refusals_are_raised_and_the_engine_goes_on(engine: Engine) -> None:
+    async def run() -> None:
+        with pytest.raises(PromptTooLongError) as too_long:
+            await _all(engine.generate(_request("long", *[1] * 400)))
+        assert (too_long.value.num_prompt_tokens, too_long.value.max_prompt_tokens) == (400, 399)
+        first = engine.generate(_request("a", 1, max_tokens=300))
+        await anext(first)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await _all(engine.generate(_request("a", 2)))
+        await anext(first)
+        await first.aclose()
+        assert len(await _all(engine.generate(_request("b", 1, max_tokens=2)))) == 2
+
+    asyncio.run(run())
+
+
+def test_before_start_and_after_close_nothing_is_served(tiny_model: Callable[[str], Path]) -> None:
+    engine = Engine(_settings(tiny_model))
+    with pytest.raises(EngineDeadError, match="not started"):
+        asyncio.run(_all(engine.generate(_request("a", 1))))
+    assert not engine.stats().healthy
+    engine.start()
+    assert engine.stats().healthy
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        asyncio.run(_all(engine.generate(_request("a", 1))))
+    with pytest.raises(EngineDeadError, match="once"):
+        engine.start()
+
+
+def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None:
+    engine = Engine(_settings(tiny_model))
+    engine.start()
+
+    async def run() -> list[RequestOutput]:
+        task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
+        await _until(lambda: engine.stats().num_output_tokens > 0)
+        await asyncio.to_thread(engine.close)
+        return await task
+
+    assert asyncio.run(run())[-1].finish_reason == "abort"
+
+
+def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_so(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        outputs = engine.generate(_request("a", 1, 2, max_tokens=300))
+        await anext(outputs)
+        core = engine._started()
+        monkeypatch.setattr(core.parts.runner, "_model", None)
+        with pytest.raises(EngineDeadError, match="NoneType"):
+            await _all(outputs)
+        with pytest.raises(EngineDeadError, match="NoneType"):
+            await _all(engine.generate(_request("b", 1)))
+
+    asyncio.run(run())
+    assert not engine.stats().healthy
+    assert "NoneType" in engine.stats().error
+
+
+def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    engine = Engine(_settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both")))
+    engine.start()
+
+    async def run() -> None:
+        for params in ({"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
+            with pytest.raises(ConnectorError):
+                await _all(engine.generate(_request("a", 1, 2, params=params)))
+        outputs = await _all(
+            engine.generate(_request("b", 1, 2, params={"do_remote_decode": True}, max_tokens=1))
+        )
+        assert outputs[-1].kv_transfer_params is not None
+        assert outputs[-1].kv_transfer_params["remote_num_tokens"] == 2
+        assert engine.stats().num_offered == 1
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.close()

@@ -1,0 +1,160 @@
+"""A prefill and a decode engine in one process: the answer is the single node's, and every block comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+LAYOUTS = ["uniform", "per-layer"]
+
+
+@pytest.fixture
+def make_pair(make_node: Any) -> Callable[..., tuple[Any, Any]]:
+    def make(family: str = "llama", connector: str = "inproc", **settings: Any) -> tuple[Any, Any]:
+        return (
+            make_node(family, connector=connector, role="kv_producer", **settings),
+            make_node(family, connector=connector, role="kv_consumer", **settings),
+        )
+
+    return make
+
+
+def _prefill(drive: Any, node: Any, request_id: str, prompt: Sequence[int]) -> Any:
+    node.add(request_id, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    drive(node, until=lambda: node.is_over(request_id))
+    return node.last(request_id).kv_transfer_params
+
+
+def _prompts(lengths: Sequence[int]) -> list[list[int]]:
+    dice = random.Random(8)
+    return [[dice.randrange(256) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("connector", "family"),
+    [("inproc", "llama"), ("inproc", "mistral"), ("inproc", "gemma2"), ("shm", "llama")],
+)
+def test_the_answer_is_the_single_nodes(
+    connector: str, family: str, layout: str, make_pair: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = make_pair(family, connector, layout=layout)
+    prompts = _prompts([1, 3, 4, 5, 16, 17, 33, 60])
+    params = [_prefill(drive, prefill, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    for index, prompt in enumerate(prompts):
+        decode.add(f"r{index}", prompt, max_tokens=20, kv_transfer_params=params[index])
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    for index, prompt in enumerate(prompts):
+        assert decode.tokens(f"r{index}") == reference(family, prompt, 20), f"prompt of {len(prompt)} tokens"
+        assert decode.last(f"r{index}").metrics.num_loaded_tokens == (len(prompt) if len(prompt) > 1 else 0)
+    assert prefill.is_whole
+    assert decode.is_whole
+
+
+def test_one_block_of_all_layers_is_one_region_and_per_layer_it_is_one_a_layer(
+    make_pair: Any, drive: Any
+) -> None:
+    (prompt,) = _prompts([40])
+    regions = {}
+    for layout in LAYOUTS:
+        prefill, decode = make_pair(layout=layout)
+        params = _prefill(drive, prefill, "a", prompt)
+        decode.add("a", prompt, max_tokens=2, kv_transfer_params=params)
+        drive(prefill, decode, until=lambda node=decode: node.is_over("a"))
+        transfer = decode.last("a").metrics.transfer
+        assert (transfer.layout, transfer.num_blocks) == (layout, 10)
+        regions[layout] = (transfer.num_regions, transfer.num_regions_per_layer)
+    assert regions == {"uniform": (1, 3), "per-layer": (3, 3)}
+
+
+def test_blocks_that_are_cached_here_are_not_moved_again(make_pair: Any, drive: Any) -> None:
+    prefill, decode = make_pair()
+    (prompt,) = _prompts([40])
+    for name, expected in (("first", 10), ("second", 4)):
+        variant = prompt if name == "first" else [*prompt[:24], *prompt[:16]]
+        params = _prefill(drive, prefill, name, variant)
+        decode.add(name, variant, max_tokens=2, kv_transfer_params=params)
+        drive(prefill, decode, until=lambda name=name: decode.is_over(name))
+        assert decode.last(name).metrics.transfer.num_blocks == expected
+    assert decode.last("second").metrics.num_cached_tokens == 24
+
+
+def test_a_prompt_that_is_cached_as_a_whole_moves_nothing_and_frees_the_producer(
+    make_pair: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = make_pair()
+    (prompt,) = _prompts([41])
+    decode.answer(prompt, max_tokens=2)
+    params = _prefill(drive, prefill, "a", prompt)
+    assert prefill.core.stats().num_offered == 1
+    decode.add("a", prompt, max_tokens=8, kv_transfer_params=params)
+    drive(prefill, decode, until=lambda: decode.is_over("a") and not prefill.core.has_work)
+    assert decode.tokens("a") == reference("llama", prompt, 8)
+    assert decode.last("a").metrics.transfer is None
+    assert prefill.is_whole
+
+
+def test_preempted_after_its_load_a_request_is_computed_here(
+    make_pair: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = make_pair(num_blocks=24, max_model_len=80)
+    prompts = _prompts([16] * 5)
+    params = [_prefill(drive, prefill, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+    for index, prompt in enumerate(prompts):
+        decode.add(f"r{index}", prompt, max_tokens=24, kv_transfer_params=params[index])
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert [decode.tokens(f"r{i}") for i in range(5)] == [reference("llama", p, 24) for p in prompts]
+    assert decode.core.stats().num_preemptions > 0
+    assert decode.is_whole
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_aborted_at_each_stage_both_sides_are_free(num_steps: int, make_pair: Any, drive: Any) -> None:
+    prefill, decode = make_pair()
+    (prompt,) = _prompts([40])
+    params = _prefill(drive, prefill, "a", prompt)
+    decode.add("a", prompt, max_tokens=50, kv_transfer_params=params)
+    for _ in range(num_steps):
+        decode.step()
+        prefill.step()
+    decode.abort("a")
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert prefill.is_whole
+    assert decode.is_whole
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_offer_that_is_over_is_computed_again_or_failed_by_policy(
+    policy: str, make_pair: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = make_pair(
+        options={
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"lease_s": 0.1, "heartbeat_s": 0.05},
+        }
+    )
+    (prompt,) = _prompts([40])
+    params = _prefill(drive, prefill, "a", prompt)
+    drive(prefill, until=lambda: prefill.is_whole)
+    decode.add("a", prompt, max_tokens=8, kv_transfer_params=params)
+    drive(prefill, decode, until=lambda: decode.is_over("a"))
+    last = decode.last("a")
+    if policy == "recompute":
+        assert decode.tokens("a") == reference("llama", prompt, 8)
+    else:
+        assert (last.finish_reason, last.new_token_ids) == ("error", ())
+        assert "could not be loaded" in last.error
+    assert decode.core.stats().num_failed_transfers == 1
+    assert decode.is_whole
+
+
+def test_a_prefill_that_was_aborted_offers_nothing(make_pair: Any) -> None:
+    prefill, _ = make_pair()
+    prefill.add("a", range(60), max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    prefill.step()
+    prefill.abort("a")
+    assert prefill.last("a").kv_transfer_params is None
+    assert prefill.is_whole
