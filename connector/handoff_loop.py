@@ -30,12 +30,12 @@ __all__ = ["HandoffLoop"]
 
 logger = logging.getLogger(__name__)
 
-#: Longest single wait for events; nothing depends on it, since `wake` ends every wait.
-_MAX_WAIT_S = 60.0
+#: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.
+_MAX_WAIT_S = 1.0
 
 
 class HandoffLoop:
-    """Carries out orders and answers peers, in one thread, until `close`.
+    """Carries out orders and answers peers, in one thread, until `close`, or until the main thread ends without it.
 
     Should the thread die of a bug, peers are shut out, and every handoff, also of later orders, ends as failed:
     the engine goes on without handing over, and nothing waits for ever.
@@ -93,7 +93,8 @@ class HandoffLoop:
             self._outcomes.fail_all(error)
 
     def _serve(self) -> None:
-        while not self._is_closing.is_set():
+        main_thread = threading.main_thread()
+        while not self._is_closing.is_set() and main_thread.is_alive():
             while self._orders:
                 self._driver.carry_out(self._orders.popleft())
             self._driver.turn()

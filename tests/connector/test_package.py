@@ -26,3 +26,15 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_node_that_forgets_to_shut_down_ends_all_the_same() -> None:
+    code = """
+from kvferry.connector.testing import CacheShape, ModelFreeNode, engine_config
+node = ModelFreeNode(engine_config("shm"), CacheShape())
+node.prefill("p", 10)
+node.step()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
