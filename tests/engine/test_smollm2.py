@@ -1,0 +1,75 @@
+"""The default model, as converted: real text, and the tokens that transformers gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.core import EngineCore
+from engine.settings import DEFAULT_MODEL, EngineSettings
+from engine.types import GenerationRequest, SamplingParams
+from engine.weights import LoadedModel, load_model, model_folder
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    "The capital of France is",
+    "A",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea, there lived an old fisherman who " * 6,
+    "One, two, three, four, five, six, seven,",
+]
+NUM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[EngineCore]:
+    core = EngineCore(EngineSettings(num_blocks=128, max_num_batched_tokens=64, num_threads=1))
+    yield core
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> LoadedModel:
+    return load_model(model_folder(DEFAULT_MODEL), torch.float32, torch.device("cpu"), "sdpa")
+
+
+def test_prompts_answered_together_are_answered_as_transformers_does(
+    core: EngineCore, plain: LoadedModel
+) -> None:
+    prompts = {text: tuple(plain.tokenizer.encode(text)) for text in PROMPTS}
+    for text, prompt in prompts.items():
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        core.add(GenerationRequest(text, prompt, sampling), time.monotonic())
+    answers: dict[str, list[int]] = {text: [] for text in PROMPTS}
+    while core.has_work:
+        for output in core.step()[1]:
+            answers[output.request_id] += output.new_token_ids
+    for text, prompt in prompts.items():
+        ids = torch.tensor([prompt])
+        whole = plain.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert answers[text] == whole[0, len(prompt) :].tolist(), text
+    assert plain.tokenizer.decode(answers[PROMPTS[0]]).startswith(" Paris")
+
+
+def test_a_chat_is_answered_and_ends_by_itself(core: EngineCore, plain: LoadedModel) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40)
+    core.add(GenerationRequest("chat", tuple(prompt), sampling), time.monotonic())
+    text, reason = "", None
+    while core.has_work:
+        for output in core.step()[1]:
+            text, reason = text + output.text_delta, output.finish_reason
+    assert "Paris" in text
+    assert "<|im_end|>" not in text
+    assert reason == "stop"
