@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Several nodes share the cores of a machine: a thread that waits for another one must not spin on a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from node.main import main
 

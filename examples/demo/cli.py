@@ -14,13 +14,18 @@ from engine.settings import DEFAULT_MODEL, DTYPES
 __all__ = ["DemoOptions", "parse_arguments"]
 
 DEFAULT_CONNECTOR = "shm"
-DEFAULT_PROMPT = (
-    "The harbour master of Hamburg keeps a notebook. On the first page it says: every ship that carries grain must "
-    "be weighed twice, once when it arrives and once when it leaves, and the two weights must be written side by "
-    "side, so that anyone can see what was lost on the way. On the second page it says: a ferry carries what others "
-    "have packed. It does not open the boxes, it does not count the coins, and it never leaves a box behind on the "
-    "quay. On the third page there is a drawing of a ferry between two piers.\n\n"
-    "Question: What must be written side by side, and why?\nAnswer:"
+DEFAULT_PROMPTS = (
+    (
+        "Here is a short story about a ferry that carried letters between two islands.\n\n"
+        "Every morning before sunrise, the captain"
+    ),
+    (
+        "Ferries are among the oldest means of transport. Long before there were bridges, people and goods crossed "
+        "rivers and lakes on rafts, and later on boats that were pulled along a rope from one bank to the other. A ferry "
+        "is simple: it takes what others have packed, it carries it across, and it puts it down on the other side, "
+        "complete and in order. It does not open the boxes.\n\n"
+        "There are several reasons why ferries are still used today. First,"
+    ),
 )
 
 
@@ -151,7 +156,7 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
     if options.prompt_file is None:
-        prompts = tuple(options.prompt or (DEFAULT_PROMPT,))
+        prompts = tuple(options.prompt or DEFAULT_PROMPTS)
     else:
         try:
             lines = options.prompt_file.read_text(encoding="utf-8").splitlines()

@@ -13,24 +13,24 @@ from engine.types import EngineStats, RequestMetrics
 
 __all__ = ["NodeMetrics"]
 
-#: `EngineStats` field → help text. The metric is `kvferry_` and the field's name without `num_`.
+#: Metric → `EngineStats` field and help text.
 GAUGES = {
-    "num_waiting": "Requests that have no blocks yet",
-    "num_loading": "Requests that wait for another node's KV cache",
-    "num_running": "Requests that are being computed",
-    "num_offered": "Finished requests whose blocks are kept for another node",
-    "num_blocks": "Blocks that requests can have",
-    "num_free_blocks": "Blocks that nobody holds",
+    "kvferry_waiting_requests": ("num_waiting", "Requests that have no blocks yet"),
+    "kvferry_loading_requests": ("num_loading", "Requests that wait for another node's KV cache"),
+    "kvferry_running_requests": ("num_running", "Requests that are being computed"),
+    "kvferry_offered_requests": ("num_offered", "Finished requests whose blocks are kept for another node"),
+    "kvferry_blocks": ("num_blocks", "Blocks that requests can have"),
+    "kvferry_free_blocks": ("num_free_blocks", "Blocks that nobody holds"),
 }
 COUNTERS = {
-    "num_preemptions": "Times a request lost its blocks and was recomputed",
-    "num_prompt_tokens": "Prompt tokens of finished requests",
-    "num_output_tokens": "Tokens generated",
-    "num_cached_tokens": "Prompt tokens found in the node's own prefix cache",
-    "num_transfers": "KV cache loads that ended well",
-    "num_failed_transfers": "KV cache loads that did not",
-    "transferred_bytes": "Bytes of KV cache that came from other nodes",
-    "transfer_seconds": "Seconds those bytes took",
+    "kvferry_preemptions": ("num_preemptions", "Times a request lost its blocks and was recomputed"),
+    "kvferry_prompt_tokens": ("num_prompt_tokens", "Prompt tokens of finished requests"),
+    "kvferry_cached_tokens": ("num_cached_tokens", "Of these, tokens found in the node's own prefix cache"),
+    "kvferry_output_tokens": ("num_output_tokens", "Tokens generated"),
+    "kvferry_transfers": ("num_transfers", "KV cache loads that ended well"),
+    "kvferry_failed_transfers": ("num_failed_transfers", "KV cache loads that did not"),
+    "kvferry_transferred_bytes": ("transferred_bytes", "Bytes of KV cache that came from other nodes"),
+    "kvferry_transfer_seconds": ("transfer_seconds", "Seconds those bytes took"),
 }
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TRANSFER_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
@@ -86,17 +86,13 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "kvferry_healthy", "1 while the engine's step loop runs", value=float(stats.healthy)
         )
-        for field, text in GAUGES.items():
-            yield GaugeMetricFamily(_name(field), text, value=getattr(stats, field))
-        for field, text in COUNTERS.items():
-            yield CounterMetricFamily(_name(field), text, value=getattr(stats, field))
+        for name, (field, text) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for name, (field, text) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(stats, field))
         finished = CounterMetricFamily(
             "kvferry_finished_requests", "Requests that are over", labels=["reason"]
         )
         for reason, count in stats.num_finished.items():
             finished.add_metric([reason], count)
         yield finished
-
-
-def _name(field: str) -> str:
-    return "kvferry_" + field.removeprefix("num_")
