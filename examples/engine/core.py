@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats
+from kvferry.connector.stats import TransferRecord as ConnectorTransferRecord
 
 from .answers import Answer
 from .assembly import assemble
 from .errors import InvalidRequestError, PromptTooLongError
+from .ledger import Ledger
 from .request import Request
 from .settings import EngineSettings
 from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, TransferRecord
@@ -34,9 +35,7 @@ class EngineCore:
         self.parts = assemble(settings)
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
-        self._num_finished: Counter[FinishReason] = Counter()
-        self._totals: Counter[str] = Counter()
-        self._transfer_seconds = 0.0
+        self._ledger = Ledger()
 
     @property
     def max_model_len(self) -> int:
@@ -94,14 +93,9 @@ class EngineCore:
         return [answer.cut_off("abort")]
 
     def _finish(self, answer: Answer, reason: FinishReason) -> Mapping[str, Any] | None:
-        request, figures = answer.request, answer.request.figures
+        request = answer.request
         del self._answers[request.source.request_id]
-        self._num_finished[reason] += 1
-        self._totals.update(
-            preemptions=figures.num_preemptions,
-            prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=figures.num_cached_tokens,
-        )
+        self._ledger.note_finished(request, reason)
         return self.parts.scheduler.finish(request, reason)
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -138,7 +132,7 @@ class EngineCore:
     def _piece(self, request: Request) -> RequestOutput:
         answer = self._answers[request.source.request_id]
         text, reason = answer.push_last_token()
-        self._totals["output_tokens"] += 1
+        self._ledger.note_token()
         if reason is None:
             return answer.piece(text)
         return answer.last_piece(text, reason, self._finish(answer, reason))
@@ -148,29 +142,12 @@ class EngineCore:
         if not isinstance(stats, KVConnectorStats):
             return  # a connector of someone else's, with figures of its own
         loading = self.parts.scheduler.handoffs.loading
-        for record in stats.transfers:
-            if record.direction != "receive":
-                continue
-            self._count_transfer(record.num_bytes, record.seconds, bool(record.error))
-            if record.request_id in loading:
-                loading[record.request_id].figures.transfer = TransferRecord(
-                    connector=self.parts.connector_name,
-                    transport=record.transport,
-                    mechanism=record.mechanism,
-                    layout=record.layout,
-                    num_blocks=record.num_blocks,
-                    num_regions=record.num_regions,
-                    num_regions_per_layer=record.num_regions_per_layer,
-                    num_bytes=record.num_bytes,
-                    seconds=record.seconds,
-                    error=record.error,
-                )
-
-    def _count_transfer(self, num_bytes: int, seconds: float, failed: bool) -> None:
-        self._totals["failed_transfers" if failed else "transfers"] += 1
-        if not failed:
-            self._totals["transferred_bytes"] += num_bytes
-            self._transfer_seconds += seconds
+        for theirs in stats.transfers:
+            if theirs.direction == "receive":
+                record = _transfer_record(theirs, self.parts.connector_name)
+                self._ledger.note_transfer(record)
+                if theirs.request_id in loading:
+                    loading[theirs.request_id].figures.transfer = record
 
     # -- figures and the end -------------------------------------------------------------------------
 
@@ -179,22 +156,13 @@ class EngineCore:
         scheduler, manager = self.parts.scheduler, self.parts.manager
         return EngineStats(
             healthy=True,
-            error="",
             num_waiting=len(scheduler.waiting),
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),
             num_offered=len(scheduler.handoffs.offered),
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
-            num_preemptions=self._totals["preemptions"],
-            num_prompt_tokens=self._totals["prompt_tokens"],
-            num_output_tokens=self._totals["output_tokens"],
-            num_cached_tokens=self._totals["cached_tokens"],
-            num_transfers=self._totals["transfers"],
-            num_failed_transfers=self._totals["failed_transfers"],
-            transferred_bytes=self._totals["transferred_bytes"],
-            transfer_seconds=self._transfer_seconds,
-            num_finished=dict(self._num_finished),
+            totals=self._ledger.totals(),
         )
 
     def abort_all(self) -> list[RequestOutput]:
@@ -204,3 +172,18 @@ class EngineCore:
     def close(self) -> None:
         """Shut the connector down. Idempotent; handoffs that are not over end as aborted."""
         self.parts.resources.close()
+
+
+def _transfer_record(theirs: ConnectorTransferRecord, connector: str) -> TransferRecord:
+    return TransferRecord(
+        connector=connector,
+        transport=theirs.transport,
+        mechanism=theirs.mechanism,
+        layout=theirs.layout,
+        num_blocks=theirs.num_blocks,
+        num_regions=theirs.num_regions,
+        num_regions_per_layer=theirs.num_regions_per_layer,
+        num_bytes=theirs.num_bytes,
+        seconds=theirs.seconds,
+        error=theirs.error,
+    )

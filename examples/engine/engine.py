@@ -65,7 +65,7 @@ class Engine:
         self._listening: set[_Client] = set()
         self._admitted: dict[str, _Client] = {}
         self._closing = False
-        self._stats = _NO_STATS
+        self._stats = EngineStats(healthy=False, error="the engine was not started")
 
     def start(self) -> None:
         """Load the model, allocate the pool, start connector and step thread. Blocks; call it off the event loop.
@@ -223,24 +223,3 @@ class Engine:
             logger.exception("the connector did not shut down cleanly")
         for client in list(self._listening):
             client.put(error)
-
-
-_NO_STATS = EngineStats(
-    healthy=False,
-    error="the engine was not started",
-    num_waiting=0,
-    num_loading=0,
-    num_running=0,
-    num_offered=0,
-    num_blocks=0,
-    num_free_blocks=0,
-    num_preemptions=0,
-    num_prompt_tokens=0,
-    num_output_tokens=0,
-    num_cached_tokens=0,
-    num_transfers=0,
-    num_failed_transfers=0,
-    transferred_bytes=0,
-    transfer_seconds=0.0,
-    num_finished={},
-)

@@ -10,6 +10,7 @@ from .errors import InvalidRequestError
 
 __all__ = [
     "EngineStats",
+    "EngineTotals",
     "FinishReason",
     "GenerationRequest",
     "RequestMetrics",
@@ -140,8 +141,35 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class EngineTotals:
+    """What an engine did since it started.
+
+    Attributes:
+        num_preemptions: Times a request lost its blocks, over finished requests.
+        num_prompt_tokens: Prompt tokens of finished requests.
+        num_cached_tokens: Those of them that were found in this node's own prefix cache.
+        num_output_tokens: Tokens generated.
+        num_transfers: Loads that ended well.
+        num_failed_transfers: Loads that did not.
+        transferred_bytes: Bytes that the loads brought.
+        transfer_seconds: Time that they took.
+        num_finished: Requests over, by finish reason.
+    """
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_transfers: int = 0
+    num_failed_transfers: int = 0
+    transferred_bytes: int = 0
+    transfer_seconds: float = 0.0
+    num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EngineStats:
-    """The engine at one moment, and what it did since it started.
+    """An engine at one moment.
 
     Attributes:
         healthy: The step loop runs.
@@ -152,31 +180,17 @@ class EngineStats:
         num_offered: Finished requests whose blocks are kept for another node.
         num_blocks: Blocks that requests can have (the pool without its null block).
         num_free_blocks: Of these, how many nobody holds; cached ones are free until they are hit.
-        num_preemptions: Times a request lost its blocks, over finished requests.
-        num_prompt_tokens: Prompt tokens of finished requests; `num_cached_tokens` of them were cached here.
-        num_output_tokens: Tokens generated.
-        num_transfers: Loads that ended well; `num_failed_transfers`: those that did not.
-        transferred_bytes: Bytes that the former brought, `transfer_seconds` the time they took.
-        num_finished: Requests over, by finish reason.
     """
 
     healthy: bool
-    error: str
-    num_waiting: int
-    num_loading: int
-    num_running: int
-    num_offered: int
-    num_blocks: int
-    num_free_blocks: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_transfers: int
-    num_failed_transfers: int
-    transferred_bytes: int
-    transfer_seconds: float
-    num_finished: Mapping[FinishReason, int]
+    error: str = ""
+    num_waiting: int = 0
+    num_loading: int = 0
+    num_running: int = 0
+    num_offered: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    totals: EngineTotals = field(default_factory=EngineTotals)
 
 
 def _require(holds: bool, param: str, value: object, allowed: str) -> None:

@@ -13,7 +13,7 @@ from engine.types import EngineStats, RequestMetrics
 
 __all__ = ["NodeMetrics"]
 
-#: Metric → `EngineStats` field and help text.
+#: Metric → field (of `EngineStats`, for counters of its `totals`) and help text.
 GAUGES = {
     "kvferry_waiting_requests": ("num_waiting", "Requests that have no blocks yet"),
     "kvferry_loading_requests": ("num_loading", "Requests that wait for another node's KV cache"),
@@ -89,10 +89,10 @@ class _EngineCollector(Collector):
         for name, (field, text) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         for name, (field, text) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=getattr(stats, field))
+            yield CounterMetricFamily(name, text, value=getattr(stats.totals, field))
         finished = CounterMetricFamily(
             "kvferry_finished_requests", "Requests that are over", labels=["reason"]
         )
-        for reason, count in stats.num_finished.items():
+        for reason, count in stats.totals.num_finished.items():
             finished.add_metric([reason], count)
         yield finished

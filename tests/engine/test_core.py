@@ -50,7 +50,7 @@ def test_preempted_requests_give_the_same_answers(make_node: Any, reference: Ref
         node.add(f"r{index}", prompt, max_tokens=30)
     node.run()
     assert [node.tokens(f"r{i}") for i in range(5)] == [reference("llama", p, 30) for p in prompts]
-    assert node.core.stats().num_preemptions > 0
+    assert node.core.stats().totals.num_preemptions > 0
     assert node.is_whole
 
 
@@ -132,7 +132,7 @@ def test_metrics_of_a_request(make_node: Any) -> None:
     assert (last.num_prompt_tokens, last.num_output_tokens) == (9, 5)
     assert 0 < first.ttft_s == last.ttft_s
     assert last.transfer is None
-    stats = node.core.stats()
+    stats = node.core.stats().totals
     assert (stats.num_prompt_tokens, stats.num_output_tokens, stats.num_finished) == (9, 5, {"length": 1})
 
 

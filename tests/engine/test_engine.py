@@ -89,7 +89,7 @@ def test_closing_the_generator_aborts_the_request(engine: Engine) -> None:
         await _until(lambda: _is_whole(engine))
 
     asyncio.run(run())
-    assert engine.stats().num_finished == {"abort": 1}
+    assert engine.stats().totals.num_finished == {"abort": 1}
 
 
 def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
@@ -107,7 +107,7 @@ def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
 def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
     async def run() -> list[RequestOutput]:
         task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-        await _until(lambda: engine.stats().num_output_tokens > 0)
+        await _until(lambda: engine.stats().totals.num_output_tokens > 0)
         engine.abort("a")
         engine.abort("unknown")
         return await task
@@ -154,7 +154,7 @@ def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None:
 
     async def run() -> list[RequestOutput]:
         task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-        await _until(lambda: engine.stats().num_output_tokens > 0)
+        await _until(lambda: engine.stats().totals.num_output_tokens > 0)
         await asyncio.to_thread(engine.close)
         return await task
 

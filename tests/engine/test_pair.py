@@ -107,7 +107,7 @@ def test_preempted_after_its_load_a_request_is_computed_here(
         decode.add(f"r{index}", prompt, max_tokens=24, kv_transfer_params=params[index])
     drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
     assert [decode.tokens(f"r{i}") for i in range(5)] == [reference("llama", p, 24) for p in prompts]
-    assert decode.core.stats().num_preemptions > 0
+    assert decode.core.stats().totals.num_preemptions > 0
     assert decode.is_whole
 
 
@@ -147,7 +147,7 @@ def test_an_offer_that_is_over_is_computed_again_or_failed_by_policy(
     else:
         assert (last.finish_reason, last.new_token_ids) == ("error", ())
         assert "could not be loaded" in last.error
-    assert decode.core.stats().num_failed_transfers == 1
+    assert decode.core.stats().totals.num_failed_transfers == 1
     assert decode.is_whole
 
 
