@@ -21,7 +21,7 @@ __all__ = ["ZERO_COPY_BYTES", "PoolServer", "checksum_of"]
 
 #: A region at least this large goes out by reference, alone in its slice; smaller ones are gathered first, since a
 #: frame costs more than copying them does.
-ZERO_COPY_BYTES: Final = 128 << 10
+ZERO_COPY_BYTES: Final = 512 << 10
 
 #: A peer for which more is queued does not take what it asks for.
 _MAX_QUEUED_BYTES = 128 << 20
