@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from ._harness import HELD, POOL_BYTES, Link, World
+from ._harness import HELD, POOL_BYTES, Link, Node, World, pairs_of
 from ._peer_promises import LoopPromises, MessagePromises, PeerPromises
 from ._read_promises import GuardPromises, MemoryPromises, ReadPromises
 from .base import Transport
 
-__all__ = ["TransportConformance"]
+__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of"]
 
 Create = Callable[[Mapping[str, object]], Transport]
 

@@ -1,0 +1,181 @@
+"""What `shm` puts into the system: sealed memory, sockets with and without a file, options."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.transports import Pool
+from kvferry.transports._arena import SharedFile
+from kvferry.transports.errors import ConfigurationError, KVTransferStateError, PeerLostError
+from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.testing import World
+
+PAGE = 4096
+
+
+def listening(options: Mapping[str, object], address: str = "") -> tuple[SharedMemoryTransport, str]:
+    transport = SharedMemoryTransport(options)
+    try:
+        transport.register(Pool([transport.allocate(PAGE).segment]))
+        return transport, transport.listen(address)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def test_a_peer_cannot_write_resize_or_reopen_a_shared_file() -> None:
+    file = SharedFile("test", PAGE)
+    try:
+        with pytest.raises(OSError, match="not permitted|Bad file|Invalid"):
+            os.ftruncate(file.descriptor, 0)
+        with pytest.raises(PermissionError):
+            mmap.mmap(file.descriptor, PAGE)
+        reopened = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
+        try:
+            for call in (
+                lambda: os.ftruncate(reopened, 0),
+                lambda: os.ftruncate(reopened, 2 * PAGE),
+                lambda: mmap.mmap(reopened, PAGE),
+                lambda: os.write(reopened, b"x"),
+            ):
+                with pytest.raises(PermissionError):
+                    call()
+        finally:
+            os.close(reopened)
+        np.frombuffer(file.mapping, dtype=np.uint8)[:] = 1  # its owner can
+    finally:
+        file.close()
+
+
+def test_memory_outlives_the_transport_as_long_as_it_is_seen() -> None:
+    transport = SharedMemoryTransport()
+    view = np.frombuffer(transport.allocate(1 << 20).buffer, dtype=np.uint8)
+    transport.close()
+    view[:] = 3
+    assert int(view.sum()) == 3 << 20
+
+
+def test_closing_makes_every_guard_fail() -> None:
+    """A peer that still has the table mapped must not believe memory that its owner took back."""
+    transport = SharedMemoryTransport()
+    guards = transport.guards
+    guards.set(7, 99)
+    transport.close()
+    assert not any(np.frombuffer(guards._mapping, dtype=np.int64))
+
+
+def test_the_default_socket_has_no_file_and_goes_with_the_transport() -> None:
+    transport, address = listening({})
+    name = address.removeprefix("shm://")
+    assert name.startswith(f"@kvferry-{os.getpid()}-")
+    assert name in Path("/proc/net/unix").read_text()
+    transport.close()
+    assert name not in Path("/proc/net/unix").read_text()
+
+
+def test_a_socket_file_is_private_and_goes_with_the_transport(tmp_path: Path) -> None:
+    transport, address = listening({"socket_dir": str(tmp_path)})
+    path = Path(address.removeprefix("shm://"))
+    assert path.parent == tmp_path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    transport.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_socket_file_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    transport, address = listening({}, f"shm://{path}")
+    try:
+        with pytest.raises(ConfigurationError, match="address in use"):
+            listening({}, address)
+        assert path.exists()
+    finally:
+        transport.close()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(ConfigurationError):
+        listening({}, f"shm://{path}")
+    assert path.read_text() == "data"
+
+
+def test_a_socket_file_of_a_successor_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    transport, _ = listening({}, f"shm://{path}")
+    path.rename(tmp_path / "moved.sock")
+    path.write_text("another's")
+    transport.close()
+    assert path.read_text() == "another's"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["shm://", "shm://@", "shm://relative", "shm:///" + "x" * 200, "shm:///no/such/folder/x", "tcp://a"],
+)
+def test_addresses_that_cannot_be_bound_are_named(address: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        listening({}, address)
+    assert caught.value.value == address
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_guards", 0),
+        ("num_guards", "many"),
+        ("num_guards", True),
+        ("copy_threads", 0),
+        ("copy_threads", 1000),
+        ("max_queued_bytes", 1),
+        ("handshake_timeout_s", 0),
+        ("handshake_timeout_s", float("nan")),
+        ("socket_dir", "/no/such/folder"),
+        ("socket_dir", 5),
+        ("allowed_uids", 5),
+        ("allowed_uids", ["root"]),
+    ],
+)
+def test_wrong_options_are_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        SharedMemoryTransport({key: value})
+    assert caught.value.key == key
+
+
+def test_peers_need_a_pool_first() -> None:
+    transport = SharedMemoryTransport()
+    try:
+        with pytest.raises(KVTransferStateError):
+            transport.start_connect("shm://@x", timeout_s=1)
+    finally:
+        transport.close()
+
+
+def test_forty_meetings_leave_nothing() -> None:
+    world = World(SharedMemoryTransport)
+    try:
+        producer, consumer = world.node(PAGE), world.node(PAGE)
+        world.link(producer, consumer)
+        before = len(os.listdir("/proc/self/fd"))
+        address = producer.transport.listen("")
+        for _ in range(40):
+            count = len(producer.history)
+            peer_id = consumer.transport.start_connect(address, timeout_s=10)
+            world.serve(lambda count=count: len(producer.history) > count)
+            consumer.transport.disconnect(peer_id)
+            world.serve(lambda count=count: len(producer.history) > count + 1)
+        assert isinstance(producer.history[-1].error, PeerLostError)  # type: ignore[union-attr]
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+    finally:
+        world.close()

@@ -1,0 +1,326 @@
+"""A peer that sends what it should not costs `shm` that peer, and nothing else."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import os
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.transports import Connected, PeerLost, Pool
+from kvferry.transports._hello import (
+    FOREIGN,
+    VERSION,
+    FrameKind,
+    FrameReader,
+    Hello,
+    SharedSegment,
+    decode_hello,
+    encode_frame,
+    encode_hello,
+)
+from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
+from kvferry.transports.errors import (
+    KVTransferError,
+    ProtocolError,
+    TransferTimeoutError,
+    VersionMismatchError,
+)
+from kvferry.transports.shm import SharedMemoryTransport
+
+PAGE = 4096
+GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
+
+
+class Victim:
+    """A transport that listens, and what it said."""
+
+    def __init__(self) -> None:
+        self.transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
+        self.arena = self.transport.allocate(PAGE)
+        self.transport.register(Pool([self.arena.segment]))
+        self.address = self.transport.listen("")
+        self.seen: list[Event] = []
+
+    def dial(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\0" + self.address.removeprefix("shm://@"))
+        return sock
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not is_done():
+            assert time.monotonic() < deadline, f"only {self.seen}"
+            self.seen += self.transport.wait_events(0.02)
+
+    def until_dropped(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.until(lambda: _is_closed(sock))
+
+    def still_serves(self) -> bool:
+        """Whether a good peer can connect."""
+        self.seen.clear()
+        peer_id = self.transport.start_connect(self.address, timeout_s=5)
+        self.until(lambda: len(self.seen) >= 2)
+        good = Connected(peer_id, incoming=False) in self.seen
+        self.transport.disconnect(peer_id)
+        self.until(lambda: any(isinstance(event, PeerLost) for event in self.seen))
+        self.seen.clear()
+        return good
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.fixture(scope="module")
+def shared_victim() -> Iterator[Victim]:
+    victim = Victim()
+    yield victim
+    victim.transport.close()
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    victim = Victim()
+    yield victim
+    victim.transport.close()
+
+
+def memory_file(num_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def send_with(sock: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    sock.sendmsg([data], [rights] if descriptors else [])
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def good_hello(sock: socket.socket) -> None:
+    send_with(sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD)), [memory_file(PAGE), memory_file(PAGE)])
+
+
+# -- before the hello --------------------------------------------------------------------------------
+
+
+@given(garbage=st.binary(min_size=1, max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_any_garbage_is_dropped(shared_victim: Victim, garbage: bytes) -> None:
+    with shared_victim.dial() as sock:
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+        shared_victim.until_dropped(sock)
+    assert shared_victim.seen == []
+
+
+@given(body=st.binary(max_size=100))
+@settings(max_examples=60, deadline=None)
+def test_any_garbage_in_a_hello_is_dropped(shared_victim: Victim, body: bytes) -> None:
+    with shared_victim.dial() as sock:
+        sock.sendall(encode_frame(FrameKind.HELLO, body))
+        shared_victim.until_dropped(sock)
+    assert shared_victim.seen == []
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 5, 20, 40])
+def test_a_hello_cut_short_is_dropped(victim: Victim, num_bytes: int) -> None:
+    with victim.dial() as sock:
+        send_with(
+            sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD))[:num_bytes], [memory_file(PAGE)] * 1
+        )
+        sock.shutdown(socket.SHUT_WR)
+        victim.until_dropped(sock)
+    assert victim.still_serves()
+
+
+def test_silence_is_dropped_after_a_while(victim: Victim, caplog: pytest.LogCaptureFixture) -> None:
+    with victim.dial() as sock, caplog.at_level(logging.WARNING):
+        victim.until_dropped(sock)
+    assert "no hello in time" in caplog.text
+    assert victim.still_serves()
+
+
+FILES: dict[str, Callable[[], list[int]]] = {
+    "none": list,
+    "too few": lambda: [memory_file(PAGE)],
+    "too many": lambda: [memory_file(PAGE) for _ in range(3)],
+    "far too many": lambda: [os.dup(0) for _ in range(200)],
+    "unsealed guards": lambda: [memory_file(PAGE, seals=0), memory_file(PAGE)],
+    "unsealed pool": lambda: [memory_file(PAGE), memory_file(PAGE, seals=0)],
+    "sealed against growing only": lambda: [memory_file(PAGE), memory_file(PAGE, seals=fcntl.F_SEAL_GROW)],
+    "small guards": lambda: [memory_file(PAGE - 1), memory_file(PAGE)],
+    "small pool": lambda: [memory_file(PAGE), memory_file(PAGE - 1)],
+    "empty pool": lambda: [memory_file(PAGE), memory_file(0)],
+    "a pipe": lambda: [memory_file(PAGE), *_pipe_end()],
+    "a file": lambda: [memory_file(PAGE), _disk_file()],
+    "a socket": lambda: [memory_file(PAGE), _socket_descriptor()],
+}
+
+
+def _pipe_end() -> list[int]:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    return [read_end]
+
+
+def _disk_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(PAGE)
+        return os.dup(file.fileno())
+
+
+def _socket_descriptor() -> int:
+    return socket.socket(socket.AF_UNIX).detach()
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_descriptors_that_could_harm_us_are_refused(victim: Victim, files: str) -> None:
+    """Above all a file that could shrink under the mapping, which would kill this process."""
+    before = len(os.listdir("/proc/self/fd"))
+    with victim.dial() as sock:
+        send_with(sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD)), FILES[files]())
+        victim.until_dropped(sock)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert victim.still_serves()
+
+
+def test_a_message_before_the_hello_is_refused(victim: Victim) -> None:
+    with victim.dial() as sock:
+        sock.sendall(encode_frame(FrameKind.MESSAGE, b"hi"))
+        victim.until_dropped(sock)
+    assert victim.seen == []
+
+
+# -- after it ----------------------------------------------------------------------------------------
+
+LATER: dict[str, bytes] = {
+    "a second hello": encode_frame(FrameKind.HELLO, encode_hello(GOOD)),
+    "an oversized message": struct.pack("<IB", MAX_MESSAGE_BYTES + 1, FrameKind.MESSAGE),
+    "an unknown kind": struct.pack("<IB", 1, 99) + b"x",
+}
+
+
+@pytest.mark.parametrize("data", LATER)
+def test_a_connected_peer_that_breaks_the_protocol_is_lost(victim: Victim, data: str) -> None:
+    with victim.dial() as sock:
+        good_hello(sock)
+        victim.until(lambda: any(isinstance(event, Connected) for event in victim.seen))
+        sock.sendall(LATER[data])
+        victim.until_dropped(sock)
+    assert isinstance(victim.seen[-1], PeerLost)
+    assert isinstance(victim.seen[-1].error, ProtocolError)
+    assert victim.still_serves()
+
+
+def test_descriptors_after_the_hello_are_not_taken(victim: Victim) -> None:
+    with victim.dial() as sock:
+        good_hello(sock)
+        victim.until(lambda: bool(victim.seen))
+        before = len(os.listdir("/proc/self/fd"))
+        send_with(sock, encode_frame(FrameKind.MESSAGE, b"hi"), [memory_file(PAGE) for _ in range(5)])
+        victim.until(lambda: len(victim.seen) == 2)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_message_in_small_pieces_is_one_message(victim: Victim) -> None:
+    with victim.dial() as sock:
+        good_hello(sock)
+        victim.until(lambda: bool(victim.seen))
+        for byte in encode_frame(FrameKind.MESSAGE, b"slowly"):
+            sock.sendall(bytes([byte]))
+            victim.seen += victim.transport.wait_events(0)
+        victim.until(lambda: len(victim.seen) == 2)
+    assert victim.seen[1].message == b"slowly"  # type: ignore[union-attr]
+
+
+# -- a hostile listener ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [(b"HTTP/1.1 400 Bad Request\r\n", ProtocolError), (b"", TransferTimeoutError)]
+)
+def test_a_listener_that_is_none_of_ours_is_lost(
+    victim: Victim, answer: bytes, error: type[Exception]
+) -> None:
+    name = f"kvferry-{os.getpid()}-hostile"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        victim.transport.start_connect(f"shm://@{name}", timeout_s=0.2)
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.sendall(answer)
+            victim.until(lambda: bool(victim.seen))
+    (lost,) = victim.seen
+    assert isinstance(lost, PeerLost)
+    assert isinstance(lost.error, error)
+
+
+# -- the frames alone --------------------------------------------------------------------------------
+
+SEGMENT = st.builds(
+    SharedSegment,
+    file=st.integers(FOREIGN, 3),
+    start=st.integers(0, 2**62 - 1),
+    num_bytes=st.integers(1, 2**62 - 1),
+)
+HELLO = st.builds(
+    Hello,
+    num_guards=st.integers(1, 1 << 24),
+    num_files=st.just(4),
+    segments=st.lists(SEGMENT, min_size=1, max_size=9).map(tuple),
+)
+
+
+@given(HELLO)
+def test_a_hello_is_read_as_it_was_written(hello: Hello) -> None:
+    assert decode_hello(encode_hello(hello)) == hello
+
+
+@given(HELLO, st.integers(0, 200), st.integers(0, 255))
+def test_a_damaged_hello_is_a_typed_error_or_a_possible_one(hello: Hello, at: int, byte: int) -> None:
+    body = bytearray(encode_hello(hello))
+    body[at % len(body)] = byte
+    try:
+        decoded = decode_hello(bytes(body))
+    except KVTransferError:
+        return
+    assert all(FOREIGN <= segment.file < decoded.num_files for segment in decoded.segments)
+
+
+def test_another_version_is_named() -> None:
+    body = bytearray(encode_hello(GOOD))
+    struct.pack_into("<I", body, 8, VERSION + 1)
+    with pytest.raises(VersionMismatchError, match=f"local {VERSION}, remote {VERSION + 1}"):
+        decode_hello(bytes(body))
+
+
+@given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 20)))
+def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(encode_frame(FrameKind.MESSAGE, body) for body in bodies)
+    reader, found = FrameReader(), []
+    for size in [*cuts, len(stream) + 1]:
+        found += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert [body for _, body in found] == bodies

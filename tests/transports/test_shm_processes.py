@@ -1,0 +1,234 @@
+"""`shm` between real processes: they read each other, die, stop, and run as other users."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.transports import Connected, Guard, PeerLost, Pool, RegionPairs, Segment, TransferEnded
+from kvferry.transports.base import Event
+from kvferry.transports.errors import PeerLostError, PeerRefusedError, StaleRegionError, TransferTimeoutError
+from kvferry.transports.shm import SharedMemoryTransport
+
+PEER = Path(__file__).parent / "children" / "shm_peer.py"
+PART_BYTES = 8 << 20
+NOBODY = 65534
+HELD = Guard(3, 9)
+
+Start = Callable[..., tuple["subprocess.Popen[str]", str]]
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a peer process; returns it with the first line that it says."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, str(PEER), *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    reader = Reader(SharedMemoryTransport())
+    yield reader
+    reader.transport.close()
+
+
+class Reader:
+    """Our side: a transport with a pool of three parts."""
+
+    def __init__(self, transport: SharedMemoryTransport) -> None:
+        self.transport = transport
+        self.arena = transport.allocate(3 * PART_BYTES)
+        self.transport.register(Pool([self.arena.segment]))
+        self.seen: list[Event] = []
+
+    def until(self, is_done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            assert time.monotonic() < deadline, f"only {self.seen}"
+            self.seen += self.transport.wait_events(0.1)
+
+    def connect(self, address: str) -> int:
+        peer_id = self.transport.start_connect(address, timeout_s=20)
+        self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
+        return peer_id
+
+    def start(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> int:
+        starts = np.arange(0, num_bytes, PART_BYTES)
+        table = np.stack([starts, starts, np.minimum(num_bytes - starts, PART_BYTES)], axis=1)
+        return self.transport.start_read(peer_id, RegionPairs(table), guard, timeout_s=20)
+
+    def read(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> TransferEnded:
+        transfer_id = self.start(peer_id, num_bytes, guard)
+        self.until(lambda: any(end.transfer_id == transfer_id for end in self.ended()))
+        (ended,) = [end for end in self.ended() if end.transfer_id == transfer_id]
+        return ended
+
+    def ended(self) -> list[TransferEnded]:
+        return [event for event in self.seen if isinstance(event, TransferEnded)]
+
+    def lost(self) -> list[PeerLost]:
+        return [event for event in self.seen if isinstance(event, PeerLost)]
+
+    def has_pattern(self, num_bytes: int) -> bool:
+        memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)[:num_bytes]
+        return bool(np.array_equal(memory, (np.arange(num_bytes) * 7 % 251).astype(np.uint8)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mechanism"),
+    [("arena", "mapped"), ("foreign", "process_vm_readv"), ("arena+foreign+arena", "process_vm_readv")],
+)
+def test_a_pool_is_read_across_processes(
+    start: Start, reader: Reader, kind: str, mechanism: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, address = start("serve", kind)
+    peer_id = reader.connect(address)
+    num_bytes = PART_BYTES * len(kind.split("+"))
+    with caplog.at_level(logging.WARNING):
+        ended = reader.read(peer_id, num_bytes)
+        reader.read(peer_id, num_bytes)
+    assert ended.error is None
+    assert ended.mechanism == mechanism
+    assert reader.has_pattern(num_bytes)
+    warnings = [record for record in caplog.records if "process_vm_readv" in record.message]
+    assert len(warnings) == (mechanism == "process_vm_readv")
+    assert isinstance(reader.read(peer_id, num_bytes, Guard(3, 10)).error, StaleRegionError)
+
+
+def test_a_killed_peer_is_lost_at_once(start: Start, reader: Reader) -> None:
+    process, address = start("serve", "arena")
+    peer_id = reader.connect(address)
+    process.kill()
+    killed = time.monotonic()
+    reader.until(lambda: bool(reader.lost()))
+    assert time.monotonic() - killed < 2.0
+    assert reader.lost()[0].peer_id == peer_id
+    assert isinstance(reader.lost()[0].error, PeerLostError)
+
+
+@pytest.mark.parametrize("kind", ["arena", "foreign"])
+def test_a_peer_killed_during_reads_ends_each_of_them_once(start: Start, reader: Reader, kind: str) -> None:
+    process, address = start("serve", kind)
+    peer_id = reader.connect(address)
+    started = [reader.start(peer_id, PART_BYTES) for _ in range(30)]
+    process.kill()
+    process.wait()
+    started += [reader.start(peer_id, PART_BYTES) for _ in range(3)]
+    reader.until(lambda: bool(reader.lost()))
+    assert isinstance(reader.seen[-1], PeerLost)
+    assert sorted(end.transfer_id for end in reader.ended()) == started
+    assert all(end.error is None or isinstance(end.error, PeerLostError) for end in reader.ended())
+    if kind == "foreign":
+        assert isinstance(reader.ended()[-1].error, PeerLostError)
+
+
+@pytest.mark.parametrize("kind", ["arena", "foreign"])
+def test_a_stopped_peer_is_read_all_the_same(start: Start, reader: Reader, kind: str) -> None:
+    process, address = start("serve", kind)
+    peer_id = reader.connect(address)
+    process.send_signal(signal.SIGSTOP)
+    assert reader.read(peer_id, PART_BYTES).error is None
+    assert reader.has_pattern(PART_BYTES)
+
+
+def test_connecting_to_a_stopped_peer_times_out(start: Start, reader: Reader) -> None:
+    process, address = start("serve", "arena")
+    process.send_signal(signal.SIGSTOP)
+    reader.transport.start_connect(address, timeout_s=0.2)
+    reader.until(lambda: bool(reader.lost()), timeout_s=5)
+    assert isinstance(reader.lost()[0].error, TransferTimeoutError)
+
+
+def test_a_killed_reader_is_lost_at_once(start: Start, reader: Reader) -> None:
+    process, _ = start("connect", reader.transport.listen(""))
+    reader.until(lambda: bool(reader.seen))
+    process.kill()
+    killed = time.monotonic()
+    reader.until(lambda: bool(reader.lost()))
+    assert time.monotonic() - killed < 2.0
+
+
+def test_a_peer_that_closes_ends_its_process(start: Start, reader: Reader) -> None:
+    process, address = start("serve", "arena")
+    reader.connect(address)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    reader.until(lambda: bool(reader.lost()))
+
+
+@needs_root
+def test_a_listener_of_another_user_is_refused(start: Start, reader: Reader) -> None:
+    _, address = start("serve", "arena", str(NOBODY))
+    reader.transport.start_connect(address, timeout_s=20)
+    reader.until(lambda: bool(reader.lost()))
+    assert isinstance(reader.lost()[0].error, PeerRefusedError)
+    assert str(NOBODY) in str(reader.lost()[0].error)
+
+
+@needs_root
+def test_another_user_who_connects_is_refused(
+    start: Start, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = reader.transport.listen("")
+    command = [sys.executable, str(PEER), "read", address, str(NOBODY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        reader.until(lambda: process.poll() is not None)
+        assert process.stdout is not None
+        assert process.stdout.read().startswith("PeerLostError")
+    assert reader.seen == []
+    assert "runs as user 65534" in caplog.text
+
+
+@needs_root
+def test_an_allowed_user_is_served(start: Start) -> None:
+    _, address = start("serve", "arena", str(NOBODY))
+    reader = Reader(SharedMemoryTransport({"allowed_uids": [NOBODY]}))
+    try:
+        assert reader.read(reader.connect(address), PART_BYTES).error is None
+        assert reader.has_pattern(PART_BYTES)
+    finally:
+        reader.transport.close()
+
+
+@needs_root
+def test_memory_that_may_not_be_read_is_a_clear_error() -> None:
+    """A pool of root's ordinary memory, read by another user's process."""
+    transport = SharedMemoryTransport({"allowed_uids": [NOBODY]})
+    values = np.ones(PART_BYTES, dtype=np.uint8)
+    transport.register(Pool([Segment(values.ctypes.data, PART_BYTES)]))
+    transport.guards.set(3, 9)
+    command = [sys.executable, str(PEER), "read", transport.listen(""), str(NOBODY)]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as process:
+            deadline = time.monotonic() + 20
+            while process.poll() is None and time.monotonic() < deadline:
+                transport.wait_events(0.1)
+            assert process.stdout is not None
+            answer = process.stdout.read()
+    finally:
+        transport.close()
+    assert answer.startswith("PeerRefusedError")
+    assert "CAP_SYS_PTRACE" in answer
