@@ -18,7 +18,9 @@ from .base import (
     SchedulerOutput,
 )
 from .config import (
+    AttentionLayerConfig,
     CacheConfig,
+    CompilationConfig,
     EngineConfig,
     KVTransferConfig,
     ModelConfig,
@@ -28,11 +30,16 @@ from .config import (
 from .factory import KVConnectorFactory
 from .kv_cache_specs import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from .output import KVConnectorOutput
 from .stats import KVConnectorStats, TransferRecord
@@ -41,18 +48,24 @@ if TYPE_CHECKING:
     from .inproc import InProcConnector
     from .p2p import PeerToPeerConnector
     from .shm import SharedMemoryConnector
+    from .zeromq import ZeroMQConnector
 
 #: Imported when first asked for: they bring the protocol and the transports.
 _LAZY = {
     "InProcConnector": ".inproc",
     "PeerToPeerConnector": ".p2p",
     "SharedMemoryConnector": ".shm",
+    "ZeroMQConnector": ".zeromq",
 }
 
 __all__ = [
+    "AttentionLayerConfig",
     "AttentionSpec",
     "CacheConfig",
+    "ChunkedLocalAttentionSpec",
+    "CompilationConfig",
     "ConnectorRequest",
+    "EncoderOnlyAttentionSpec",
     "EngineConfig",
     "FullAttentionSpec",
     "InProcConnector",
@@ -69,13 +82,17 @@ __all__ = [
     "KVConnectorStats",
     "KVOutputAggregator",
     "KVTransferConfig",
+    "MambaSpec",
     "ModelConfig",
     "ParallelConfig",
     "PeerToPeerConnector",
     "SchedulerConfig",
     "SchedulerOutput",
     "SharedMemoryConnector",
+    "SlidingWindowSpec",
     "TransferRecord",
+    "UniformTypeKVCacheSpecs",
+    "ZeroMQConnector",
 ]
 
 

@@ -105,7 +105,11 @@ class ModelFreeNode:
         self.shape = shape
         kv_cache_config = shape.kv_cache_config()
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
-        self.cache = self._register(kv_cache_config)
+        try:
+            self.cache = self._register(kv_cache_config)
+        except BaseException:
+            self.worker.shutdown()
+            raise
         self.scheduler = KVConnectorFactory.create_connector(
             config, KVConnectorRole.SCHEDULER, kv_cache_config
         )

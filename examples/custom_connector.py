@@ -2,7 +2,7 @@
 
 Run it (`python examples/custom_connector.py`) to see a save and a load, or give it to a node:
 
-    python examples/serve.py --connector FileConnector --connector-module custom_connector \\
+    python examples/serve.py --role both --connector FileConnector --connector-module custom_connector \\
         --connector-option folder=/tmp/prompts
 
 The scheduler half decides and the worker half copies; what they say to each other is `FileMetadata`. Loads are
