@@ -1,0 +1,136 @@
+"""The copy loop, compiled and in plain Python, writes what it should and not a byte more."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.transports import _copy
+
+# By hand: its stub is beside the compiled file, and a machine without a compiler has none.
+native = importlib.import_module("kvferry.transports._native") if _copy.IS_COMPILED else None
+needs_native = pytest.mark.skipif(native is None, reason="kvferry was installed without a C compiler")
+
+COPIES = [
+    pytest.param(_copy.copy_regions, id="chosen"),
+    pytest.param(_copy._python_copy_regions, id="python"),
+]
+READS = [
+    pytest.param(_copy.read_regions_of, id="chosen"),
+    pytest.param(_copy._python_read_regions_of, id="python"),
+]
+
+# Around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it streams.
+LENGTHS = st.one_of(st.integers(1, 300), st.integers(2000, 2700), st.integers(60_000, 70_000))
+
+
+def words(*values: int) -> npt.NDArray[np.uint64]:
+    return np.array(values, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@given(st.lists(st.tuples(LENGTHS, st.integers(0, 130), st.integers(0, 130)), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=100)
+def test_regions_are_copied_to_the_byte(copy: object, rows: list[tuple[int, int, int]]) -> None:
+    sizes = [length + 260 for length, _, _ in rows]
+    starts = np.cumsum([0, *sizes[:-1]])
+    source = np.random.default_rng(0).integers(0, 256, sum(sizes), dtype=np.uint8)
+    target = np.zeros(sum(sizes), dtype=np.uint8)
+    expected = target.copy()
+    regions = []
+    for start, (length, dst, src) in zip(starts.tolist(), rows, strict=True):
+        expected[start + dst : start + dst + length] = source[start + src : start + src + length]
+        regions.append((target.ctypes.data + start + dst, source.ctypes.data + start + src, length))
+    dst_addresses, src_addresses, lengths = (words(*column) for column in zip(*regions, strict=True))
+    copy(dst_addresses, src_addresses, lengths.astype(np.int64))  # type: ignore[operator]
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 3000])
+def test_memory_of_a_process_is_read_in_batches(read: object, count: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, count * 16, dtype=np.uint8)
+    target = np.zeros_like(source)
+    offsets = np.random.default_rng(1).permutation(count).astype(np.uint64) * 16
+    lengths = np.full(count, 11, dtype=np.int64)
+    read(os.getpid(), target.ctypes.data + offsets, source.ctypes.data + offsets, lengths)  # type: ignore[operator]
+    expected = source.reshape(count, 16).copy()
+    expected[:, 11:] = 0
+    assert np.array_equal(target.reshape(count, 16), expected)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_memory_that_is_not_there_is_an_error(read: object) -> None:
+    target = np.zeros(64, dtype=np.uint8)
+    arguments = (words(target.ctypes.data), words(8), np.array([64], dtype=np.int64))
+    with pytest.raises(OSError, match="Bad address") as caught:
+        read(os.getpid(), *arguments)  # type: ignore[operator]
+    assert caught.value.errno == errno.EFAULT
+    with pytest.raises(ProcessLookupError):
+        read(2**30, *arguments)  # type: ignore[operator]
+
+
+def test_words_are_stored_and_loaded() -> None:
+    table = np.zeros(3, dtype=np.int64)
+    address = table.ctypes.data + 8
+    for value in (0, 1, 2**63 - 1, 0):
+        _copy.store_word(address, value)
+        assert table.tolist() == [0, value, 0]
+        assert _copy.load_word(address) == _copy._python_load_word(address) == value
+    _copy._python_store_word(address, 5)
+    assert _copy.load_word(address) == 5
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("dst", "src", "lengths"),
+    [
+        (np.zeros(2, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.int64)),
+        (np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.int32)),
+        (np.zeros(1), np.zeros(1), np.zeros(1)),
+        (np.zeros(4, np.uint64)[::2], np.zeros(2, np.uint64), np.zeros(2, np.int64)),
+        (None, None, None),
+    ],
+)
+def test_the_compiled_loop_takes_only_64_bit_integers(dst: object, src: object, lengths: object) -> None:
+    assert native is not None
+    with pytest.raises((ValueError, TypeError)):
+        native.copy_regions(dst, src, lengths)
+
+
+def test_without_the_compiled_loop_everything_works_and_says_so() -> None:
+    """In its own interpreter, where the extension cannot be imported."""
+    script = """
+import sys
+sys.modules["kvferry.transports._native"] = None
+import numpy as np
+from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
+from kvferry.transports.shm import SharedMemoryTransport
+producer, consumer = SharedMemoryTransport({}), SharedMemoryTransport({})
+arenas = [transport.allocate(8192) for transport in (producer, consumer)]
+for transport, arena in zip((producer, consumer), arenas):
+    transport.register(Pool([arena.segment]))
+arenas[0].buffer[:4] = b"good"
+producer.guards.set(1, 1)
+peer_id = consumer.start_connect(producer.listen(""), timeout_s=10)
+seen = []
+while not any(isinstance(event, Connected) for event in seen):
+    producer.wait_events(0.01)
+    seen = consumer.wait_events(0.01)
+consumer.start_read(peer_id, RegionPairs(np.array([[0, 0, 4]])), Guard(1, 1), timeout_s=10)
+(ended,) = consumer.wait_events(10)
+print(ended.error, bytes(arenas[1].buffer[:4]))
+producer.close(), consumer.close()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "None b'good'", result.stderr
+    assert "Install a C compiler" in result.stderr
