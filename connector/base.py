@@ -235,8 +235,9 @@ class KVConnectorBase(ABC):
         """The engine accepted the request; nothing is allocated yet.
 
         Raises:
-            ConnectorError: the request's `kv_transfer_params` are malformed; the engine refuses the request,
-                and `request_finished` is not called for it.
+            ConnectorError: the request's `kv_transfer_params` are malformed, or its id is that of an earlier one
+                whose transfer is not over; the engine refuses the request, and `request_finished` is not
+                called for it.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..transports.errors import ConfigurationError, KVTransferStateError
+from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
@@ -80,12 +80,12 @@ class HandoffScheduler:
 
         Raises:
             InvalidTransferParamsError: its `kv_transfer_params` are malformed; it is not remembered.
-            KVTransferStateError: an earlier request of this id is not over; that one goes on.
+            ConnectorError: an earlier request of this id is not over; that one goes on.
         """
         request_id = request.request_id
         wish = self._within_role(request_id, parse_transfer_params(request.kv_transfer_params))
         if wish != TransferWish() and self._knows(request_id):
-            raise KVTransferStateError(f"request id {request_id!r} is in use: its handoff is not over")
+            raise ConnectorError(f"request id {request_id!r} is in use: its handoff is not over")
         if wish.load_from is not None:
             self._claims[request_id] = self._orders.claims[request_id] = wish.load_from
         if wish.offer_result:

@@ -13,7 +13,12 @@ from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.metadata import OfferOrder, WorkerAddress
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.testing import CacheShape, Request, engine_config
-from kvferry.transports.errors import ConfigurationError, InvalidTransferParamsError, KVTransferStateError
+from kvferry.transports.errors import (
+    ConfigurationError,
+    ConnectorError,
+    InvalidTransferParamsError,
+    KVTransferStateError,
+)
 
 BLOCK_SIZE = 4
 WORKER = WorkerAddress("inproc://p", epoch=77, rank=0)
@@ -104,7 +109,7 @@ class TestProducer:
     def test_an_id_is_not_taken_again_while_its_blocks_are_held(self) -> None:
         producer = scheduler()
         run_producer(producer)
-        with pytest.raises(KVTransferStateError, match="'p-1' is in use"):
+        with pytest.raises(ConnectorError, match="'p-1' is in use"):
             producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         producer.on_new_request(Request("p-1", 10, None))  # it hands nothing over: no harm
 
@@ -207,6 +212,8 @@ class TestConsumer:
         consumer = scheduler()
         request = arrived(consumer)
         assert consumer.request_finished(request, [[]]) == (False, None)
+        with pytest.raises(ConnectorError, match="in use"):  # the drop would meet the new claim
+            consumer.on_new_request(request)
         assert consumer.build_connector_meta().drops == ("d-1",)
         assert consumer.num_requests == 0
 
@@ -217,7 +224,7 @@ class TestConsumer:
         request.finish_reason = "abort"
         assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
         assert consumer.build_connector_meta().drops == ("d-1",)
-        with pytest.raises(KVTransferStateError, match="in use"):
+        with pytest.raises(ConnectorError, match="in use"):
             consumer.on_new_request(request)
         consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
         assert consumer.num_requests == 0
