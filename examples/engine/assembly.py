@@ -25,7 +25,7 @@ from .memory import plan_pool
 from .request import BlockHasher
 from .runner import ModelRunner
 from .scheduler import Scheduler
-from .settings import EngineSettings
+from .settings import EngineSettings, Layout
 from .weights import LoadedModel, load_model, model_folder
 
 __all__ = ["Parts", "assemble"]
@@ -60,22 +60,17 @@ def assemble(settings: EngineSettings) -> Parts:
         KVTransferStateError: this process runs an engine with a connector already.
     """
     device = _device(settings.device)
-    dtype = _dtype(settings.dtype, device)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if settings.kv_transfer is not None:
         # Before the model is loaded: a wrong name should not take that long to be told.
         KVConnectorFactory.get_connector_class(settings.kv_transfer)
+    dtype = _dtype(settings.dtype, device)
     loaded = load_model(model_folder(settings.model), dtype, device, IMPLEMENTATION)
     config = _engine_config(settings, loaded, dtype)
     config, pool = plan_pool(config, device, may_shorten=settings.max_model_len == 0)
     with ExitStack() as resources:
-        runner = ModelRunner(config, loaded.model, device)
-        if config.kv_transfer is not None:
-            resources.callback(state.ensure_kv_transfer_shutdown)
-            state.ensure_kv_transfer_initialized(config, pool)
-        runner.initialize_kv_cache(pool, settings.layout)
-        runner.warm_up()
+        runner = _runner(config, pool, loaded, settings.layout, resources)
         connector = _scheduler_half(config, pool, resources)
         if settings.hash_seed:
             init_none_hash(sha256, settings.hash_seed)
@@ -93,6 +88,19 @@ def assemble(settings: EngineSettings) -> Parts:
             connector_name="" if connector is None else type(connector).__name__,
             resources=resources.pop_all(),
         )
+
+
+def _runner(
+    config: EngineConfig, pool: KVCacheConfig, loaded: LoadedModel, layout: Layout, resources: ExitStack
+) -> ModelRunner:
+    """The runner with its pool, and the worker half of the connector installed."""
+    runner = ModelRunner(config, loaded.model, loaded.model.device)
+    if config.kv_transfer is not None:
+        resources.callback(state.ensure_kv_transfer_shutdown)
+        state.ensure_kv_transfer_initialized(config, pool)
+    runner.initialize_kv_cache(pool, layout)
+    runner.warm_up()
+    return runner
 
 
 def _scheduler_half(

@@ -24,6 +24,9 @@ __all__ = ["IMPLEMENTATION", "PagedLayer", "attention_layers"]
 #: The name under which transformers knows it.
 IMPLEMENTATION = "kvferry_paged"
 
+#: What some models also pass, and would silently do without.
+_NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
+
 
 @dataclass
 class PagedLayer:
@@ -31,11 +34,35 @@ class PagedLayer:
 
     Attributes:
         kv_cache: Empty until the pool is bound, then one tensor.
+        num_calls: Steps in which the model used it.
     """
 
     config: AttentionLayerConfig
     backend: type[AttentionBackend]
     kv_cache: list[torch.Tensor] = field(default_factory=list)
+    num_calls: int = 0
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None
+    ) -> torch.Tensor:
+        """Write the step's keys and values into the cache and attend over it.
+
+        Args:
+            query: `(num_tokens, num_heads, head_size)`, the tokens of all requests one after the other.
+            key: `(num_tokens, num_kv_heads, head_size)`.
+            value: `(num_tokens, num_kv_heads, head_size)`.
+
+        Returns:
+            `(num_tokens, num_heads, head_size)`.
+        """
+        self.num_calls += 1
+        num_heads, head_size = query.shape[1:]
+        window = self.config.sliding_window
+        params = AttentionParams(num_heads, key.shape[1], head_size, scale, window, softcap)
+        metadata = get_forward_context().attn_metadata[self.config.name]
+        with maybe_transfer_kv_layer(self.config.name):
+            self.backend.write_kv(key, value, self.kv_cache[0], metadata)
+            return self.backend.attend(query, self.kv_cache[0], metadata, params)
 
 
 def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ...]:
@@ -44,9 +71,16 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
     Raises:
         ConfigurationError: a layer is of a kind that this engine cannot run; the message names it.
     """
-    num_heads: int = config.num_attention_heads
-    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-    head_size: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    try:
+        num_heads: int = config.num_attention_heads
+        num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+        head_size: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"the layers of this {config.model_type} model are not described in a way that this engine knows: {error}",
+            key="model",
+            value=config.model_type,
+        ) from error
     return tuple(
         AttentionLayerConfig(_layer_name(index), num_kv_heads, head_size, _window(config, index, kind))
         for index, kind in enumerate(_layer_types(config))
@@ -98,26 +132,14 @@ def _paged_attention(
     Returns:
         `(1, num_tokens, num_heads, head_size)`, and no weights.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ConfigurationError("this engine has no attention sinks", key="model")
-    context = get_forward_context()
-    name = _layer_name(int(module.layer_idx))  # type: ignore[arg-type]
-    layer, metadata = context.layers[name], context.attn_metadata[name]
+    for name, meaning in _NOT_SUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ConfigurationError(f"this engine has no attention with {meaning}", key="model")
+    layer = get_forward_context().layers[_layer_name(int(module.layer_idx))]  # type: ignore[arg-type]
     assert isinstance(layer, PagedLayer)
-    num_heads, head_size = query.shape[1], query.shape[3]
-    params = AttentionParams(
-        num_heads=num_heads,
-        num_kv_heads=key.shape[1],
-        head_size=head_size,
-        scale=head_size**-0.5 if scaling is None else scaling,
-        sliding_window=layer.config.sliding_window,
-        softcap=softcap,
-    )
-    with maybe_transfer_kv_layer(name):
-        cache = layer.kv_cache[0]
-        layer.backend.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, metadata)
-        output = layer.backend.attend(query[0].transpose(0, 1), cache, metadata, params)
-    return output.unsqueeze(0), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return layer.forward(*flat, scale, softcap).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)

@@ -89,6 +89,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 key="model",
                 value=name,
             ) from error
+        unused = [layer.config.name for layer in self._layers.values() if layer.num_calls == 0]
+        if unused:
+            raise ConfigurationError(
+                f"{unused[0]} of this model does not use the attention interface of transformers: "
+                "its cache cannot be paged",
+                key="model",
+                value=self._model.config.model_type,
+            )
 
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
         """Run one step."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import InvalidRequestError, PromptTooLongError
-from engine.testing import FAMILIES
+from engine.testing import FAMILIES, write_tiny_model
 from kvferry.transports.errors import ConfigurationError
 
 Reference = Callable[[str, Sequence[int], int], list[int]]
@@ -203,11 +204,15 @@ def test_what_cannot_work_is_told_by_name_and_leaves_nothing(
     assert make_node().answer([1, 2, 3], max_tokens=2)
 
 
-def test_a_model_with_another_kind_of_layer_is_refused(
-    make_node: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("llama", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        ("llama", {"model_type": "bloom"}, "does not use the attention interface"),
+    ],
+)
+def test_a_model_that_this_engine_would_compute_wrongly_is_refused(
+    family: str, overrides: dict[str, Any], message: str, make_node: Any, tmp_path: Path
 ) -> None:
-    from transformers import LlamaConfig
-
-    monkeypatch.setattr(LlamaConfig, "layer_types", ["linear_attention"] * 3, raising=False)
-    with pytest.raises(ConfigurationError, match="linear_attention"):
-        make_node()
+    with pytest.raises(ConfigurationError, match=message):
+        make_node(model=str(write_tiny_model(tmp_path, family, **overrides)))
