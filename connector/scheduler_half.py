@@ -169,7 +169,10 @@ class HandoffScheduler:
 
     def _knows(self, request_id: str) -> bool:
         return (
-            request_id in self._claims or request_id in self._offers_wanted or request_id in self._unreported
+            request_id in self._claims
+            or request_id in self._offers_wanted
+            or request_id in self._unreported
+            or request_id in self._orders.drops  # a drop of this step would meet the new request's claim
         )
 
     def _within_role(self, request_id: str, wish: TransferWish) -> TransferWish:

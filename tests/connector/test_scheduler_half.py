@@ -212,7 +212,7 @@ class TestConsumer:
         consumer = scheduler()
         request = arrived(consumer)
         assert consumer.request_finished(request, [[]]) == (False, None)
-        with pytest.raises(ConnectorError, match="in use"):  # the drop would meet the new claim
+        with pytest.raises(ConnectorError, match="in use"):
             consumer.on_new_request(request)
         assert consumer.build_connector_meta().drops == ("d-1",)
         assert consumer.num_requests == 0
