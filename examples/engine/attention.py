@@ -138,8 +138,8 @@ def _paged_attention(
     layer = get_forward_context().layers[_layer_name(int(module.layer_idx))]  # type: ignore[arg-type]
     assert isinstance(layer, PagedLayer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return layer.forward(*flat, scale, softcap).unsqueeze(0), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return layer.forward(query, key, value, scale, softcap).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)
