@@ -118,14 +118,17 @@ class KVCacheManager:
             `num_tokens` is a multiple of the block size. The blocks are not held: hand them to
             `allocate_slots` before any other call changes the pool.
         """
+        no_blocks = KVCacheBlocks(tuple(() for _ in self._groups))
         if not self._pool.enable_caching:
-            return KVCacheBlocks(tuple(() for _ in self._groups)), 0
+            return no_blocks, 0
         hashes = request.block_hashes
         # The last token is always computed: the next one comes from its logits.
         max_blocks = min(len(hashes), (request.num_tokens - 1) // self.block_size)
         tables = [_CachedTable(self._pool, hashes, group.group_id) for group in self._groups]
         num_blocks = _longest_common_prefix(self._groups, [table.has for table in tables], max_blocks)
         blocks = tuple(table.blocks(num_blocks) for table in tables)
+        if all(block.is_null for table in blocks for block in table):
+            return no_blocks, 0  # no group looks back from there; still, a hit is something that was found
         return KVCacheBlocks(blocks), num_blocks * self.block_size
 
     def allocate_slots(
