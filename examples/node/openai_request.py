@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from web.errors import bad_request
+from web.fields import Fields
 
 from engine.types import SamplingParams
-
-from .fields import Fields
 
 __all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion"]
 

@@ -17,7 +17,7 @@ from web.json_body import MAX_BODY_BYTES, parse_json
 
 from .metrics import RouterMetrics
 from .nodes import Node, NodePool
-from .stages import NodeGoneError, copy_answer, decode_body, open_answer, prefill, prefill_body
+from .stages import NodeGoneError, check_body, copy_answer, decode_body, open_answer, prefill, prefill_body
 
 __all__ = ["Router"]
 
@@ -126,6 +126,7 @@ class Router:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = parse_json(await request.read())
+        check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
         tried_decode: set[Node] = set()
         while True:

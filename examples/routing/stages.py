@@ -9,13 +9,15 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from web.errors import ApiError
+from web.errors import ApiError, bad_request
+from web.fields import Fields
 
 from .nodes import Node
 
 __all__ = [
     "NodeGoneError",
     "UpstreamAnswer",
+    "check_body",
     "copy_answer",
     "decode_body",
     "open_answer",
@@ -36,6 +38,20 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 
 class NodeGoneError(Exception):
     """A node did not do its stage; another one may. Nothing of it reached the client."""
+
+
+def check_body(body: Mapping[str, Any]) -> None:
+    """Check what the prefill node will not see: a request that the decode node refuses would leave an offer behind.
+
+    Raises:
+        ApiError: a field is wrong (400).
+    """
+    fields = Fields(body)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if fields.integer(name, 1) < 1:
+            raise bad_request(f"{name}={body[name]}: it must be at least 1", name)
+    fields.boolean("stream", False)
+    Fields(fields.mapping("stream_options")).boolean("include_usage", False)
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from web.errors import ApiError, bad_request
+from .errors import ApiError, bad_request
 
 __all__ = ["Fields"]
 

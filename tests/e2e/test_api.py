@@ -1,0 +1,164 @@
+"""What a client of a node, or of a router, is promised."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+PATHS = ["node", "router"]
+
+
+@pytest.fixture(params=PATHS)
+def server(request: pytest.FixtureRequest, tiny_fleet: Any) -> Any:
+    """The same API twice: a single node, and the router of a pair."""
+    return tiny_fleet.single if request.param == "node" else tiny_fleet.router
+
+
+def test_a_completion_has_what_openai_promises(server: Any) -> None:
+    reply = server.complete("To carry a letter", max_tokens=6)
+    assert reply.status == 200
+    assert reply.body["object"] == "text_completion"
+    assert reply.body["choices"][0]["finish_reason"] == "length"
+    assert isinstance(reply.body["choices"][0]["text"], str)
+    assert len(reply.token_ids) == 6
+    assert reply.body["usage"]["prompt_tokens"] == 17
+    assert reply.body["usage"]["total_tokens"] == 23
+
+
+def test_a_stream_says_the_same_as_the_whole_answer(server: Any) -> None:
+    whole = server.complete("To carry a letter", max_tokens=9)
+    with server.streaming(
+        "To carry a letter", max_tokens=9, stream_options={"include_usage": True}
+    ) as events:
+        *chunks, usage = events
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == whole.token_ids
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole.body["choices"][0]["text"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 9
+
+
+def test_a_chat_goes_through_the_models_template(server: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    reply = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0})
+    assert reply.status == 200
+    assert reply.body["object"] == "chat.completion"
+    assert reply.body["choices"][0]["message"]["role"] == "assistant"
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    again = server.post("/v1/chat/completions", {"messages": parts, "max_tokens": 4, "temperature": 0})
+    assert again.body["choices"] == reply.body["choices"]
+
+
+def test_the_prompt_may_be_token_ids(server: Any) -> None:
+    a_b_c = [64, 65, 66]
+    assert server.complete(a_b_c, max_tokens=3).token_ids == server.complete("abc", max_tokens=3).token_ids
+
+
+def test_the_same_seed_gives_the_same_answer(server: Any) -> None:
+    fields = {"max_tokens": 12, "temperature": 1.5, "top_p": 0.95}
+    first, second, third = (server.complete("Dice", **fields, seed=seed).token_ids for seed in (7, 7, 8))
+    assert first == second
+    assert first != third
+
+
+def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
+    whole = server.complete("A pier", max_tokens=24).body["choices"][0]["text"]
+    stop = next(text for text in (whole[i : i + 2] for i in range(4, len(whole))) if text.isascii())
+    choice = server.complete("A pier", max_tokens=24, stop=[stop]).body["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b"\xff\xfe", None),
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, 99999]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "a" * 5000}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "n": True}, "n"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "logprobs": 3}, "logprobs"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "seed": 1.5}, "seed"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input_is_refused_and_the_server_goes_on(server: Any, body: Any, param: str | None) -> None:
+    reply = server.post("/v1/completions", body)
+    assert reply.status == 400
+    assert reply.body["error"]["type"] == "invalid_request_error"
+    assert reply.body["error"]["param"] == param
+    assert reply.error
+    assert server.get("/health")[0] == 200
+
+
+def test_an_unknown_model_and_an_unknown_path_are_not_found(server: Any) -> None:
+    assert server.complete("a", model="gpt-0").status == 404
+    assert server.post("/v1/embeddings", {}).status == 404
+
+
+def test_models_and_health(server: Any) -> None:
+    status, raw = server.get("/v1/models")
+    assert status == 200
+    assert [model["id"] for model in json.loads(raw)["data"]] == ["tiny"]
+    assert server.complete("a", model="tiny", max_tokens=1).status == 200
+    assert server.get("/health")[0] == 200
+
+
+def test_what_is_refused_leaves_no_block_behind(tiny_fleet: Any) -> None:
+    assert tiny_fleet.prefill.is_whole()
+    assert tiny_fleet.decode.is_whole()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        3,
+        "x",
+        [],
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "remote_engine_id": 1},
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": "e",
+            "remote_request_id": "r",
+            "remote_block_ids": "1,2",
+        },
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_malformed_transfer_params_are_refused_and_the_node_goes_on(tiny_fleet: Any, params: Any) -> None:
+    reply = tiny_fleet.decode.complete("a" * 40, max_tokens=2, kv_transfer_params=params)
+    assert reply.status == 400
+    assert reply.body["error"]["param"] == "kv_transfer_params"
+    assert tiny_fleet.decode.complete("a" * 40, max_tokens=2).status == 200
+    assert tiny_fleet.decode.is_whole()
+
+
+def test_metrics_are_prometheus_text(server: Any) -> None:
+    status, raw = server.get("/metrics")
+    assert status == 200
+    names = {
+        line.split("{")[0].split(" ")[0] for line in raw.decode().splitlines() if not line.startswith("#")
+    }
+    assert names
+    assert all(name.startswith("kvferry_") for name in names)
