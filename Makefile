@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 PACKAGES := connector transports runner_mixin
 
 CONNECTOR ?= shm
@@ -38,6 +41,19 @@ test: $(READY) ## every test that this machine can run
 test-fast: $(READY) ## the tests without the slow ones
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+$(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
+	@echo "setting up $(VLLM_VENV) (4 GB; several minutes the first time)"
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	@# The registry's builds of these want CUDA, and vLLM imports them if they are there.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_READY) ## kvferry inside real vLLM, in a venv of its own (large)
+	$(VLLM_BIN)/python -m pytest tests/vllm -m "" $(TEST_ARGS)
+
 .PHONY: typeroot
 typeroot:
 	@mkdir -p build/typeroot/kvferry
@@ -60,5 +76,5 @@ bench: $(READY) ## measure the transports on this machine
 	$(BIN)/python benchmarks/transports.py
 
 .PHONY: clean
-clean: ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so
+clean: ## remove the venvs and everything built
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..transports.errors import ConfigurationError
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig
 
-__all__ = ["Registration", "describe_caches", "layout_name"]
+__all__ = ["NO_FIELDS", "Registration", "describe_caches", "layout_name"]
+
+NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ def describe_caches(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     arenas: Sequence[Segment],
+    host_fields: Mapping[str, str] = NO_FIELDS,
 ) -> Registration:
     """Describe caches by where their tensors really are.
 
     Args:
         kv_caches: Layer → its cache in logical order, axis 0 being kernel blocks.
         arenas: Memory that came from the transport; a cache outside is served as foreign memory.
+        host_fields: What else must be equal on a peer, as only the engine knows, e.g. how its kernels pack a page.
 
     Raises:
         ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config`.
@@ -71,7 +76,8 @@ def describe_caches(
     used = [spec for _, spec in specs.values()]
     layout = KVLayout(used[0].block_size, kv_cache_config.num_blocks, pool.num_bytes, layers)
     cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
-    return Registration(pool, layout, _fields(config, kv_cache_config, used, layout, cache_dtypes))
+    fields = _fields(config, kv_cache_config, used, layout, cache_dtypes)
+    return Registration(pool, layout, {**host_fields, **fields})
 
 
 def layout_name(layout: KVLayout) -> str:

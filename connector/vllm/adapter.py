@@ -1,0 +1,194 @@
+"""`KvferryConnector`: vLLM's connector interface over kvferry's two halves. Tried with vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from ...transports.errors import KVTransferStateError
+from ...transports.registry import create_transport
+from ..scheduler_half import HandoffScheduler
+from ..worker_half import HandoffWorker
+from .config import HostOptions, engine_config, kv_cache_config
+from .metadata import StepMetadata, WorkerHandshake
+from .scheduler import SchedulerSide
+from .stats import KvferryPromMetrics, KvferryStats
+from .worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KvferryConnector"]
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Hands finished prompts' blocks over between vLLM nodes; the decode node reads the prefill node's pool.
+
+    Loads are asynchronous, nothing is saved layer by layer. The options in `kv_connector_extra_config` are
+    `transport` (`"shm"` if absent), `transport_options`, and those of `ConnectorOptions`.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: Which half this is.
+        kv_cache_config: vLLM's pool.
+
+    Raises:
+        ConfigurationError: an option is unknown or has a bad value, or vLLM is configured in a way that is not
+            supported; vLLM does not start.
+        BackendUnavailableError: the transport cannot work here; the message says what would help.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_where_vllm_logs()
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        make = _scheduler_side if is_scheduler else _worker_side
+        self._side: SchedulerSide | WorkerSide = make(vllm_config, kv_cache_config)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        if isinstance(self._side, SchedulerSide):
+            return self._side
+        raise KVTransferStateError("a method of the scheduler half was called on a worker half")
+
+    @property
+    def _worker(self) -> WorkerSide:
+        if isinstance(self._side, WorkerSide):
+            return self._side
+        raise KVTransferStateError("a method of the worker half was called on a scheduler half")
+
+    # -- for vLLM's front end, which makes no connector ----------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """One block of all layers as one run of bytes, if the user asks for it; vLLM falls back where it cannot."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return "BLHNC" if extra.get("cross_layer_blocks") is True else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
+        return KvferryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvferryPromMetrics:
+        return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- either half ---------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvferryStats | None:
+        return self._side.get_kv_connector_stats() if isinstance(self._side, WorkerSide) else None
+
+    def shutdown(self) -> None:
+        if isinstance(self._side, WorkerSide):
+            self._side.shutdown()
+
+    # -- worker half ---------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        return self._worker.get_mem_pool_context()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerHandshake:
+        return self._worker.get_handshake_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_load_kv(cast(StepMetadata, self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: no load is synchronous."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Return at once: the cache is read where it is."""
+
+    def wait_for_save(self) -> None:
+        """Return at once: nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        finished = self._worker.take_finished()
+        return KVConnectorTransferResults(
+            finished_sending=finished.sent,
+            finished_recving=finished.received,
+            failed_recving=finished.failed,
+        )
+
+    # -- scheduler half ------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
+        self._scheduler.set_handshake_metadata(metadata)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Every group: what is loaded are the request's own blocks."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self._scheduler.build_connector_meta()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+
+def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
+    HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    transfer = engine_config(vllm_config, tensor_parallel_rank=0).kv_transfer
+    assert transfer is not None
+    return SchedulerSide(HandoffScheduler(transfer, kv_cache_config(config)))
+
+
+def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    options = HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    half = HandoffWorker(
+        engine_config(vllm_config, get_tensor_model_parallel_rank()),
+        kv_cache_config(config),
+        create_transport(options.transport, options.connector.transport),
+        options.connector.address,
+        options.connector.handoff,
+    )
+    return WorkerSide(vllm_config, config, half)
+
+
+def _log_where_vllm_logs() -> None:
+    """vLLM sets up its own logger only; send ours to the same handlers, unless the user set ours up."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

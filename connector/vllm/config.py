@@ -1,0 +1,143 @@
+"""vLLM's configuration in kvferry's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...transports.errors import ConfigurationError
+from ..config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from ..kv_cache_specs import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
+from ..options import ConnectorOptions
+
+__all__ = ["HostOptions", "engine_config", "host_fields", "kv_cache_config"]
+
+#: vLLM's way of spreading one request over ranks that this connector cannot serve.
+_UNSUPPORTED_SIZES = (
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What stands in `kv_connector_extra_config`.
+
+    Attributes:
+        transport: Scheme of the transport: `"shm"`, `"zeromq"`, ….
+        connector: The rest; the transport's own options stand under `transport_options`.
+    """
+
+    transport: str
+    connector: ConnectorOptions
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Parse what a user wrote.
+
+        Raises:
+            ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
+        """
+        rest = dict(mapping)
+        transport = rest.pop("transport", "shm")
+        if not isinstance(transport, str):
+            raise ConfigurationError(
+                f"transport={transport!r}: it must be the name of a transport, e.g. 'shm'",
+                key="transport",
+                value=transport,
+            )
+        if "transport_options" in rest:
+            rest["transport"] = rest.pop("transport_options")
+        return cls(transport, ConnectorOptions.from_mapping(rest))
+
+
+def engine_config(vllm_config: Any, tensor_parallel_rank: int) -> EngineConfig:
+    """Translate the part of vLLM's configuration that a handoff depends on.
+
+    Raises:
+        ConfigurationError: a request's cache would be spread over ranks in a way that is not supported.
+    """
+    parallel, model, transfer = (
+        vllm_config.parallel_config,
+        vllm_config.model_config,
+        vllm_config.kv_transfer_config,
+    )
+    for key in _UNSUPPORTED_SIZES:
+        if (size := getattr(parallel, key, 1)) != 1:
+            raise ConfigurationError(f"{key}={size}: only 1 is supported", key=key, value=size)
+    return EngineConfig(
+        model=ModelConfig(_model_name(model), _dtype_name(model.dtype), model.max_model_len),
+        cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
+        parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank),
+        kv_transfer=KVTransferConfig(
+            kv_connector=transfer.kv_connector,
+            kv_role=transfer.kv_role,
+            engine_id=transfer.engine_id,
+            kv_load_failure_policy=transfer.kv_load_failure_policy,
+        ),
+    )
+
+
+def kv_cache_config(config: Any) -> KVCacheConfig:
+    """Translate vLLM's pool: its blocks and groups. Where the bytes lie is read off the tensors.
+
+    Raises:
+        ConfigurationError: a group's layers keep something that cannot be handed over.
+    """
+    groups = tuple(
+        KVCacheGroupSpec(tuple(group.layer_names), _group_spec(group)) for group in config.kv_cache_groups
+    )
+    return KVCacheConfig(config.num_blocks, (), groups)
+
+
+def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
+    """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they pack a page."""
+    import vllm
+
+    layers = vllm_config.compilation_config.static_forward_context
+    known = [layers[name] for name in layer_names if name in layers]
+    backends = {layer.get_attn_backend().get_name() for layer in known if hasattr(layer, "get_attn_backend")}
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "attention_backend": ", ".join(sorted(backends)),
+        # CPU attention keeps keys in an order that depends on the instruction set.
+        "packing": ", ".join(sorted({getattr(layer, "isa", "") for layer in known})),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+
+
+def _model_name(model: Any) -> str:
+    revision = getattr(model, "revision", None)
+    return f"{model.model}@{revision}" if revision else str(model.model)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _group_spec(group: Any) -> KVCacheSpec:
+    if not getattr(group, "enable_kv_transfer", True):
+        raise ConfigurationError(f"layers {group.layer_names} keep a cache that is not to be transferred")
+    spec = group.kv_cache_spec
+    if (members := getattr(spec, "kv_cache_specs", None)) is not None:
+        specs = {name: _layer_spec(name, member) for name, member in members.items()}
+        return UniformTypeKVCacheSpecs(spec.block_size, specs)
+    return _layer_spec(group.layer_names[0], spec)
+
+
+def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
+    if not hasattr(spec, "num_kv_heads"):
+        raise ConfigurationError(
+            f"layer {name} keeps a {type(spec).__name__}; only attention layers can be handed over"
+        )
+    return AttentionSpec(
+        spec.block_size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.dtype
+    )

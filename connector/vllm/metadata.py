@@ -1,0 +1,48 @@
+"""What vLLM carries between the two halves, beside kvferry's own messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from ..handoff.events import LocalBlocks
+from ..metadata import HandoffMetadata, WorkerAddress
+
+__all__ = ["RefusedLoad", "StepMetadata", "WorkerHandshake"]
+
+
+@dataclass(frozen=True)
+class RefusedLoad:
+    """A load that cannot even be ordered: vLLM hears of it as of a load that failed.
+
+    Attributes:
+        blocks: What was allocated for it, per group.
+        reason: Why, in words for the operator.
+    """
+
+    blocks: LocalBlocks
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders.
+
+    Attributes:
+        refused: By request.
+    """
+
+    orders: HandoffMetadata = field(default_factory=HandoffMetadata)
+    refused: Mapping[str, RefusedLoad] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Where one rank can be reached."""
+
+    address: WorkerAddress

@@ -1,0 +1,101 @@
+"""The scheduler half, called by vLLM's scheduler: no request, however malformed, may raise here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...transports.errors import KVTransferError
+from ..handoff.events import GroupBlocks
+from ..output import KVConnectorOutput
+from ..scheduler_half import HandoffScheduler
+from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
+
+__all__ = ["SchedulerSide"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request of vLLM's, as `ConnectorRequest` wants it."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    kv_transfer_params: Mapping[str, Any] | None
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, request: Any) -> Self:
+        reason = request.get_finished_reason()
+        return cls(
+            request.request_id,
+            request.prompt_token_ids or (),
+            request.num_prompt_tokens,
+            request.num_computed_tokens,
+            request.kv_transfer_params,
+            None if reason is None else str(reason),
+        )
+
+
+class SchedulerSide:
+    """Translates, and turns what the half refuses into a load that fails.
+
+    vLLM's scheduler cannot be told no: an exception ends the engine. So a refused request gets its blocks as
+    for any load, and a worker half says at once that the load failed. Then vLLM's own policy,
+    `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
+    """
+
+    def __init__(self, half: HandoffScheduler) -> None:
+        self._half = half
+        self._refused: dict[str, str] = {}
+        self._refused_loads: dict[str, RefusedLoad] = {}
+
+    def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
+        self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
+
+    def on_new_request(self, request: Any) -> None:
+        try:
+            self._half.on_new_request(_Request.of(request))
+        except KVTransferError as error:
+            logger.warning("request %s cannot be handed over: %s", request.request_id, error)
+            self._refused[request.request_id] = str(error)
+            # vLLM reads them once more after us, and takes for granted that they are a dictionary.
+            request.kv_transfer_params = None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        if request.request_id not in self._refused:
+            return self._half.get_num_new_matched_tokens(_Request.of(request), num_computed_tokens)
+        num_missing = request.num_prompt_tokens - num_computed_tokens
+        return max(num_missing, 0), num_missing > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tables = blocks.get_block_ids()
+        reason = self._refused.pop(request.request_id, None)
+        if reason is None:
+            self._half.update_state_after_alloc(_Request.of(request), tables, num_external_tokens)
+        elif num_external_tokens:
+            allocated = tuple(GroupBlocks(0, tuple(table)) for table in tables)
+            self._refused_loads[request.request_id] = RefusedLoad(allocated, reason)
+
+    def build_connector_meta(self) -> StepMetadata:
+        refused, self._refused_loads = self._refused_loads, {}
+        return StepMetadata(self._half.build_connector_meta(), refused)
+
+    def update_connector_output(self, output: Any) -> None:
+        self._half.update_connector_output(
+            KVConnectorOutput(
+                finished_sending=set(output.finished_sending or ()),
+                finished_recving=set(output.finished_recving or ()),
+            )
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._refused.pop(request.request_id, None)
+        return self._half.request_finished(_Request.of(request), block_ids)

@@ -1,0 +1,104 @@
+"""The worker half, called by vLLM's model runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...transports.errors import ConfigurationError, ConnectorError
+from ..worker_half import HandoffWorker
+from .config import host_fields
+from .memory import PoolPlacement
+from .metadata import StepMetadata, WorkerHandshake
+from .stats import KvferryStats
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Finished", "WorkerSide"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What ended since it was last asked.
+
+    Attributes:
+        failed: Those of `received` whose load failed.
+        failed_blocks: Their blocks.
+    """
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+    failed_blocks: set[int]
+
+
+class WorkerSide:
+    """Translates between vLLM's model runner and a `HandoffWorker`."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, half: HandoffWorker) -> None:
+        import torch
+
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._half = half
+        self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        """Where vLLM's cache is main memory, a context in which it is allocated in the transport's; else None."""
+        sizes = {tensor.size for tensor in self._kv_cache_config.kv_cache_tensors}
+        if self._vllm_config.device_config.device_type != "cpu" or len(sizes) != 1:
+            return None
+        return self._placement.answering(sizes.pop())
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Begin to serve the caches.
+
+        Raises:
+            ConfigurationError: a cache cannot be served; vLLM does not start.
+        """
+        for name, cache in kv_caches.items():
+            if cache.dim() == 1:
+                raise ConfigurationError(
+                    f"layer {name} keeps raw bytes; only attention caches can be handed over"
+                )
+        self._half.register_kv_caches(kv_caches, host_fields(self._vllm_config, list(kv_caches)))
+        is_ours = all(map(self._placement.holds, kv_caches.values()))
+        logger.info(
+            "kvferry serves %d layers at %s; the cache is in %s",
+            len(kv_caches),
+            self._half.get_handshake_metadata().address,
+            "the transport's own memory"
+            if is_ours
+            else "vLLM's memory, which peers cannot map: reads are slower",
+        )
+
+    def get_handshake_metadata(self) -> WorkerHandshake:
+        return WorkerHandshake(self._half.get_handshake_metadata())
+
+    # -- one step ------------------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: StepMetadata) -> None:
+        self._half.start_load_kv(metadata.orders)
+        for request_id, load in metadata.refused.items():
+            self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
+
+    def take_finished(self) -> Finished:
+        sent, received = self._half.get_finished()
+        failed = set(self._half.take_load_errors())
+        return Finished(sent, received, failed, self._half.get_block_ids_with_load_errors())
+
+    def get_kv_connector_stats(self) -> KvferryStats | None:
+        stats = self._half.get_kv_connector_stats()
+        return None if stats is None else KvferryStats(data=stats.to_dict())
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
