@@ -5,6 +5,9 @@
 Each round picks other blocks, at random at both ends, out of pools much larger than any cache. Each transfer is
 timed by itself, from `start_read` to its event, next to one memcpy (a single thread, one call, as many bytes,
 uncached); what counts is the ratio of the two, and of the ratios the median.
+
+A transfer needs a second thread to be scheduled, a memcpy does not: on a machine with more to do than cores, the
+small transfers measure the scheduler. The load is printed.
 """
 
 from __future__ import annotations
@@ -220,6 +223,7 @@ def machine() -> dict[str, object]:
     return {
         "processor": cpu[0].partition(": ")[2] if cpu else platform.processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "kernel": platform.release(),
         "shmem_huge_pages": huge.read_text().strip() if huge.exists() else "unknown",
         "python": platform.python_version(),
