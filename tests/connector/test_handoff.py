@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.connector.stats import COUNTERS
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 
 UNIFORM = CacheShape()
@@ -196,6 +197,7 @@ class TestFigures:
         assert consumer.stats.counters["loaded_bytes_total"] == consumer.stats.transfers[0].num_bytes
         assert producer.stats.counters == {"offers_delivered_total": 1}
         assert consumer.step().kv_connector_stats is None
+        assert consumer.stats.counters.keys() <= COUNTERS.keys()
 
 
 class TestFailure:
