@@ -32,6 +32,9 @@ _NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
 class PagedLayer:
     """One attention layer's cache, and what attends over it.
 
+    A layer that shares another's cache writes nothing: what it attends to was written, and is handed over, under
+    its owner's name.
+
     Attributes:
         kv_cache: Empty until the pool is bound, then one tensor.
         num_calls: Steps in which the model used it.
@@ -45,7 +48,7 @@ class PagedLayer:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """Write the step's keys and values into the cache and attend over it.
+        """Write the step's keys and values into the cache, unless it is another layer's, and attend over it.
 
         Args:
             query: `(num_tokens, num_heads, head_size)`, the tokens of all requests one after the other.
@@ -57,9 +60,11 @@ class PagedLayer:
         """
         self.num_calls += 1
         num_heads, head_size = query.shape[1:]
-        window = self.config.sliding_window
-        params = AttentionParams(num_heads, key.shape[1], head_size, scale, window, softcap)
+        window, chunk = self.config.sliding_window, self.config.attention_chunk_size
+        params = AttentionParams(num_heads, key.shape[1], head_size, scale, window, softcap, chunk)
         metadata = get_forward_context().attn_metadata[self.config.name]
+        if self.config.kv_sharing_target:
+            return self.backend.attend(query, self.kv_cache[0], metadata, params)
         with maybe_transfer_kv_layer(self.config.name):
             self.backend.write_kv(key, value, self.kv_cache[0], metadata)
             return self.backend.attend(query, self.kv_cache[0], metadata, params)
@@ -81,8 +86,16 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
             key="model",
             value=config.model_type,
         ) from error
+    targets = _sharing_targets(config)
     return tuple(
-        AttentionLayerConfig(_layer_name(index), num_kv_heads, head_size, _window(config, index, kind))
+        AttentionLayerConfig(
+            _layer_name(index),
+            num_kv_heads,
+            head_size,
+            sliding_window=_window(config, index, kind),
+            kv_sharing_target=targets.get(index, ""),
+            attention_chunk_size=int(config.attention_chunk_size) if kind == "chunked_attention" else None,
+        )
         for index, kind in enumerate(_layer_types(config))
     )
 
@@ -99,14 +112,23 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
 
 
+def _sharing_targets(config: PretrainedConfig) -> dict[int, str]:
+    """Layer → the layer whose cache it reads: the last one of its kind that has its own."""
+    modes = getattr(config, "kv_sharing_modes", [])
+    stores = {
+        config.layer_types[index]: _layer_name(index) for index, mode in enumerate(modes) if mode == "store"
+    }
+    return {index: stores[config.layer_types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
+
+
 def _window(config: PretrainedConfig, index: int, kind: str) -> int | None:
-    if kind == "full_attention":
+    if kind in ("full_attention", "chunked_attention"):
         return None
     if kind == "sliding_attention":
         return int(config.sliding_window)
     raise ConfigurationError(
         f"layer {index} of this {config.model_type} model is of kind {kind!r}; "
-        "this engine runs full and sliding-window attention",
+        "this engine runs full, sliding-window and chunked attention",
         key="model",
         value=config.model_type,
     )

@@ -141,6 +141,7 @@ class Engine:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        self._core = None
 
     # -- from other threads to the engine's ----------------------------------------------------------
 

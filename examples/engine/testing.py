@@ -55,6 +55,28 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 257,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 24,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+    },
 }
 
 
