@@ -37,6 +37,7 @@ class AttentionLayerConfig:
         sliding_window: Tokens that a token sees, itself included; None: all.
         is_decoder: False for a layer of an encoder, which keeps no cache.
         kv_sharing_target: Name of the layer whose cache this one reads instead of its own; empty: none.
+        attention_chunk_size: A token sees only its own aligned chunk of so many tokens; None: no chunks.
     """
 
     name: str
@@ -45,6 +46,16 @@ class AttentionLayerConfig:
     sliding_window: int | None = None
     is_decoder: bool = True
     kv_sharing_target: str = ""
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ConfigurationError(
+                f"layer {self.name!r} has a window of {self.sliding_window} tokens as well as chunks of "
+                f"{self.attention_chunk_size}; one of the two",
+                key="attention_chunk_size",
+                value=self.attention_chunk_size,
+            )
 
 
 @dataclass(frozen=True)

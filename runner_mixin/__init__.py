@@ -5,7 +5,14 @@ from __future__ import annotations
 if __name__ != "kvferry.runner_mixin":  # the same file under a second name would be a second set of classes
     raise ImportError("import kvferry.runner_mixin, not runner_mixin: `pip install -e .` first")
 
-from .attention.backend import AttentionBackend, AttentionGroup, AttentionParams, MetadataBuilder, MultipleOf
+from .attention.backend import (
+    AttentionBackend,
+    AttentionGroup,
+    AttentionParams,
+    LookBack,
+    MetadataBuilder,
+    MultipleOf,
+)
 from .attention.layer import AttentionLayer
 from .attention.metadata import (
     AttentionMetadata,
@@ -74,6 +81,7 @@ __all__ = [
     "KVCacheLayout",
     "KVConnectorModelRunnerMixin",
     "LayerWithCache",
+    "LookBack",
     "MemorySnapshot",
     "MetadataBuilder",
     "ModelRunnerOutput",

@@ -18,6 +18,7 @@ import torch
 
 from ..connector.kv_cache_specs import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
@@ -92,12 +93,13 @@ def _floating_dtype(key: str, name: str) -> torch.dtype:
 
 
 def get_kv_cache_spec(config: EngineConfig, kv_cache_dtype: torch.dtype) -> dict[str, KVCacheSpec]:
-    """Say what each decoder layer keeps: everything, or a window.
+    """Say what each decoder layer keeps: everything, a window, or its chunk.
 
     Layers of an encoder, and layers that read another's cache, keep nothing and are left out.
 
     Returns:
-        Layer name → `FullAttentionSpec`, or `SlidingWindowSpec` when the layer has a window.
+        Layer name → `FullAttentionSpec`, or `SlidingWindowSpec` when the layer has a window, or
+        `ChunkedLocalAttentionSpec` when it has chunks.
     """
     return {
         layer.name: _attention_spec(layer, config.cache.block_size, kv_cache_dtype)
@@ -107,11 +109,12 @@ def get_kv_cache_spec(config: EngineConfig, kv_cache_dtype: torch.dtype) -> dict
 
 
 def _attention_spec(layer: AttentionLayerConfig, block_size: int, dtype: torch.dtype) -> AttentionSpec:
-    if layer.sliding_window is None:
-        return FullAttentionSpec(block_size, layer.num_kv_heads, layer.head_size, dtype)
-    return SlidingWindowSpec(
-        block_size, layer.num_kv_heads, layer.head_size, dtype, sliding_window=layer.sliding_window
-    )
+    shape = (block_size, layer.num_kv_heads, layer.head_size, dtype)
+    if layer.sliding_window is not None:
+        return SlidingWindowSpec(*shape, sliding_window=layer.sliding_window)
+    if layer.attention_chunk_size is not None:
+        return ChunkedLocalAttentionSpec(*shape, attention_chunk_size=layer.attention_chunk_size)
+    return FullAttentionSpec(*shape)
 
 
 def init_attn_backend(

@@ -16,6 +16,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionGroup",
     "AttentionParams",
+    "LookBack",
     "MetadataBuilder",
     "MultipleOf",
 ]
@@ -29,6 +30,19 @@ class MultipleOf:
 
 
 @dataclass(frozen=True)
+class LookBack:
+    """How far back a token sees.
+
+    Attributes:
+        sliding_window: As many tokens, itself included; None: all.
+        attention_chunk_size: No further than to the begin of its aligned chunk of so many tokens; None: no chunks.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
 class AttentionParams:
     """One layer's attention.
 
@@ -39,6 +53,7 @@ class AttentionParams:
         scale: Factor on the scores.
         sliding_window: Tokens that a token sees, itself included; None: all.
         softcap: Scores become `softcap * tanh(score / softcap)`; None: unchanged.
+        attention_chunk_size: A token sees only its own aligned chunk of so many tokens; None: no chunks.
     """
 
     num_heads: int
@@ -47,6 +62,12 @@ class AttentionParams:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    attention_chunk_size: int | None = None
+
+    @property
+    def look_back(self) -> LookBack:
+        """Which of these settings decide what is visible."""
+        return LookBack(self.sliding_window, self.attention_chunk_size)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...transports.errors import BackendUnavailableError
 from .backend import AttentionBackend, AttentionGroup, AttentionParams, MetadataBuilder, MultipleOf
 from .metadata import AttentionMetadata, CommonAttentionMetadata
 from .paged import write_kv_to_slots
@@ -104,6 +105,8 @@ class FlashInferMetadata(AttentionMetadata):
         return wrapper
 
     def _plan(self, params: AttentionParams, query_dtype: torch.dtype, cache_dtype: torch.dtype) -> Any:
+        if params.attention_chunk_size is not None:
+            raise BackendUnavailableError("attention backend FLASHINFER has no chunked attention; use TORCH")
         decode = self.common.causal and self.common.max_query_len == 1
         wrapper = self.builder.wrapper(decode, params)
         heads = (params.num_heads, params.num_kv_heads, params.head_size, self.builder.kernel_block_size)

@@ -4,7 +4,7 @@ A step's requests are cut into *tiles*, within which the work is one gather and 
 requests with one new token go together (with others of similar length, so that padding at most doubles the
 work), a request with several is a tile of its own. A tile gathers only blocks that its tokens can see.
 
-Which tokens see which depends on the batch and on the layer's window only, so tiles are made once a step and
+Which tokens see which depends on the batch and on how far the layer looks back, so tiles are made once a step and
 shared by the layers. A request's result depends neither on the other requests of its step, nor, but for the
 rounding of torch's matrix products, on how its prompt was cut into steps.
 """
@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from .backend import AttentionParams
+    from .backend import AttentionParams, LookBack
     from .metadata import CommonAttentionMetadata
 
 __all__ = ["Tile", "attend", "attend_tile", "make_tiles", "write_kv_to_slots"]
@@ -63,31 +63,33 @@ def write_kv_to_slots(
     kv_cache[:, 1].index_put_(where, value.to(kv_cache.dtype))
 
 
-def make_tiles(
-    common: CommonAttentionMetadata, block_size: int, sliding_window: int | None
-) -> tuple[Tile, ...]:
+def make_tiles(common: CommonAttentionMetadata, block_size: int, look_back: LookBack) -> tuple[Tile, ...]:
     """Cut a step into tiles.
 
     Args:
         common: The step's batch.
         block_size: Tokens a kernel block.
-        sliding_window: Tokens that a token sees, itself included; None: all.
+        look_back: What a token sees.
     """
     query_lens = common.query_start_loc_cpu.diff().numpy()
     seq_lens = common.seq_lens_cpu.numpy().astype(np.int64)
-    first = _first_visible(common.num_computed_tokens_cpu.numpy(), sliding_window) // block_size
+    first = _first_visible(common.num_computed_tokens_cpu.numpy(), look_back) // block_size
     num_blocks = -(-seq_lens // block_size) - first
     return tuple(
-        _make_tile(common, requests, first[requests], num_blocks[requests], block_size, sliding_window)
+        _make_tile(common, requests, first[requests], num_blocks[requests], block_size, look_back)
         for requests in _tile_requests(query_lens, num_blocks)
     )
 
 
-def _first_visible(num_computed_tokens: npt.NDArray[np.int32], sliding_window: int | None) -> Int64Array:
+def _first_visible(num_computed_tokens: npt.NDArray[np.int32], look_back: LookBack) -> Int64Array:
     """The first position that any token of each request sees."""
-    if sliding_window is None:
-        return np.zeros(len(num_computed_tokens), dtype=np.int64)
-    return np.maximum(num_computed_tokens.astype(np.int64) - sliding_window + 1, 0)
+    first_new = num_computed_tokens.astype(np.int64)
+    first = np.zeros_like(first_new)
+    if look_back.sliding_window is not None:
+        first = np.maximum(first, first_new - look_back.sliding_window + 1)
+    if look_back.attention_chunk_size is not None:
+        first = np.maximum(first, first_new - first_new % look_back.attention_chunk_size)
+    return first
 
 
 def _tile_requests(query_lens: npt.NDArray[np.int32], num_blocks: Int64Array) -> list[Int64Array]:
@@ -105,7 +107,7 @@ def _make_tile(
     first_block: Int64Array,
     num_blocks: Int64Array,
     block_size: int,
-    sliding_window: int | None,
+    look_back: LookBack,
 ) -> Tile:
     """Make the tile of `requests`, which all have as many new tokens as the first of them."""
     device = common.block_table.device
@@ -119,7 +121,7 @@ def _make_tile(
     key_positions = first_block[:, None] * block_size + np.arange(width * block_size)
     query_positions = computed[:, None] + np.arange(query_len)
     holds_token = key_positions < seq_lens[:, None]
-    visible = _visible(query_positions, key_positions, common.causal, sliding_window) & holds_token[:, None]
+    visible = _visible(query_positions, key_positions, common.causal, look_back) & holds_token[:, None]
 
     tokens = (starts[requests][:, None] + np.arange(query_len)).ravel()
     request, slot = (torch.from_numpy(index).to(device) for index in np.nonzero(~holds_token))
@@ -147,13 +149,16 @@ def _block_ids(
 
 
 def _visible(
-    query_positions: Int64Array, key_positions: Int64Array, causal: bool, sliding_window: int | None
+    query_positions: Int64Array, key_positions: Int64Array, causal: bool, look_back: LookBack
 ) -> npt.NDArray[np.bool_]:
     """Which keys each query sees, `(num_reqs, query_len, num_slots)`."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     visible = distance >= 0 if causal else np.ones_like(distance, dtype=bool)
-    if sliding_window is not None:
-        visible &= distance < sliding_window
+    if look_back.sliding_window is not None:
+        visible &= distance < look_back.sliding_window
+    if look_back.attention_chunk_size is not None:
+        chunk = look_back.attention_chunk_size
+        visible &= query_positions[:, :, None] // chunk == key_positions[:, None, :] // chunk
     return visible
 
 

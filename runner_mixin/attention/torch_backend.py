@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .backend import AttentionBackend, AttentionParams, MetadataBuilder, MultipleOf
+from .backend import AttentionBackend, AttentionParams, LookBack, MetadataBuilder, MultipleOf
 from .metadata import AttentionMetadata, CommonAttentionMetadata
 from .paged import Tile, attend, make_tiles, write_kv_to_slots
 
@@ -17,21 +17,20 @@ __all__ = ["TorchAttentionBackend", "TorchAttentionMetadata", "TorchMetadataBuil
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata(AttentionMetadata):
-    """Tiles of one step, made when the first layer with a given window asks for them.
+    """Tiles of one step, made when the first layer that looks back in some way asks for them.
 
     Attributes:
         block_size: Tokens a kernel block.
     """
 
     block_size: int
-    _tiles: dict[int | None, tuple[Tile, ...]] = field(default_factory=dict)
+    _tiles: dict[LookBack, tuple[Tile, ...]] = field(default_factory=dict)
 
-    def tiles(self, sliding_window: int | None) -> tuple[Tile, ...]:
-        """Return the tiles for layers with this window."""
-        tiles = self._tiles.get(sliding_window)
+    def tiles(self, look_back: LookBack) -> tuple[Tile, ...]:
+        """Return the tiles for layers that look back so far."""
+        tiles = self._tiles.get(look_back)
         if tiles is None:
-            tiles = make_tiles(self.common, self.block_size, sliding_window)
-            self._tiles[sliding_window] = tiles
+            tiles = self._tiles[look_back] = make_tiles(self.common, self.block_size, look_back)
         return tiles
 
 
@@ -85,4 +84,4 @@ class TorchAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         if not isinstance(metadata, TorchAttentionMetadata):
             raise TypeError(f"the TORCH backend needs its own metadata, got {type(metadata).__name__}")
-        return attend(query, kv_cache, metadata.tiles(params.sliding_window), params)
+        return attend(query, kv_cache, metadata.tiles(params.look_back), params)

@@ -11,6 +11,7 @@ import torch
 
 from kvferry.connector.config import AttentionLayerConfig, CacheConfig
 from kvferry.connector.kv_cache_specs import (
+    ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -75,11 +76,20 @@ def test_specs_of_decoder_layers(config):
         AttentionLayerConfig("layers.1", 2, 8, sliding_window=16),
         AttentionLayerConfig("encoder.layers.0", 2, 8, is_decoder=False),
         AttentionLayerConfig("layers.2", 2, 8, kv_sharing_target="layers.0"),
+        AttentionLayerConfig("layers.3", 2, 8, attention_chunk_size=32),
     )
     assert get_kv_cache_spec(config, torch.bfloat16) == {
         "layers.0": FullAttentionSpec(4, 2, 8, torch.bfloat16),
         "layers.1": SlidingWindowSpec(4, 2, 8, torch.bfloat16, sliding_window=16),
+        "layers.3": ChunkedLocalAttentionSpec(4, 2, 8, torch.bfloat16, attention_chunk_size=32),
     }
+
+
+def test_a_layer_has_a_window_or_chunks():
+    with pytest.raises(
+        ConfigurationError, match=r"'layers.3' has a window of 16 tokens as well as chunks of 32"
+    ):
+        AttentionLayerConfig("layers.3", 2, 8, sliding_window=16, attention_chunk_size=32)
 
 
 def test_the_cache_dtype_is_the_models_unless_told(config):

@@ -13,6 +13,7 @@ from kvferry.runner_mixin import (
     AttentionLayer,
     AttentionParams,
     ForwardContext,
+    LookBack,
     StepBatch,
     build_attn_metadata,
     compute_slot_mapping,
@@ -34,6 +35,9 @@ def reference(query, key, value, params, causal=True):
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if params.sliding_window is not None:
         hidden |= distance >= params.sliding_window
+    if params.attention_chunk_size is not None:
+        chunks = torch.arange(length) // params.attention_chunk_size
+        hidden |= chunks[:, None] != chunks
     out = torch.empty_like(query)
     for head in range(heads):
         shared = head // (heads // key.shape[1])
@@ -105,6 +109,9 @@ VARIANTS = {
     "window": replace(PARAMS, sliding_window=5),
     "window of one": replace(PARAMS, sliding_window=1),
     "wide window": replace(PARAMS, sliding_window=100),
+    "chunks": replace(PARAMS, attention_chunk_size=8),
+    "chunks across blocks": replace(PARAMS, attention_chunk_size=5),
+    "chunks of one": replace(PARAMS, attention_chunk_size=1),
     "softcap": replace(PARAMS, softcap=0.5),
     "softcap, window": replace(PARAMS, softcap=2.0, sliding_window=6),
 }
@@ -218,6 +225,6 @@ def test_single_tokens_of_like_length_make_one_tile(make_batch):
     metadata = build_attn_metadata([builder], batch, [table], [compute_slot_mapping(table, batch, BLOCK)])[
         "a"
     ]
-    tiles = make_tiles(metadata.common, BLOCK, None)
+    tiles = make_tiles(metadata.common, BLOCK, LookBack())
     assert [tile.num_reqs for tile in tiles] == [4, 1, 2, 1]
-    assert metadata.tiles(None) is metadata.tiles(None)
+    assert metadata.tiles(LookBack()) is metadata.tiles(LookBack())
