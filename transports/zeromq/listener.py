@@ -66,7 +66,7 @@ class AcceptedLink(Link):
         super().__init__(peer_id, incoming=True, is_encrypted=listener.is_encrypted)
         self.is_dropped = False
         self.routing_id: Final = routing_id
-        self._descriptor = descriptor
+        self.descriptor: Final = descriptor
         self._listener = listener
 
     def _offer(self, parts: Parts) -> bool:
@@ -75,7 +75,7 @@ class AcceptedLink(Link):
     def _hang_up(self) -> None:
         if not self.is_dropped:
             self.is_dropped = True
-            self._listener.hang_up(self._descriptor)
+            self._listener.hang_up(self)
 
 
 @dataclass
@@ -135,7 +135,8 @@ class Listener:
         while self._gone:
             link = self._gone.popleft()
             self._links.pop(link.routing_id, None)
-            if not link.is_dropped:
+            was_dropped, link.is_dropped = link.is_dropped, True
+            if not was_dropped:
                 yield Loss(link, PeerLostError("the peer's connection is gone"))
 
     def _watch(self) -> None:
@@ -147,36 +148,43 @@ class Listener:
 
     def _hang_up_on_the_silent(self) -> None:
         now = time.monotonic()
-        silent = [fd for fd, known in self._connections.items() if not known.links and known.deadline <= now]
-        for descriptor in silent:
-            self.hang_up(descriptor)
+        for descriptor, connection in self._connections.items():
+            if not connection.links and connection.deadline <= now:
+                self._shut_down(descriptor)
 
     def _link_of(self, routing_id: zmq.Frame) -> AcceptedLink | None:
         """The link that a message came over, or None if it is gone before it was ever known."""
-        link = self._links.get(routing_id.bytes)
-        if link is None:
-            # Descriptors are used again, but the monitor told of this connection before its message came.
-            self._watch()
+        known = self._links.get(routing_id.bytes)
+        if known is not None:
+            return known
+        # Descriptors are used again, but the monitor told of this connection before its message came.
+        self._watch()
+        try:
             descriptor = int(routing_id.get(zmq.SRCFD))
-            if (connection := self._connections.get(descriptor)) is None:
-                return None
-            link = AcceptedLink(self._make_peer_id(), self, routing_id.bytes, descriptor)
-            connection.links.append(link)
-            self._links[link.routing_id] = link
+        except zmq.ZMQError:  # a version of ZMTP of before 2013: to us, the connection stays silent
+            return None
+        if (connection := self._connections.get(descriptor)) is None:
+            return None
+        link = AcceptedLink(self._make_peer_id(), self, routing_id.bytes, descriptor)
+        connection.links.append(link)
+        self._links[link.routing_id] = link
         return link
 
     def offer(self, routing_id: bytes, parts: Parts) -> bool:
         """Send to one peer; False if its queue is full."""
         return offer(self._router, [routing_id, *parts])
 
-    def hang_up(self, descriptor: int) -> None:
+    def hang_up(self, link: AcceptedLink) -> None:
         """Shut a connection down. Its end arrives through the monitor."""
         self._watch()
-        if descriptor not in self._connections:
-            return
+        connection = self._connections.get(link.descriptor)
+        if connection is not None and link in connection.links:
+            self._shut_down(link.descriptor)
+
+    def _shut_down(self, descriptor: int) -> None:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                # libzmq may have closed it since: then the number may already stand for something else.
+                # libzmq may have closed it just now: then the number may already stand for something else.
                 if connection.getsockname()[1] == self._port:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:
