@@ -59,7 +59,7 @@ class KVCacheBlocks:
 
 
 class KVCacheManager:
-    """The block tables of all requests of a node, and its prefix cache.
+    """The block tables of all requests of a node, and its prefix cache. One thread uses it, the scheduler's.
 
     Args:
         kv_cache_config: The pool's blocks and groups.

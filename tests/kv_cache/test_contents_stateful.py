@@ -295,7 +295,7 @@ TestContents.settings = settings(max_examples=100, stateful_step_count=50, deadl
 
 @pytest.mark.slow
 class TestContentsLonger(EngineWithMemory.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, derandomize=True)
+    settings = settings(max_examples=500, stateful_step_count=80, deadline=None, derandomize=True)
 
 
 def _random_step(machine: EngineWithMemory, rng: random.Random) -> None:
