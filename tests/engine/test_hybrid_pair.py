@@ -1,0 +1,167 @@
+"""Models whose layers look back in different ways, handed over from a prefill to a decode engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.testing import write_tiny_model
+from engine.weights import load_model
+
+LAYOUTS = ["uniform", "per-layer"]
+#: Of the tiny models, in tokens: window, and chunk of chunked attention. The nodes' blocks have 4, their steps 16.
+WINDOW, CHUNK, BLOCK = 24, 24, 4
+#: Longer than the window and several steps; its last block is not full.
+PROMPT = [random.Random(21).randrange(256) for _ in range(61)]
+NUM_BLOCKS = -(-len(PROMPT) // BLOCK)
+#: What the decode node computes itself: the last token of the prompt. From there it looks back.
+LAST = len(PROMPT) - 1
+IN_WINDOW = NUM_BLOCKS - (LAST - WINDOW + 1) // BLOCK
+IN_CHUNK = NUM_BLOCKS - LAST // CHUNK * CHUNK // BLOCK
+
+
+@pytest.fixture
+def make_pair(make_node: Any) -> Callable[..., tuple[Any, Any]]:
+    def make(family: str, connector: str = "shm", **settings: Any) -> tuple[Any, Any]:
+        return (
+            make_node(family, connector=connector, role="kv_producer", **settings),
+            make_node(family, connector=connector, role="kv_consumer", **settings),
+        )
+
+    return make
+
+
+def _prefill(drive: Any, node: Any, prompt: Sequence[int], num_tokens: int = 1) -> Any:
+    node.add("a", prompt, max_tokens=num_tokens, kv_transfer_params={"do_remote_decode": True})
+    drive(node, until=lambda: node.is_over("a"))
+    return node.last("a").kv_transfer_params
+
+
+def _decode(drive: Any, prefill: Any, decode: Any, prompt: Sequence[int], params: Any) -> Any:
+    """Hand the prompt over and let the decode node answer; its last output."""
+    decode.add("a", prompt, max_tokens=40, kv_transfer_params=params)
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert prefill.is_whole
+    assert decode.is_whole
+    return decode.last("a")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "layers_per_block"),
+    [
+        pytest.param("mistral", IN_WINDOW, 3, id="mistral, windows only"),
+        pytest.param("gemma2", NUM_BLOCKS + IN_WINDOW, 2, id="gemma2, windows and full"),
+        pytest.param("gemma3", NUM_BLOCKS + IN_WINDOW, 2, id="gemma3, windows and full"),
+        pytest.param("gemma3n", NUM_BLOCKS + IN_WINDOW, 2, id="gemma3n, layers that read another's cache"),
+        pytest.param("llama4", NUM_BLOCKS + IN_CHUNK, 2, id="llama4, chunks and full"),
+    ],
+)
+def test_only_what_can_still_be_seen_moves_and_the_answer_is_the_same(
+    family: str,
+    num_blocks: int,
+    layers_per_block: int,
+    layout: str,
+    make_pair: Any,
+    drive: Any,
+    reference: Any,
+) -> None:
+    prefill, decode = make_pair(family, layout=layout)
+    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
+    assert decode.tokens("a") == reference(family, PROMPT, 40)
+    assert last.metrics.num_loaded_tokens == len(PROMPT)
+    transfer = last.metrics.transfer
+    assert transfer.num_blocks == num_blocks
+    # In the uniform layout a run of blocks is one region, however many layers; else one for each layer.
+    regions_per_run = 1 if layout == "uniform" else layers_per_block
+    assert transfer.num_regions_per_layer * regions_per_run == transfer.num_regions * layers_per_block
+    page_bytes = 2 * BLOCK * 2 * 16 * 4  # keys and values, slots, heads, elements, bytes
+    assert transfer.num_bytes == num_blocks * layers_per_block * page_bytes
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param("wwwf", id="four groups of one layer"),
+        pytest.param("wwfwwfw", id="four groups, some with a padding layer"),
+    ],
+)
+def test_one_kind_may_make_several_groups(kinds: str, make_pair: Any, drive: Any, tmp_path: Path) -> None:
+    layer_types = [{"w": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+    write_tiny_model(tmp_path, "gemma3", num_hidden_layers=len(kinds), layer_types=layer_types)
+    prefill, decode = make_pair("gemma3", model=str(tmp_path))
+    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
+    model = load_model(tmp_path, torch.float32, torch.device("cpu"), "eager").model
+    assert decode.tokens("a") == _generated(model, PROMPT, 40)
+    assert len(decode.core.parts.kv_cache_config.kv_cache_groups) == 4
+    assert last.metrics.transfer.num_blocks == NUM_BLOCKS + 3 * IN_WINDOW
+
+
+def test_blocks_that_slid_out_are_null_on_both_sides(make_pair: Any, drive: Any) -> None:
+    prefill, decode = make_pair("gemma3")
+    windowed = _group_of(decode, "SlidingWindowSpec")
+    params = _prefill(drive, prefill, PROMPT)
+    offered = params["remote_block_ids"]
+    assert [len(table) for table in offered] == [NUM_BLOCKS] * 2
+    assert 0 not in offered[1 - windowed]
+    assert offered[windowed].count(0) > 0
+    decode.add("a", PROMPT, max_tokens=2, kv_transfer_params=params)
+    decode.step()
+    (table,) = (decode.core.parts.manager.get_block_ids(request) for request in _loading(decode))
+    assert table[windowed][: NUM_BLOCKS - IN_WINDOW] == [0] * (NUM_BLOCKS - IN_WINDOW)
+    assert 0 not in table[windowed][NUM_BLOCKS - IN_WINDOW :]
+    assert 0 not in table[1 - windowed]
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert decode.last("a").metrics.transfer.num_blocks == NUM_BLOCKS + IN_WINDOW
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4"])
+def test_what_is_cached_here_is_not_moved_again(
+    family: str, make_pair: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = make_pair(family)
+    decode.answer(PROMPT[:53], max_tokens=1)
+    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
+    assert decode.tokens("a") == reference(family, PROMPT, 40)
+    assert last.metrics.num_cached_tokens == 52
+    assert last.metrics.transfer.num_blocks == 2 * (NUM_BLOCKS - 13)
+
+
+def test_a_window_that_the_producer_slid_past_is_computed_here(
+    make_pair: Any, drive: Any, reference: Any
+) -> None:
+    """A producer that went on to answer has freed what the prompt's last token sees: nothing else is read instead."""
+    prefill, decode = make_pair("gemma3")
+    params = _prefill(drive, prefill, PROMPT, num_tokens=30)
+    _decode(drive, prefill, decode, PROMPT, params)
+    assert decode.tokens("a") == reference("gemma3", PROMPT, 40)
+    totals = decode.core.stats().totals
+    assert (totals.num_transfers, totals.num_failed_transfers) == (0, 1)
+
+
+def _generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy answer of transformers' own generate."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def _group_of(node: Any, kind: str) -> int:
+    (index,) = (
+        index
+        for index, group in enumerate(node.core.parts.kv_cache_config.kv_cache_groups)
+        if type(group.kv_cache_spec).__name__ == kind
+    )
+    return index
+
+
+def _loading(node: Any) -> list[str]:
+    return list(node.core.parts.scheduler.handoffs.loading)
