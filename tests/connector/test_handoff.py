@@ -21,7 +21,7 @@ SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(params=["inproc", "shm"])
+@pytest.fixture(params=["inproc", "shm", "zeromq"])
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -274,11 +274,11 @@ class TestFailure:
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, timeout_s=2)
         assert consumer.load_error("d") != ""
 
-    def test_a_restarted_producer_is_another(self, make_node: MakeNode, connector: str) -> None:
-        address = f"{connector}://" + ("@kvferry-test-restart" if connector == "shm" else "restart")
+    def test_a_restarted_producer_is_another(self, make_node: MakeNode) -> None:
         consumer = make_node()
-        first = make_node(engine_id="node-p", options={"address": address})
+        first = make_node(engine_id="node-p")
         _, stale = first.prefill("p", 10)
+        (address,) = stale["remote_addresses"]
         first.step()
         first.worker.shutdown()
         second = make_node(engine_id="node-p", options={"address": address})

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, Guard, PeerLost, TransferEnded
-from kvferry.transports._harness import Link, World, pairs_of
 from kvferry.transports.errors import (
     ChecksumError,
     PeerLostError,
@@ -26,6 +25,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
     VersionMismatchError,
 )
+from kvferry.transports.testing import Link, World, pairs_of
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
@@ -381,7 +381,7 @@ class TestOwners:
         assert not owner.node.of_type(PeerLost)
 
     def test_no_more_is_fetched_than_the_window_holds(self, raw: Raw) -> None:
-        with closing_world(window_slices=2) as world:
+        with closing_world(window_slices=2, slice_bytes=1 << 20) as world:
             owner = Owner(raw, world)
             owner.start_read()
             first, second = owner.hear(), owner.hear()

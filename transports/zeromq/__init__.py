@@ -1,6 +1,6 @@
 """`zeromq`: two hosts, over TCP, by ZeroMQ.
 
-The reader pulls. It cuts a read into slices of about a megabyte and *fetches* them one by one, a few ahead (its
+The reader pulls. It cuts a read into slices of about two megabytes and *fetches* them one by one, a few ahead (its
 window); the owner keeps no state about a read: it answers each fetch from its pool, without a copy, and forgets it.
 So a reader that stalls holds nothing of the owner's, many reads share a connection fairly, and control messages
 never queue behind more than one window. When the last slice is in place the reader asks once more whether the guard

@@ -26,7 +26,7 @@ ZERO_COPY_BYTES: Final = 512 << 10
 #: A peer for which more is queued does not take what it asks for.
 _MAX_QUEUED_BYTES = 128 << 20
 
-_STAGE_BYTES = 1 << 20
+_STAGE_BYTES = 4 << 20
 _MAX_STAGES = 64
 
 
