@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvferry.transports import Pool
-from kvferry.transports._arena import SharedFile
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError, PeerLostError
 from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.shm.arena import SharedFile
 from kvferry.transports.testing import World
 
 PAGE = 4096

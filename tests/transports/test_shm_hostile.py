@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, PeerLost, Pool
-from kvferry.transports._hello import (
+from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
+from kvferry.transports.errors import (
+    KVTransferError,
+    ProtocolError,
+    TransferTimeoutError,
+    VersionMismatchError,
+)
+from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.shm.hello import (
     FOREIGN,
     VERSION,
     FrameKind,
@@ -28,14 +36,6 @@ from kvferry.transports._hello import (
     encode_frame,
     encode_hello,
 )
-from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
-from kvferry.transports.errors import (
-    KVTransferError,
-    ProtocolError,
-    TransferTimeoutError,
-    VersionMismatchError,
-)
-from kvferry.transports.shm import SharedMemoryTransport
 
 PAGE = 4096
 GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))

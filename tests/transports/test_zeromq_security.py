@@ -90,7 +90,9 @@ def test_key_files_let_in_whom_they_name(make: Make, keys: Keys) -> None:
     assert isinstance(event, Connected)
 
 
-def test_a_key_that_is_not_allowed_is_refused(make: Make, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_is_not_allowed_is_refused(
+    make: Make, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
     server = make(keys.own("producer", "consumer"))
     event, seen = outcome(server, make(keys.own("stranger", "producer")), server.listen(""))
     assert isinstance(event, PeerLost)

@@ -1,13 +1,4 @@
-"""The suite that every transport passes, ours and yours.
-
-    class TestMine(TransportConformance):
-        @pytest.fixture
-        def create(self):
-            return MyTransport  # or any callable that takes the options
-
-Each test states a promise of `transports/base.py`. The suite looks into the memory itself and never asks the
-transport what it did.
-"""
+"""`TransportConformance`: all promises in one class."""
 
 from __future__ import annotations
 
@@ -15,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from ._harness import HELD, POOL_BYTES, Link, Node, World, pairs_of
-from ._peer_promises import LoopPromises, MessagePromises, PeerPromises
-from ._read_promises import GuardPromises, MemoryPromises, ReadPromises
-from .base import Transport
+from ..base import Transport
+from .harness import HELD, POOL_BYTES, Link, World
+from .peers import LoopPromises, MessagePromises, PeerPromises
+from .reads import GuardPromises, MemoryPromises, ReadPromises
 
-__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of"]
+__all__ = ["TransportConformance"]
 
 Create = Callable[[Mapping[str, object]], Transport]
 

@@ -16,8 +16,8 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from .base import MAX_MESSAGE_BYTES
-from .errors import ProtocolError, VersionMismatchError
+from ..base import MAX_MESSAGE_BYTES
+from ..errors import ProtocolError, VersionMismatchError
 
 __all__ = [
     "FOREIGN",

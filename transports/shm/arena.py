@@ -11,8 +11,8 @@ import logging
 import mmap
 import os
 
-from ._memory import HUGE_PAGE_BYTES, FileMapping, Memory, advise, prefault, require_available
-from .errors import BackendUnavailableError, ConfigurationError, ProtocolError
+from .._memory import HUGE_PAGE_BYTES, FileMapping, Memory, advise, prefault, require_available
+from ..errors import BackendUnavailableError, ConfigurationError, ProtocolError
 
 __all__ = ["SharedFile", "map_received"]
 

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ._arena import SharedFile, map_received
-from ._copier import Piece
-from ._copy import copy_regions, read_regions_of
-from ._hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
-from ._memory import WORD_BYTES, MappedArena, WordTable, address_of, guard_holds
-from .errors import (
+from .._copy import copy_regions, read_regions_of
+from .._memory import WORD_BYTES, MappedArena, WordTable, address_of, guard_holds
+from ..errors import (
     ConfigurationError,
     KVTransferError,
     KVTransferStateError,
@@ -27,7 +24,10 @@ from .errors import (
     RegionError,
     StaleRegionError,
 )
-from .regions import Guard, Pool, Segment
+from ..regions import Guard, Pool, Segment
+from .arena import SharedFile, map_received
+from .copier import Piece
+from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
 
 __all__ = ["LocalMemory", "RemoteMemory"]
 

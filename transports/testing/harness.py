@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
-from .regions import Guard, Pool, RegionPairs
+from ..base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
+from ..regions import Guard, Pool, RegionPairs
 
 __all__ = ["DEADLINE_S", "HELD", "PAGE", "POOL_BYTES", "Link", "Node", "World", "pairs_of"]
 

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from ._harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
-from .base import MAX_MESSAGE_BYTES, MessageReceived, PeerLost, TransferEnded
-from .errors import (
+from ..base import MAX_MESSAGE_BYTES, MessageReceived, PeerLost, TransferEnded
+from ..errors import (
     BackpressureError,
     ConfigurationError,
     PeerLostError,
@@ -18,6 +17,7 @@ from .errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
+from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 
 __all__ = ["LoopPromises", "MessagePromises", "PeerPromises"]
 

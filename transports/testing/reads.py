@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from ._harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
-from .base import TransferEnded, Transport
-from .errors import (
+from ..base import TransferEnded, Transport
+from ..errors import (
     ConfigurationError,
     KVTransferStateError,
     PeerLostError,
@@ -17,7 +16,8 @@ from .errors import (
     StaleRegionError,
     TransferTimeoutError,
 )
-from .regions import Guard, Pool
+from ..regions import Guard, Pool
+from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 
 __all__ = ["GuardPromises", "MemoryPromises", "ReadPromises"]
 

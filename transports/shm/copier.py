@@ -17,9 +17,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .base import TransferEnded
-from .errors import KVTransferError, TransferTimeoutError, TransportError
-from .regions import Guard
+from ..base import TransferEnded
+from ..errors import KVTransferError, TransferTimeoutError, TransportError
+from ..regions import Guard
 
 __all__ = ["PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
 

@@ -11,14 +11,14 @@ import socket
 import stat
 import struct
 
-from ._hello import MAX_FILES, FrameKind, FrameReader, encode_frame
-from .errors import (
+from ..errors import (
     BackpressureError,
     ConfigurationError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
 )
+from .hello import MAX_FILES, FrameKind, FrameReader, encode_frame
 
 __all__ = ["Connection", "Listener", "connect", "new_address", "parse_address"]
 

@@ -1,12 +1,4 @@
-"""`shm`: both processes on one host. A read is one copy out of the peer's mapped pool.
-
-The peer's arenas and guard table come as read-only descriptors over a Unix socket and are mapped here, so a read
-needs nothing of the peer: it may be busy, or stopped. Memory that is in no arena is read with `process_vm_readv`.
-An end of the socket is the end of the peer, which the kernel reports at once.
-
-`_hello` says what goes over the socket, `_socket` how; `_shared_pools` is the memory at both ends, `_copier` the
-threads that copy. This module joins them.
-"""
+"""`SharedMemoryTransport`: joins sockets, memory and copying threads into one transport."""
 
 from __future__ import annotations
 
@@ -20,15 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from ._copier import Copier, Piece, Read, cut
-from ._copy import IS_ORDERED
-from ._hello import FrameKind, decode_hello, encode_hello
-from ._memory import require_guard
-from ._options import parse_options, require_int
-from ._poller import Poller
-from ._shared_pools import LocalMemory, RemoteMemory
-from ._socket import Connection, Listener, connect, new_address, parse_address
-from .base import (
+from .._copy import IS_ORDERED
+from .._memory import require_guard
+from .._options import parse_options, require_int
+from ..base import (
     MAX_MESSAGE_BYTES,
     Arena,
     Connected,
@@ -37,7 +24,7 @@ from .base import (
     PeerLost,
     Transport,
 )
-from .errors import (
+from ..errors import (
     BackendUnavailableError,
     ConfigurationError,
     KVTransferError,
@@ -46,7 +33,12 @@ from .errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from .regions import Guard, Pool, RegionPairs
+from ..regions import Guard, Pool, RegionPairs
+from .copier import Copier, Piece, Read, cut
+from .hello import FrameKind, decode_hello, encode_hello
+from .poller import Poller
+from .pools import LocalMemory, RemoteMemory
+from .sockets import Connection, Listener, connect, new_address, parse_address
 
 __all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
 

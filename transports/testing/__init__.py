@@ -1,0 +1,17 @@
+"""The suite that every transport passes, ours and yours.
+
+    class TestMine(TransportConformance):
+        @pytest.fixture
+        def create(self):
+            return MyTransport  # or any callable that takes the options
+
+Each test states a promise of `transports/base.py`. The suite looks into the memory itself and never asks the
+transport what it did.
+"""
+
+from __future__ import annotations
+
+from .harness import Link, Node, World, pairs_of
+from .suite import TransportConformance
+
+__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of"]
