@@ -16,12 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-pytest.register_assert_rewrite(
-    "kvferry.connector.testing",
-    "kvferry.transports._harness",
-    "kvferry.transports._peer_promises",
-    "kvferry.transports._read_promises",
-)
+pytest.register_assert_rewrite("kvferry.connector.testing", "kvferry.transports.testing")
 
 #: For how long threads may finish and children may be reaped after the test's own tear-down.
 GRACE_S = 3.0
