@@ -17,7 +17,7 @@ from .forward_context import EMPTY_FORWARD_CONTEXT, get_forward_context, set_for
 from .outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from ..connector.base import KVConnectorBase, SchedulerOutput
+    from ..connector.base import SchedulerOutput
     from ..connector.config import EngineConfig
 
 __all__ = ["KVConnectorModelRunnerMixin"]
@@ -43,8 +43,18 @@ class KVConnectorModelRunnerMixin:
             KVTransferStateError: the step carries no connector metadata, or there is no forward context.
                 No metadata is bound.
         """
-        if state.has_kv_transfer_group():
-            _begin_step(state.get_kv_transfer_group(), scheduler_output)
+        if not state.has_kv_transfer_group():
+            return
+        connector, metadata = state.get_kv_transfer_group(), scheduler_output.kv_connector_metadata
+        if metadata is None:
+            raise KVTransferStateError(
+                "the step carries no kv_connector_metadata: the scheduler must call build_connector_meta each step"
+            )
+        context = get_forward_context()
+        if scheduler_output.preempted_req_ids:
+            connector.handle_preemptions(scheduler_output.preempted_req_ids)
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv(context)
 
     @staticmethod
     def maybe_wait_for_kv_save() -> None:
@@ -110,16 +120,21 @@ class KVConnectorModelRunnerMixin:
             KVTransferStateError: no connector, no connector metadata, or no forward context. The body was
                 not entered.
         """
-        connector = state.get_kv_transfer_group()
+        mixin, connector = KVConnectorModelRunnerMixin, state.get_kv_transfer_group()
         output = KVConnectorOutput()
         try:
-            _begin_step(connector, scheduler_output)
+            mixin.maybe_setup_kv_connector(scheduler_output)
             try:
                 yield output
             finally:
                 if wait_for_save:
-                    connector.wait_for_save()
-                _take_reports(connector, scheduler_output, output)
+                    mixin.maybe_wait_for_kv_save()
+                sending, recving = mixin.get_finished_kv_transfers(scheduler_output)
+                output.finished_sending = sending or set()
+                output.finished_recving = recving or set()
+                output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+                output.load_errors = connector.take_load_errors()
+                output.kv_connector_stats = mixin.get_kv_connector_stats()
         finally:
             connector.clear_connector_metadata()
 
@@ -147,27 +162,3 @@ class KVConnectorModelRunnerMixin:
 
     use_uniform_kv_cache = staticmethod(uniform.use_uniform_kv_cache)
     allocate_uniform_kv_caches = staticmethod(uniform.allocate_uniform_kv_caches)
-
-
-def _begin_step(connector: KVConnectorBase, scheduler_output: SchedulerOutput) -> None:
-    metadata = scheduler_output.kv_connector_metadata
-    if metadata is None:
-        raise KVTransferStateError(
-            "the step carries no kv_connector_metadata: the scheduler must call build_connector_meta each step"
-        )
-    context = get_forward_context()
-    if scheduler_output.preempted_req_ids:
-        connector.handle_preemptions(scheduler_output.preempted_req_ids)
-    connector.bind_connector_metadata(metadata)
-    connector.start_load_kv(context)
-
-
-def _take_reports(
-    connector: KVConnectorBase, scheduler_output: SchedulerOutput, output: KVConnectorOutput
-) -> None:
-    sending, recving = connector.get_finished(scheduler_output.finished_req_ids)
-    output.finished_sending = sending or set()
-    output.finished_recving = recving or set()
-    output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-    output.load_errors = connector.take_load_errors()
-    output.kv_connector_stats = connector.get_kv_connector_stats()

@@ -96,7 +96,7 @@ def _runner(
     """The runner with its pool, and the worker half of the connector installed."""
     runner = ModelRunner(config, loaded.model, loaded.model.device)
     if config.kv_transfer is not None:
-        resources.callback(state.ensure_kv_transfer_shutdown)
+        resources.callback(runner.ensure_kv_transfer_shutdown)
         state.ensure_kv_transfer_initialized(config, pool)
     runner.initialize_kv_cache(pool, layout)
     runner.warm_up()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.stats import TransferRecord as ConnectorTransferRecord
@@ -36,6 +38,7 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._ledger = Ledger()
+        self._ranks = KVOutputAggregator(self.parts.config.parallel.world_size)
 
     @property
     def max_model_len(self) -> int:
@@ -120,7 +123,10 @@ class EngineCore:
         plan = self.parts.scheduler.plan()
         result = self.parts.runner.execute(plan)
         if result.kv_connector_output is not None:
-            self._note_transfers(result.kv_connector_output)
+            # Several ranks would bring a report each; this engine is one rank.
+            report = self._ranks.aggregate([result.kv_connector_output])
+            self._note_transfers(report)
+            result = replace(result, kv_connector_output=report)
         outcome = self.parts.scheduler.update(plan, result)
         outputs = [self._piece(request) for request in outcome.new_tokens]
         for request, why in outcome.failed:
@@ -162,6 +168,7 @@ class EngineCore:
             num_offered=len(scheduler.handoffs.offered),
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
+            prefix_cache_hit_rate=manager.metrics.hit_rate,
             totals=self._ledger.totals(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from kvferry.connector.output import KVConnectorOutput
 from .request import Request
 
 __all__ = ["EndedLoads", "Handoffs"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ class Handoffs:
         """
         if self._connector is not None:
             self._connector.update_connector_output(report)
+            for event in self._connector.take_events():
+                logger.debug("the connector tells of %s", event)
         ended = EndedLoads(released=self._take_released(report))
         invalid = report.invalid_block_ids | self._invalid_while_loading
         for request_id in report.finished_recving & self.loading.keys():

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.runner_mixin.kv_cache.cache_config import get_kv_cache_config
+from kvferry.runner_mixin.kv_cache.cache_config import (
+    get_kv_cache_config,
+    get_max_concurrency_for_kv_cache_config,
+    unify_kv_cache_configs,
+)
 from kvferry.runner_mixin.kv_cache.memory_check import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
+    max_memory_usage_bytes,
 )
 from kvferry.runner_mixin.kv_caches import get_kv_cache_spec, resolve_kv_cache_dtype
 from kvferry.runner_mixin.memory import MemorySnapshot, request_memory
 
 __all__ = ["plan_pool"]
+
+logger = logging.getLogger(__name__)
 
 #: A prompt and an answer of one token each.
 _SHORTEST_SEQUENCE = 2
@@ -46,4 +54,14 @@ def plan_pool(
         longest = max(_SHORTEST_SEQUENCE, estimate_max_model_len(config, specs, available))
         config = replace(config, model=replace(config.model, max_model_len=longest))
     check_enough_kv_cache_memory(config, specs, available)
-    return config, get_kv_cache_config(config, specs, available)
+    # Several ranks would bring a pool each; this engine is one rank.
+    (pool,) = unify_kv_cache_configs([get_kv_cache_config(config, specs, available)])
+    logger.info(
+        "%d blocks of %d tokens hold %.1f requests of %d tokens (%.1f MiB each) at once",
+        pool.num_blocks - 1,
+        config.cache.block_size,
+        get_max_concurrency_for_kv_cache_config(config, pool),
+        config.model.max_model_len,
+        max_memory_usage_bytes(config, specs.values()) / 2**20,
+    )
+    return config, pool

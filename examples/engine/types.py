@@ -180,6 +180,7 @@ class EngineStats:
         num_offered: Finished requests whose blocks are kept for another node.
         num_blocks: Blocks that requests can have (the pool without its null block).
         num_free_blocks: Of these, how many nobody holds; cached ones are free until they are hit.
+        prefix_cache_hit_rate: Share of the tokens of recent requests that were cached here, 0 to 1.
     """
 
     healthy: bool
@@ -190,6 +191,7 @@ class EngineStats:
     num_offered: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    prefix_cache_hit_rate: float = 0.0
     totals: EngineTotals = field(default_factory=EngineTotals)
 
 

@@ -21,6 +21,10 @@ GAUGES = {
     "kvferry_offered_requests": ("num_offered", "Finished requests whose blocks are kept for another node"),
     "kvferry_blocks": ("num_blocks", "Blocks that requests can have"),
     "kvferry_free_blocks": ("num_free_blocks", "Blocks that nobody holds"),
+    "kvferry_prefix_cache_hit_rate": (
+        "prefix_cache_hit_rate",
+        "Share of the tokens of recent requests that the node's own prefix cache held",
+    ),
 }
 COUNTERS = {
     "kvferry_preemptions": ("num_preemptions", "Times a request lost its blocks and was recomputed"),

@@ -68,7 +68,7 @@ def get_uniform_page_size(kv_cache_spec: LayerSpecs) -> int:
         ValueError: there are no layers, or their pages differ.
     """
     sizes = {spec.page_size_bytes for spec in kv_cache_spec.values()}
-    if len(sizes) != 1:
+    if not is_kv_cache_page_size_uniform(kv_cache_spec):
         raise ConfigurationError(
             f"layers that share the pool need one page size in bytes, got {sorted(sizes)}",
             key="kv_cache_spec",
@@ -105,11 +105,11 @@ def get_kv_cache_groups(config: EngineConfig, kv_cache_spec: LayerSpecs) -> tupl
         ValueError: layers look back in several ways and their pages differ, or the hybrid manager is off and
             they cannot all be treated as full attention.
     """
+    if is_kv_cache_type_attention_free(kv_cache_spec):
+        return ()
     specs = _layers_with_cache(kv_cache_spec)
     if not config.scheduler.enable_hybrid_kv_cache_manager:
         specs = unify_hybrid_kv_cache_specs(specs)
-    if not specs:
-        return ()
     if is_kv_cache_type_uniform(specs):
         return create_kv_cache_group_specs(specs, [list(specs)])
     if UniformTypeKVCacheSpecs.is_uniform_type(specs.values()):
