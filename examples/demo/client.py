@@ -34,8 +34,9 @@ class Answer:
 
     @property
     def transfer(self) -> Mapping[str, Any]:
-        """How the KV cache came, empty when nothing was moved."""
-        return self.metrics.get("transfer") or {}
+        """How the KV cache came, empty when it did not."""
+        transfer = self.metrics.get("transfer") or {}
+        return {} if transfer.get("error") else transfer
 
 
 async def ask(

@@ -116,6 +116,14 @@ class LaunchedProcess:
         """
         return self._process.wait(timeout_s)
 
+    def terminate(self) -> None:
+        """Ask it to end, as a service manager would."""
+        self.send_signal(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Let it find its launcher gone."""
+        self._link.close()
+
     def kill(self) -> None:
         """End it now, as a crash would."""
         self.send_signal(signal.SIGKILL)
@@ -186,7 +194,7 @@ class Launcher:
     def close(self) -> None:
         """End everything that was started, politely at first. Idempotent."""
         for process in self._processes:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first one
         deadline = time.monotonic() + STOP_GRACE_S
         while self._processes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ TINY_NODE = (
     "--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64",
     "--log-level", "warning",
 )  # fmt: skip
+#: Long enough for a loaded machine, short enough to wait for its end.
+LEASE = ("--connector-option", "lease_s=12", "--connector-option", "heartbeat_s=2")
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
-def start_fleet(launcher: Launcher, *arguments: str) -> Fleet:
+def launch_fleet(launcher: Launcher, *arguments: str) -> Fleet:
     """Start a pair, a router and a single node, all with the same options, and wait for them."""
-    prefill = launcher.start_node("prefill", "prefill", *arguments)
-    decode = launcher.start_node("decode", "decode", *arguments)
+    prefill = launcher.start_node("prefill", "prefill", *arguments, *LEASE)
+    decode = launcher.start_node("decode", "decode", *arguments, *LEASE)
     single = launcher.start_node("single", "single", *arguments)
     launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
     router = launcher.start_router("router", [prefill], [decode])
@@ -79,4 +81,11 @@ def ready_clients(launcher: Launcher, *processes: LaunchedProcess) -> list[Clien
 @pytest.fixture(scope="session")
 def tiny_fleet(session_launcher: Launcher, tiny_arguments: tuple[str, ...]) -> Fleet:
     """The tiny model in the uniform layout."""
-    return start_fleet(session_launcher, *tiny_arguments)
+    return launch_fleet(session_launcher, *tiny_arguments)
+
+
+@pytest.fixture(scope="module")
+def start_fleet() -> Iterator[Callable[..., Fleet]]:
+    """Start fleets with other options; they end with the module's tests."""
+    with Launcher() as launcher:
+        yield lambda *arguments: launch_fleet(launcher, *arguments)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from demo.launcher import Launcher
 from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
 
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
-NUM_BLOCKS = -(-len(PROMPT) // 16)
 MAX_TOKENS = 12
-POLICIES = ["recompute", "fail"]
+#: Of the nodes that all tests share.
+LEASE_S = 12.0
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,13 @@ def mortal_prefill(launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     return Client(node)
 
 
-@pytest.fixture(params=POLICIES)
-def decode(request: pytest.FixtureRequest, tiny_fleet: Any, failing_decode: Client) -> Client:
-    """One decode node of each policy."""
-    return tiny_fleet.decode if request.param == "recompute" else failing_decode
+@pytest.fixture(scope="module")
+def short_lease_prefill(session_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
+    """A prefill node that waits for nobody."""
+    options = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
+    node = session_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
+    session_launcher.wait_ready([node], 110)
+    return Client(node)
 
 
 def offer(prefill: Client, prompt: str) -> dict[str, Any]:
@@ -49,18 +53,32 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
     return params
 
 
-def assert_recomputed_or_failed(
-    reply: Reply, expected: Sequence[int], decode: Client, failing: Client
-) -> None:
-    """By policy: the right answer without a transfer, or an error that says why."""
-    if decode is failing:
-        assert reply.status == 500
-        assert reply.body["error"]["code"] == "generation_failed"
-        assert len(reply.error) > 20
-    else:
-        assert reply.token_ids == expected
-        assert reply.transfer["num_blocks"] == 0
-        assert reply.transfer["error"]
+def stream(decode: Client, prompt: str, params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """All chunks of a streamed answer."""
+    with decode.streaming(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params) as events:
+        return list(events)
+
+
+def ask(decode: Client, prompt: str, params: Mapping[str, Any]) -> Reply:
+    return decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
+
+
+def assert_recomputed(reply: Reply, expected: Sequence[int]) -> None:
+    """The right answer, without a byte of the other node's."""
+    assert reply.token_ids == expected
+    assert reply.transfer["num_bytes"] == 0
+    assert reply.transfer["error"]
+
+
+def assert_failed(reply: Reply) -> None:
+    """An error that says why."""
+    assert reply.status == 500
+    assert reply.body["error"]["code"] == "generation_failed"
+    assert len(reply.error) > 20
+
+
+def token_ids(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
 
 
 @pytest.fixture
@@ -76,95 +94,102 @@ def expected(tiny_fleet: Any, unique_prompt: str) -> list[int]:
 
 
 def test_prefill_killed_before_the_transfer(
-    decode: Client, failing_decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
+    tiny_fleet: Any, failing_decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
-    params = offer(mortal_prefill, unique_prompt)
+    first, second = (offer(mortal_prefill, unique_prompt) for _ in range(2))
     mortal_prefill.process.kill()
-    reply = decode.complete(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
-    assert_recomputed_or_failed(reply, expected, decode, failing_decode)
-    wait_until(decode.is_whole)
+    assert_recomputed(ask(tiny_fleet.decode, unique_prompt, first), expected)
+    assert_failed(ask(failing_decode, unique_prompt, second))
+    wait_until(tiny_fleet.decode.is_whole)
+    wait_until(failing_decode.is_whole)
 
 
 def test_prefill_killed_in_the_middle(
-    decode: Client, failing_decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
+    tiny_fleet: Any, failing_decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
-    params = offer(mortal_prefill, unique_prompt)
-    mortal_prefill.process.send_signal(signal.SIGSTOP)  # it hears the claim, and never answers
-    with decode.streaming(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params) as events:
-        wait_until(lambda: decode.metric("kvferry_loading_requests") == 1)
+    decodes = (tiny_fleet.decode, failing_decode)
+    offers = [offer(mortal_prefill, unique_prompt) for _ in decodes]
+    mortal_prefill.process.send_signal(signal.SIGSTOP)  # it is asked, and never answers
+    with ThreadPoolExecutor(2) as background:
+        answers = [
+            background.submit(stream, decode, unique_prompt, params)
+            for decode, params in zip(decodes, offers, strict=True)
+        ]
+        wait_until(lambda: all(decode.metric("kvferry_loading_requests") == 1 for decode in decodes))
         mortal_prefill.process.kill()
-        chunks = list(events)
-    if decode is failing_decode:
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["error"]
-        assert len(chunks[-1]["error"]["message"]) > 20
-    else:
-        assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == expected
-    wait_until(decode.is_whole)
+        recomputed, failed = (answer.result() for answer in answers)
+    assert token_ids(recomputed) == expected
+    assert [chunk["choices"][0]["finish_reason"] for chunk in failed] == ["error"]
+    assert len(failed[-1]["error"]["message"]) > 20
+    for decode in decodes:
+        wait_until(decode.is_whole)
 
 
 def test_prefill_killed_after_the_transfer(
-    decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
+    tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
     params = offer(mortal_prefill, unique_prompt)
-    with decode.streaming(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params) as events:
+    with tiny_fleet.decode.streaming(
+        unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params
+    ) as events:
         chunks = [next(events)]
         mortal_prefill.process.kill()
         chunks += events
-    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == expected
+    assert token_ids(chunks) == expected
     assert chunks[-1]["metrics"]["transfer"]["num_blocks"] > 0
-    wait_until(decode.is_whole)
+    wait_until(tiny_fleet.decode.is_whole)
 
 
-def test_a_restarted_prefill_node_is_another_one(
-    decode: Client,
-    failing_decode: Client,
-    mortal_prefill: Client,
-    tiny_fleet: Any,
-    unique_prompt: str,
-    expected: list[int],
+def test_an_offer_of_a_node_that_restarted_since_is_stale(
+    tiny_fleet: Any, failing_decode: Client, unique_prompt: str, expected: list[int]
 ) -> None:
-    params = offer(mortal_prefill, unique_prompt) | {
-        "remote_epoch": offer(tiny_fleet.prefill, "x" * 40)["remote_epoch"]
-    }
-    reply = decode.complete(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
-    assert_recomputed_or_failed(reply, expected, decode, failing_decode)
+    offers = [offer(tiny_fleet.prefill, unique_prompt) for _ in range(2)]
+    first, second = (params | {"remote_epoch": "00000000deadbeef"} for params in offers)
+    assert_recomputed(ask(tiny_fleet.decode, unique_prompt, first), expected)
+    assert_failed(ask(failing_decode, unique_prompt, second))
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)
 
 
 def test_a_lease_that_ran_out_is_a_stale_error_and_never_other_bytes(
-    decode: Client,
+    short_lease_prefill: Client,
+    tiny_fleet: Any,
     failing_decode: Client,
-    launcher: Launcher,
-    tiny_arguments: Sequence[str],
     unique_prompt: str,
     expected: list[int],
 ) -> None:
-    short = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
-    node = launcher.start_node("short lease", "prefill", *short, *tiny_arguments)
-    launcher.wait_ready([node], 110)
-    prefill = Client(node)
-    params = offer(prefill, unique_prompt)
-    assert not prefill.is_whole()
-    wait_until(prefill.is_whole)
+    first, second = (offer(short_lease_prefill, unique_prompt) for _ in range(2))
+    assert not short_lease_prefill.is_whole()
+    wait_until(short_lease_prefill.is_whole)
     for index in range(8):  # the freed blocks now hold something else
-        prefill.complete(f"{index} other bytes {PROMPT}", max_tokens=1)
-    reply = decode.complete(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
-    assert_recomputed_or_failed(reply, expected, decode, failing_decode)
-    why = reply.error if decode is failing_decode else reply.transfer["error"]
-    assert "lease" in why or "offer" in why
-    wait_until(decode.is_whole)
+        short_lease_prefill.complete(f"{index} other bytes {PROMPT}", max_tokens=1)
+    recomputed, failed = (
+        ask(tiny_fleet.decode, unique_prompt, first),
+        ask(failing_decode, unique_prompt, second),
+    )
+    assert_recomputed(recomputed, expected)
+    assert_failed(failed)
+    assert "offer" in failed.error
+    wait_until(tiny_fleet.decode.is_whole)
+    wait_until(failing_decode.is_whole)
 
 
-def test_an_offer_can_be_taken_once(
-    decode: Client, failing_decode: Client, tiny_fleet: Any, unique_prompt: str
+def test_offers_that_nobody_takes_end_with_their_lease(
+    short_lease_prefill: Client, unique_prompt: str
 ) -> None:
+    for index in range(3):
+        offer(short_lease_prefill, f"{index} {unique_prompt}")
+    assert not short_lease_prefill.is_whole()
+    wait_until(short_lease_prefill.is_whole)
+
+
+def test_an_offer_can_be_taken_once(tiny_fleet: Any, failing_decode: Client, unique_prompt: str) -> None:
     params = offer(tiny_fleet.prefill, unique_prompt)
-    first = decode.complete(unique_prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
-    assert first.transfer["num_blocks"] > 0
-    # The node's own cache now has all whole blocks; the last token's block is asked for, and refused.
-    late = decode.complete(unique_prompt + "!", max_tokens=1, kv_transfer_params=params)
-    assert late.status in (200, 500)
+    assert ask(tiny_fleet.decode, unique_prompt, params).transfer["num_blocks"] == -(
+        -len(unique_prompt) // 16
+    )
+    assert_failed(ask(failing_decode, unique_prompt, params))
     wait_until(tiny_fleet.prefill.is_whole)
-    wait_until(decode.is_whole)
+    wait_until(failing_decode.is_whole)
 
 
 def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, unique_prompt: str) -> None:
@@ -195,27 +220,14 @@ def test_a_client_that_leaves_while_the_cache_is_loaded(
     finally:
         tiny_fleet.prefill.process.send_signal(signal.SIGCONT)
     wait_until(decode.is_whole)
-    wait_until(tiny_fleet.prefill.is_whole, timeout_s=10)  # told, not by the end of its 30 s lease
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)  # because it was told
 
 
 def test_a_client_that_leaves_while_the_answer_is_computed(tiny_fleet: Any, unique_prompt: str) -> None:
     with tiny_fleet.router.streaming(unique_prompt, max_tokens=200, ignore_eos=True) as events:
         assert next(events)["choices"][0]["finish_reason"] is None
     wait_until(tiny_fleet.decode.is_whole)
-    wait_until(tiny_fleet.prefill.is_whole, timeout_s=10)
-
-
-def test_a_client_that_never_comes_back_after_the_prefill(
-    launcher: Launcher, tiny_arguments: Sequence[str], unique_prompt: str
-) -> None:
-    short = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
-    node = launcher.start_node("short lease", "prefill", *short, *tiny_arguments)
-    launcher.wait_ready([node], 110)
-    prefill = Client(node)
-    for index in range(3):
-        offer(prefill, f"{index} {unique_prompt}")
-    assert prefill.metric("kvferry_offered_requests") > 0
-    wait_until(prefill.is_whole)
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)
 
 
 def test_the_router_goes_round_nodes_that_are_gone(
@@ -241,7 +253,7 @@ def test_the_router_goes_round_nodes_that_are_gone(
     mortal_prefill.process.kill()
     mortal_decode.kill()
     assert [client.complete(prompt, max_tokens=4).token_ids for prompt in prompts] == expected
-    wait_until(tiny_fleet.prefill.is_whole, timeout_s=40)  # a dead decode node's offers end with their lease
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)  # what the dead node never took
     wait_until(tiny_fleet.decode.is_whole)
 
 

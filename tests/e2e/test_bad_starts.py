@@ -1,0 +1,157 @@
+"""What cannot work is said in one line, and nothing is left over."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
+from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+
+PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--role", "prefill", "--connector-option", "lease_s"], "KEY=VALUE"),
+        (["--connector", "shm"], "--role"),
+        (["--role", "prefill", "--kv-transfer-config", "{}"], "exclude each other"),
+        (["--kv-transfer-config", "nonsense"], "not JSON"),
+        (["--kv-transfer-config", '{"kv_connector": "shm", "kv_role": "kv_chef"}'], "kv_role"),
+        (["--kv-transfer-config", '{"kv_connector": "shm"}'], "kv_role"),
+        (["--kv-transfer-config", '{"kv_connector": "shm", "kv_role": "kv_both", "x": 1}'], "'x'"),
+        (["--block-size", "0"], "block_size"),
+        (["--num-blocks", "1"], "num_blocks"),
+        (["--port", "70000"], "70000"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_options_that_cannot_work_end_with_one_line_and_status_2(arguments: list[str], words: str) -> None:
+    done = run_script("serve.py", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", ["serve.py", "router.py"])
+def test_a_port_in_use(script: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        nodes = (
+            ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
+            if script == "router.py"
+            else []
+        )
+        done = run_script(script, "--port", port, *nodes)
+    assert done.returncode == 2
+    assert port in done.stderr
+    assert "in use" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_models_and_connectors_that_are_not_there(
+    launcher: Launcher, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "broken").mkdir()
+    for file in tiny_model.iterdir():
+        (tmp_path / "broken" / file.name).write_bytes(file.read_bytes()[:100])
+    tiny = ("--model", str(tiny_model), "--num-blocks", "64", "--threads", "1")
+    cases = {
+        "neither a folder": ("--model", str(tmp_path / "nowhere")),
+        "no config.json": ("--model", str(tmp_path)),
+        "broken": ("--model", str(tmp_path / "broken")),
+        "carrier_pigeon": (*tiny, "--role", "prefill", "--connector", "carrier_pigeon"),
+        "wings": (*tiny, "--role", "prefill", "--connector-option", "wings=2"),
+        "no_such_module": (
+            *tiny,
+            "--role",
+            "decode",
+            "--connector",
+            "X",
+            "--connector-module",
+            "no_such_module",
+        ),
+        "max_model_len": (*tiny, "--max-model-len", "100000"),
+    }
+    processes = {words: start(launcher, words, arguments) for words, arguments in cases.items()}
+    for words, process in processes.items():
+        with pytest.raises(LaunchError, match=words):
+            launcher.wait_ready([process], 110)
+        assert process.wait(20) == 2
+
+
+def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
+    launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], other_model: Path
+) -> None:
+    differing = {
+        "block_size": ("--block-size", "32"),
+        "dtype": ("--dtype", "bfloat16"),
+        "model": ("--model", str(other_model)),
+    }
+    nodes = {
+        field: launcher.start_node(
+            f"decode/{field}", "decode", "--load-failure-policy", "fail", *tiny_arguments, *arguments
+        )
+        for field, arguments in differing.items()
+    }
+    launcher.wait_ready(nodes.values(), 110)
+    for field, node in nodes.items():
+        decode = Client(node)
+        prompt = f"{field}: {PROMPT}"
+        params = tiny_fleet.prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE).body
+        reply = decode.complete(prompt, max_tokens=2, kv_transfer_params=params["kv_transfer_params"])
+        assert reply.status == 500
+        assert field in reply.error
+        assert decode.complete(prompt, max_tokens=2).status == 200
+        wait_until(decode.is_whole)
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=60)
+    assert tiny_fleet.router.complete(PROMPT, max_tokens=2).status == 200
+
+
+def test_a_node_ends_quickly_and_cleanly_when_told_to(
+    launcher: Launcher, tiny_arguments: Sequence[str]
+) -> None:
+    node = launcher.start_node("decode", "decode", *tiny_arguments)
+    launcher.wait_ready([node], 110)
+    client = Client(node)
+    with client.streaming("A long answer", max_tokens=300, ignore_eos=True) as events:
+        next(events)
+        node.terminate()
+        last = list(events)[-1]
+    assert "error" in last or last["choices"][0]["finish_reason"] == "abort"
+    assert node.wait(15) == 0
+
+
+def test_a_node_ends_with_its_launcher(launcher: Launcher, tiny_arguments: Sequence[str]) -> None:
+    node = launcher.start_node("decode", "decode", *tiny_arguments)
+    launcher.wait_ready([node], 110)
+    node.hang_up()
+    assert node.wait(15) == 0
+
+
+def start(launcher: Launcher, name: str, arguments: Sequence[str]) -> LaunchedProcess:
+    return launcher.start(name, "serve.py", "--port", "0", *arguments)
+
+
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_router_refuses_what_is_no_url() -> None:
+    done = run_script("router.py", "--prefill", "localhost", "--decode", "http://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "'localhost'" in done.stderr
+
+
+def test_help_names_every_role() -> None:
+    text = run_script("serve.py", "--help").stdout
+    assert all(role in text for role in ("prefill", "decode", "both", "single"))

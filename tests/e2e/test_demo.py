@@ -1,0 +1,150 @@
+"""The demo as a user runs it: what it writes, what it returns, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from demo.launcher import EXAMPLES
+from demo.testing import wait_until
+
+SCRIPT = str(EXAMPLES / "disagg_pair.py")
+KEYS = {
+    "prompt_tokens",
+    "text",
+    "token_ids",
+    "reference_token_ids",
+    "identical",
+    "connector",
+    "transport",
+    "layout",
+    "num_blocks",
+    "num_regions",
+    "kv_bytes",
+    "transfer_s",
+    "transfer_gb_per_s",
+    "memcpy_gb_per_s",
+    "ttft_s",
+    "reference_ttft_s",
+}
+TINY_LAYERS = 3
+
+
+@pytest.fixture
+def arguments(tiny_model: Path) -> list[str]:
+    return [
+        "--model",
+        str(tiny_model),
+        "--threads",
+        "1",
+        "--num-blocks",
+        "128",
+        "--max-num-batched-tokens",
+        "64",
+    ]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
+    layout: str, arguments: list[str], tmp_path: Path
+) -> None:
+    lines = ["a", "b" * 16, "A ferry between two piers. " * 8, "", "c" * 17, "d" * 15]
+    (tmp_path / "prompts").write_text("\n".join(lines))
+    done = run_demo(
+        *arguments,
+        *("--prompt-file", str(tmp_path / "prompts"), "--json", str(tmp_path / "out.json")),
+        *("--layout", layout, "--max-tokens", "5", "--concurrency", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "out.json").read_text())["requests"]
+    assert [record["prompt_tokens"] for record in records] == [1, 16, 216, 17, 15]
+    assert all(record.keys() == KEYS for record in records)
+    assert all(record["identical"] and len(record["token_ids"]) == 5 for record in records)
+    assert {record["layout"] for record in records} == {layout}
+    assert {record["connector"] for record in records} == {"shm"}
+    moved = records[1:]
+    assert {record["transport"] for record in moved} == {"shm"}
+    assert [record["num_blocks"] for record in moved] == [1, 14, 2, 1]
+    assert all(record["kv_bytes"] > 0 and record["transfer_gb_per_s"] > 0 for record in moved)
+    assert all(record["memcpy_gb_per_s"] > 0 and record["ttft_s"] > 0 for record in moved)
+    for record in moved:
+        most = record["num_blocks"] if layout == "uniform" else record["num_blocks"] * TINY_LAYERS
+        assert 1 <= record["num_regions"] <= most
+    assert layout in done.stdout
+
+
+def test_a_request_that_fails_shows_in_the_exit_status(arguments: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run_demo(
+        *arguments, "--prompt", "e" * 600, "--prompt", "short", "--max-tokens", "2", "--json", str(out)
+    )
+    assert done.returncode == 1
+    assert "600 tokens" in done.stderr
+    failed, answered = json.loads(out.read_text())["requests"]
+    assert failed.keys() == KEYS
+    assert (failed["identical"], answered["identical"]) == (False, True)
+
+
+def test_what_cannot_start_is_said_and_nothing_remains(arguments: list[str]) -> None:
+    done = run_demo(*arguments, "--connector", "carrier_pigeon")
+    assert done.returncode == 2
+    assert "carrier_pigeon" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=["ctrl-c", "sigterm", "kill-9"],
+)
+@pytest.mark.parametrize("stage", ["starting", "ready"])
+def test_nothing_remains_when_it_is_interrupted(
+    stage: str, number: signal.Signals, status: int, arguments: list[str]
+) -> None:
+    command = [sys.executable, SCRIPT, *arguments, "--prompt", "f" * 100, "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stderr is not None
+        children = wait_for_stage(demo, stage, demo.stderr)
+        demo.send_signal(number)
+        assert demo.wait(20) == status
+        wait_until(lambda: not any(is_alive(child) for child in children), timeout_s=20)
+    assert not sockets_of(children)
+
+
+def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]) -> list[int]:
+    """Read the demo's status lines until `stage`; the processes that it started by then."""
+    num_ready = 0
+    for line in lines:
+        num_ready += " ready after " in line
+        if stage == "starting" or num_ready == 4:
+            break
+    wanted = 3 if stage == "starting" else 4
+    wait_until(lambda: len(children_of(demo.pid)) >= wanted)
+    return children_of(demo.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def sockets_of(pids: Sequence[int]) -> list[str]:
+    """The shm transport's sockets bear the process's id."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if any(f"@kvferry-{pid}-" in line for pid in pids)]

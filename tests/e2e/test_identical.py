@@ -1,0 +1,137 @@
+"""The promise itself: a pair's greedy tokens are the single node's, and no more bytes move than must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from demo.testing import Client, Reply, wait_until
+from tokenizers import Tokenizer
+
+from engine.default_model import default_model_folder
+
+BLOCK = 16
+CHUNK = 64
+MAX_TOKENS = 6
+
+TEXT = """The harbour office keeps a book for every ship. On the left page stands what came in: flour from the south,
+lamp oil in tin boxes, a piano for the school, forty crates of oranges, and letters, always letters. On the right page
+stands what went out: dried fish, wool, two calves, a clock to be repaired, and letters again. At the end of each month
+the clerk adds up both pages and writes the difference in red. Most months the difference is small, because nobody on
+an island can afford to lose anything. When it is large, he walks along the quay with a lantern and looks behind the
+barrels. Once he found a whole crate of oranges there, and a boy asleep on top of it. The boy said that he had been
+watching the crate. The clerk wrote: one crate, found; one boy, returned to his mother. Then he closed the book, wound
+the clock, and went home through the rain, thinking that a ferry is a promise that is kept every day."""
+
+QUESTIONS = (
+    "The capital of France is",
+    "Q: What is two plus three?\nA:",
+    "def fibonacci(n):\n    ",
+    "Dear Anna,\n\nthe storm has passed, and",
+    "Ein Schiff fährt über den",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "🚢⚓",
+    "Once upon a time",
+)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    """A text of some hundred tokens."""
+    tokenizer = Tokenizer.from_file(str(default_model_folder() / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(TEXT).ids
+    assert len(ids) > 200
+    return ids
+
+
+@pytest.fixture(scope="module")
+def smollm2(start_fleet: Any) -> Any:
+    """The default model, in float32 on the CPU."""
+    return start_fleet(
+        *("--num-blocks", "512", "--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK)),
+        *("--max-num-seqs", "8", "--log-level", "warning", "--dtype", "float32"),
+    )
+
+
+def lengths() -> list[int]:
+    """One token, blocks ± 1, chunks ± 1, and some more."""
+    around = [edge + off for edge in (BLOCK, 2 * BLOCK, 3 * BLOCK, CHUNK, 2 * CHUNK) for off in (-1, 0, 1)]
+    return [1, 2, 3, 7, *around, 72, 88, 100, 144, 150, 190]
+
+
+def prompts(tokens: Sequence[int]) -> list[Any]:
+    """Texts, slices of a text at different places, and slices that share a beginning."""
+    slices = [list(tokens[offset : offset + length]) for offset, length in enumerate(lengths())]
+    shared = [
+        list(tokens[: 3 * BLOCK]) + list(tokens[100 + tail : 100 + tail + 9 + tail]) for tail in range(10)
+    ]
+    again = [list(tokens[: 3 * BLOCK + 5]), list(tokens[: 3 * BLOCK + 5])]
+    short = [list(tokens[at : at + 1]) for at in (40, 41, 42, 43, 44)]
+    return [*QUESTIONS, *slices, *shared, *again, *short]
+
+
+def complete_all(client: Client, prompts: Sequence[Any], at_once: int) -> list[Reply]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda prompt: client.complete(prompt, max_tokens=MAX_TOKENS), prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_fifty_prompts_of_a_real_model_have_the_single_nodes_tokens(smollm2: Any, tokens: list[int]) -> None:
+    asked = prompts(tokens)
+    assert len(asked) >= 50
+    expected = complete_all(smollm2.single, asked, at_once=1)
+    replies = complete_all(smollm2.router, asked, at_once=4)
+    for prompt, reply, reference in zip(asked, replies, expected, strict=True):
+        assert reply.status == reference.status == 200
+        assert reply.token_ids == reference.token_ids, f"prompt {prompt!r}"
+    assert_moved_as_promised(replies, num_layers=30)
+    wait_until(smollm2.prefill.is_whole)
+    wait_until(smollm2.decode.is_whole)
+
+
+@pytest.mark.slow
+def test_blocks_that_the_decode_node_has_are_not_moved_again(smollm2: Any, tokens: list[int]) -> None:
+    start = tokens[150:][: 3 * BLOCK]
+    first = smollm2.router.complete(start + tokens[:BLOCK], max_tokens=1)
+    second = smollm2.router.complete(start + tokens[60 : 60 + 2 * BLOCK], max_tokens=1)
+    assert second.body["metrics"]["num_cached_tokens"] == 3 * BLOCK
+    assert second.transfer["num_blocks"] == 2
+    block_bytes = first.transfer["num_bytes"] // first.transfer["num_blocks"]
+    assert second.transfer["num_bytes"] == 2 * block_bytes
+
+
+@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+def test_both_layouts_with_a_small_model(
+    layout: str, tiny_fleet: Any, start_fleet: Any, tiny_arguments: Any
+) -> None:
+    fleet = tiny_fleet if layout == "uniform" else start_fleet(*tiny_arguments, "--layout", layout)
+    ids = [(index * 7919 + 13) % 251 for index in range(400)]
+    asked = [ids[offset : offset + length] for offset, length in enumerate(lengths())] + [
+        ids[:300],
+        ids[50:400],
+    ]
+    expected = complete_all(tiny_fleet.single, asked, at_once=4)
+    replies = complete_all(fleet.router, asked, at_once=4)
+    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
+    assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
+    assert_moved_as_promised(replies, num_layers=3 if layout == "per-layer" else 1)
+    wait_until(fleet.prefill.is_whole)
+    wait_until(fleet.decode.is_whole)
+
+
+def assert_moved_as_promised(replies: Sequence[Reply], num_layers: int) -> None:
+    """Every prompt of more than a token came from the other node, in no more regions than it has blocks (a layer)."""
+    for reply in replies:
+        metrics = reply.body["metrics"]
+        if metrics["num_prompt_tokens"] == 1:
+            continue
+        missing = metrics["num_prompt_tokens"] - metrics["num_cached_tokens"]
+        if missing > 1:
+            assert reply.transfer["num_blocks"] == -(-missing // BLOCK)
+            assert not reply.transfer["error"]
+        if reply.transfer:
+            assert reply.transfer["mechanism"] == "mapped"
+            assert 1 <= reply.transfer["num_regions"] <= reply.transfer["num_blocks"] * num_layers
