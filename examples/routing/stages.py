@@ -149,7 +149,7 @@ async def copy_answer(
             await response.write(chunk)
     except (aiohttp.ClientError, TimeoutError) as error:
         lost = ApiError(502, f"the decode node was lost in the middle: {_reason(error)}", kind="server_error")
-        await response.write(b"data: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write(b"\n\ndata: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n")
     await response.write_eof()
     return response
 

@@ -1,0 +1,245 @@
+"""The router before nodes that speak vLLM's protocol and do what each test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from routing.app import Router
+from routing.nodes import NodePool
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_block_ids": [[3, 4]],
+    "remote_host": "h",
+}
+EVENTS = b'data: {"choices": [{"text": "one"}]}\n\ndata: {"choices": [{"text": " two"}]}\n\ndata: [DONE]\n\n'
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class FakeNode:
+    """A node that answers as told, and remembers what it was asked."""
+
+    answer: Answer
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.request_ids.append(request.headers["X-Request-Id"])
+        return await self.answer(request)
+
+
+async def offer(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": PARAMS})
+
+
+async def offer_nothing(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": None})
+
+
+async def refuse(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no such thing"}}, status=400)
+
+
+async def fail(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "out of luck"}}, status=500)
+
+
+async def answer_whole(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "one two"}]})
+
+
+async def answer_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(EVENTS)
+    return response
+
+
+async def die_at_once(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def die_before_the_first_byte(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return await die_at_once(request)
+
+
+async def die_in_the_middle(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(EVENTS[:40])
+    await asyncio.sleep(0)
+    return await die_at_once(request)
+
+
+@asynccontextmanager
+async def routed(
+    prefill: Sequence[FakeNode], decode: Sequence[FakeNode]
+) -> AsyncIterator[TestClient[Any, Any]]:
+    """A client of a router over these nodes, all of which it has found healthy."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
+        pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
+        router = Router(*pools, silence_timeout_s=10, check_interval_s=60)
+        client = await stack.enter_async_context(TestClient(TestServer(router.application())))
+        for pool in pools:
+            for node in pool.nodes:
+                node.mark_up()
+        yield client
+
+
+@asynccontextmanager
+async def _serving(node: FakeNode) -> AsyncIterator[str]:
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", node.handle)
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server:
+        yield str(server.make_url(""))
+
+
+def ask(
+    prefill: Sequence[FakeNode], decode: Sequence[FakeNode], times: int = 1, **fields: Any
+) -> list[tuple[int, bytes]]:
+    """Send the same request some times; status and body of each answer."""
+
+    async def run() -> list[tuple[int, bytes]]:
+        async with routed(prefill, decode) as client:
+            answers = []
+            for _ in range(times):
+                body = {"prompt": "p", "max_tokens": 9, **fields}
+                async with client.post(
+                    "/v1/completions", json=body, headers={"X-Request-Id": "r7"}
+                ) as response:
+                    answers.append((response.status, await response.read()))
+            return answers
+
+    return asyncio.run(run())
+
+
+def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> None:
+    prefill, decode = FakeNode(offer), FakeNode(answer_whole)
+    ask(
+        [prefill],
+        [decode],
+        max_completion_tokens=9,
+        stream=False,
+        stream_options={"include_usage": True},
+        stop="x",
+    )
+    (body,) = prefill.bodies
+    assert body == {
+        "prompt": "p",
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "stop": "x",
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def test_the_decode_node_gets_the_clients_request_with_what_the_prefill_node_said() -> None:
+    prefill, decode = FakeNode(offer), FakeNode(answer_whole)
+    assert ask([prefill], [decode], temperature=0.5) == [(200, b'{"choices": [{"text": "one two"}]}')]
+    assert decode.bodies == [
+        {"prompt": "p", "max_tokens": 9, "temperature": 0.5, "kv_transfer_params": PARAMS}
+    ]
+    assert prefill.request_ids == decode.request_ids == ["r7"]
+
+
+def test_a_prefill_node_that_offers_nothing_lets_the_decode_node_compute() -> None:
+    decode = FakeNode(answer_whole)
+    ((status, _),) = ask([FakeNode(offer_nothing)], [decode])
+    assert status == 200
+    assert "kv_transfer_params" not in decode.bodies[0]
+
+
+def test_a_stream_passes_unchanged() -> None:
+    assert ask([FakeNode(offer)], [FakeNode(answer_stream)], stream=True) == [(200, EVENTS)]
+
+
+def test_a_refusal_goes_to_the_client_and_nobody_else_is_asked() -> None:
+    other, decode = FakeNode(offer), FakeNode(answer_whole)
+    ((status, body),) = ask([FakeNode(refuse), other], [decode])
+    assert (status, json.loads(body)["error"]["message"]) == (400, "no such thing")
+    assert not other.bodies
+    assert not decode.bodies
+
+
+@pytest.mark.parametrize("answer", [fail, die_at_once])
+def test_another_prefill_node_takes_over(answer: Answer) -> None:
+    broken, other = FakeNode(answer), FakeNode(offer)
+    assert ask([broken, other], [FakeNode(answer_whole)])[0][0] == 200
+    assert len(broken.bodies) == len(other.bodies) == 1
+
+
+@pytest.mark.parametrize("answer", [die_at_once, die_before_the_first_byte])
+def test_another_decode_node_takes_over_after_a_new_prefill(answer: Answer) -> None:
+    prefill, broken, other = FakeNode(offer), FakeNode(answer), FakeNode(answer_stream)
+    assert ask([prefill], [broken, other], stream=True) == [(200, EVENTS)]
+    assert len(prefill.bodies) == 2
+    assert len(broken.bodies) == len(other.bodies) == 1
+
+
+def test_the_decode_nodes_own_failure_is_the_clients_answer() -> None:
+    other = FakeNode(answer_whole)
+    ((status, body),) = ask([FakeNode(offer)], [FakeNode(fail), other])
+    assert (status, json.loads(body)["error"]["message"]) == (500, "out of luck")
+    assert not other.bodies
+
+
+def test_a_decode_node_lost_in_the_middle_ends_the_stream_with_an_error() -> None:
+    ((status, body),) = ask([FakeNode(offer)], [FakeNode(die_in_the_middle)], stream=True)
+    assert status == 200
+    assert body.startswith(EVENTS[:40])
+    *_, error, done, _ = body.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+    assert done == b"data: [DONE]"
+
+
+def test_without_a_node_that_answers_the_client_is_told_which_were_tried() -> None:
+    ((status, body),) = ask([FakeNode(die_at_once)], [FakeNode(answer_whole)])
+    message = json.loads(body)["error"]["message"]
+    assert status == 503
+    assert "no prefill node" in message
+    assert "http://127.0.0.1:" in message
+
+
+def test_equal_nodes_take_turns() -> None:
+    prefill = [FakeNode(offer) for _ in range(2)]
+    decode = [FakeNode(answer_whole) for _ in range(3)]
+    ask(prefill, decode, times=6)
+    assert [len(node.bodies) for node in prefill] == [3, 3]
+    assert [len(node.bodies) for node in decode] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}], ids=str)
+def test_what_only_the_decode_node_would_refuse_is_refused_before_the_prefill(fields: dict[str, Any]) -> None:
+    prefill = FakeNode(offer)
+    ((status, _),) = ask([prefill], [FakeNode(answer_whole)], **fields)
+    assert status == 400
+    assert not prefill.bodies
