@@ -58,9 +58,8 @@ class Request:
         may_load: Whether the connector may still be asked for a load; one request loads at most once.
     """
 
-    # What block hashes can depend on beside tokens; this engine serves one model, text only, to one tenant.
+    # What block hashes can depend on beside tokens and salt; this engine serves one model, text only.
     lora_id: str | None = None
-    cache_salt: str | None = None
     mm_features: Sequence[MultiModalFeature] = ()
 
     def __init__(
@@ -80,6 +79,10 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id} {self.status.value} {self.num_computed_tokens}/{self.num_tokens}>"
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.source.cache_salt or None
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

@@ -60,12 +60,14 @@ class GenerationRequest:
     Attributes:
         request_id: Unique among the requests that are alive on the node.
         kv_transfer_params: What a router or a prefill node said about this request's KV cache.
+        cache_salt: The prefix cache serves it only what requests with the same salt left there; empty: no salt.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     kv_transfer_params: Mapping[str, Any] | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class NodeServer:
             prompt_token_ids=prompt_token_ids,
             sampling=client.sampling,
             kv_transfer_params=client.kv_transfer_params,
+            cache_salt=client.cache_salt,
         )
         envelope = Envelope(wording, request_id, engine.model_name, int(time.time()), client.return_token_ids)
         async with contextlib.aclosing(engine.generate(generation)) as outputs:

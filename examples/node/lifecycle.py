@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import socket
 import threading
+from typing import Any
 
 from web.launcher_link import Link
 from web.serving import SHUTDOWN_DEADLINE_S, StartupError, leave_now, serving, stop_event
@@ -54,13 +55,13 @@ async def _start(engine: Engine, stop: asyncio.Event) -> None:
             started.set_result(None)
 
     threading.Thread(target=start, name="engine-start", daemon=True).start()
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({asyncio.wrap_future(started), stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped, ready = asyncio.create_task(stop.wait()), asyncio.wrap_future(started)
+    await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if not started.done():
+    if not ready.done():
         leave_now(0)  # a model that loads cannot be interrupted, and nobody depends on this process yet
     try:
-        started.result()
+        ready.result()
     except (ValueError, ImportError) as error:  # a setting that cannot work, or a backend that is not there
         raise StartupError(str(error)) from error
 

@@ -72,6 +72,7 @@ class ClientRequest:
         prompt: Text, token ids, or a chat.
         include_usage: A stream ends with a chunk that has the usage.
         return_token_ids: Answers carry `token_ids` beside the text.
+        cache_salt: The prefix cache is shared only with requests that have the same; empty: with those without.
     """
 
     model: str
@@ -81,6 +82,7 @@ class ClientRequest:
     include_usage: bool
     return_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
+    cache_salt: str
 
 
 def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
@@ -131,6 +133,7 @@ def _client_request(
         include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
         return_token_ids=fields.boolean("return_token_ids", False),
         kv_transfer_params=fields.optional_mapping("kv_transfer_params"),
+        cache_salt=fields.text("cache_salt", ""),
     )
 
 

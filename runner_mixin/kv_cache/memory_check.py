@@ -54,23 +54,22 @@ def check_enough_kv_cache_memory(
     if _pool_holds(config, kv_cache_spec, available_memory):
         return
     groups = get_kv_cache_groups(config, kv_cache_spec)
+    block_bytes = sum(pool_page_sizes(groups))
     needed_blocks = num_blocks_per_request(config, groups) + 1
-    needed = needed_blocks * sum(pool_page_sizes(groups))
     length = config.model.max_model_len
     longest = estimate_max_model_len(config, kv_cache_spec, available_memory)
     override = config.cache.num_blocks_override
+    needs = f"{_gib(needed_blocks * block_bytes)} of KV cache ({needed_blocks} blocks)"
     if override:
-        what = f"needs a pool of {needed_blocks} blocks, and num_blocks_override={override}"
-        remedy = "raise num_blocks_override"
-    else:
-        what = (
-            f"needs {needed / _GIB:.2f} GiB of KV cache, and {max(0, available_memory) / _GIB:.2f} GiB"
-            " are available"
+        has, remedy = (
+            f"num_blocks_override={override} makes {_gib(override * block_bytes)}",
+            "num_blocks_override",
         )
-        remedy = "raise memory_utilization"
+    else:
+        has, remedy = f"{_gib(available_memory)} are available", "memory_utilization"
     raise ConfigurationError(
-        f"one request of max_model_len={length} tokens {what}; the longest that fits has {longest} tokens:"
-        f" {remedy}, or lower max_model_len",
+        f"one request of max_model_len={length} tokens needs {needs}, and {has}; the longest that fits has"
+        f" {longest} tokens: raise {remedy}, or lower max_model_len",
         key="max_model_len",
         value=length,
     )
@@ -82,6 +81,11 @@ def _pool_holds(config: EngineConfig, kv_cache_spec: LayerSpecs, available_memor
         return True
     num_blocks = config.cache.num_blocks_override or available_memory // sum(pool_page_sizes(groups))
     return num_blocks_per_request(config, groups) + 1 <= num_blocks
+
+
+def _gib(num_bytes: int) -> str:
+    gib = max(0, num_bytes) / _GIB
+    return f"{gib:.2f} GiB" if gib == 0 or gib >= 0.1 else f"{gib:.2g} GiB"
 
 
 def _with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:

@@ -49,10 +49,10 @@ class Node:
 
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
         """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token)."""
-        params = more.pop("kv_transfer_params", None)
+        params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **more})
         with self.at_work() as core:
-            core.add(GenerationRequest(request_id, tuple(prompt), sampling, params), time.monotonic())
+            core.add(GenerationRequest(request_id, tuple(prompt), sampling, params, salt), time.monotonic())
 
     def step(self) -> None:
         """One step, if there is anything to do."""
