@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from web.serving import StartupError
-
 from engine.settings import DEFAULT_MODEL, DTYPES
+from web.serving import StartupError
 
 __all__ = ["DemoOptions", "parse_arguments"]
 

@@ -228,19 +228,16 @@ def _wait(
     with selectors.DefaultSelector() as selector:
         for process in processes:
             if not holds(process):
-                selector.register(process, selectors.EVENT_READ)
-        while selector.get_map():
+                selector.register(process, selectors.EVENT_READ, process)
+        while waiting := [key.data for key in selector.get_map().values()]:
             left_s = started + timeout_s - time.monotonic()
-            ready = selector.select(max(0.0, left_s))
+            ready = [key.data for key, _ in selector.select(max(0.0, left_s))]
             if not ready and left_s <= 0:
-                waiting = [key.fileobj for key in selector.get_map().values()]
-                process = next(item for item in waiting if isinstance(item, LaunchedProcess))
+                late = waiting[0]
                 raise LaunchError(
-                    f"{process.name} was not {what} within {timeout_s:g} s; its log:\n{process.log_tail}"
+                    f"{late.name} was not {what} within {timeout_s:g} s; its log:\n{late.log_tail}"
                 )
-            for key, _ in ready:
-                process = key.fileobj
-                assert isinstance(process, LaunchedProcess)
+            for process in ready:
                 process.read_report()
                 if holds(process):
                     selector.unregister(process)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 import aiohttp
-from web.serving import EXIT_BAD_START, StartupError
 
 from engine.default_model import default_model_folder
 from engine.settings import DEFAULT_MODEL
 from kvferry.transports.errors import ConfigurationError
+from web.serving import EXIT_BAD_START, StartupError
 
 from .cli import DemoOptions, parse_arguments
 from .client import Answer, ask

@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
-from web.errors import ApiError, bad_request, error_middleware, unavailable
-from web.json_body import MAX_BODY_BYTES, parse_json
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.types import GenerationRequest, RequestOutput
 from kvferry.transports.errors import ConnectorError
+from web.errors import ApiError, bad_request, error_middleware, unavailable
+from web.json_body import MAX_BODY_BYTES, parse_json
 
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion

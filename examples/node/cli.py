@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from web.serving import StartupError, add_serving_arguments
-
 from engine.settings import DEFAULT_MODEL, DTYPES, EngineSettings
 from kvferry.connector.config import KVRole, KVTransferConfig
 from kvferry.transports.errors import ConfigurationError
+from web.serving import StartupError, add_serving_arguments
 
 __all__ = ["NodeOptions", "parse_arguments"]
 

@@ -9,10 +9,9 @@ import socket
 import threading
 from typing import Any
 
+from engine.engine import Engine
 from web.launcher_link import Link
 from web.serving import SHUTDOWN_DEADLINE_S, StartupError, leave_now, serving, stop_event
-
-from engine.engine import Engine
 
 from .app import NodeServer
 from .cli import NodeOptions
@@ -56,7 +55,8 @@ async def _start(engine: Engine, stop: asyncio.Event) -> None:
 
     threading.Thread(target=start, name="engine-start", daemon=True).start()
     stopped, ready = asyncio.create_task(stop.wait()), asyncio.wrap_future(started)
-    await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {ready, stopped}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not ready.done():
         leave_now(0)  # a model that loads cannot be interrupted, and nobody depends on this process yet

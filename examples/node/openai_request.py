@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.types import SamplingParams
 from web.errors import bad_request
 from web.fields import Fields
-
-from engine.types import SamplingParams
 
 __all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion"]
 

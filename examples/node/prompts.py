@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
+
 from web.errors import bad_request
 
 from .openai_request import ChatPrompt

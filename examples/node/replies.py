@@ -10,9 +10,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any
 
-from web.errors import ApiError
-
 from engine.types import RequestMetrics, RequestOutput
+from web.errors import ApiError
 
 __all__ = ["ChatWording", "CompletionWording", "Envelope", "Wording", "failure"]
 

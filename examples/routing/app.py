@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
 from web.errors import error_middleware
 from web.json_body import MAX_BODY_BYTES, parse_json
 

@@ -7,6 +7,8 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
+from yarl import URL
+
 from web.launcher_link import Link, open_link
 from web.serving import (
     StartupError,
@@ -17,7 +19,6 @@ from web.serving import (
     set_up_logging,
     stop_event,
 )
-from yarl import URL
 
 from .app import Router
 from .nodes import NodePool

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import aiohttp
+
 from web.errors import unavailable
 
 __all__ = ["Node", "NodePool", "Role"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+
 from web.errors import ApiError, bad_request
 from web.fields import Fields
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from demo.launcher import LaunchedProcess, Launcher
 from demo.testing import Client
-
 from engine.testing import write_tiny_model
 
 START_TIMEOUT_S = 110.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
 from demo.testing import DO_REMOTE_DECODE, Client, wait_until
 

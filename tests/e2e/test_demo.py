@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
 from demo.launcher import EXAMPLES
 from demo.testing import wait_until
 

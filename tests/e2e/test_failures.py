@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from demo.launcher import Launcher
 from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from demo.testing import Client, Reply, wait_until
 from tokenizers import Tokenizer
 
+from demo.testing import Client, Reply, wait_until
 from engine.default_model import default_model_folder
 
 BLOCK = 16
