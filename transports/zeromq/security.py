@@ -47,7 +47,7 @@ class CurveKeys:
         socket.curve_server = True
         self._set(socket)
         socket.zap_domain = ZAP_DOMAIN
-        # Without a handler libzmq would let everybody in; so must a domain without one not.
+        # Were the handler missing, libzmq would otherwise let everybody in.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def protect_client(self, socket: zmq.Socket[bytes], server_key: bytes) -> None:
