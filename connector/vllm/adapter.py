@@ -133,6 +133,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- scheduler half ------------------------------------------------------------------------------
 
+    @property
+    def num_remembered_requests(self) -> int:
+        """Requests that asked for something that is not over; 0 at rest."""
+        return self._scheduler.num_remembered_requests
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         self._scheduler.set_handshake_metadata(metadata)
 

@@ -55,6 +55,10 @@ class SchedulerSide:
         self._refused: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
 
+    @property
+    def num_remembered_requests(self) -> int:
+        return self._half.num_requests + len(self._refused) + len(self._refused_loads)
+
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +25,27 @@ import pytest
 
 if find_spec("vllm") is None:  # `make test-vllm` has a venv with it
     collect_ignore_glob = ["test_*.py"]
+else:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what vLLM and torch say of themselves is not about us
+        importlib.import_module("kvferry.connector.vllm.adapter")
 
 PROGRAM = Path(__file__).with_name("node_program.py")
+#: Short, so that what never comes is given up soon.
+EXTRA = {
+    "transport": "shm",
+    "lease_s": 3,
+    "heartbeat_s": 0.5,
+    "connect_timeout_s": 2,
+    "claim_timeout_s": 2,
+    "early_claim_wait_s": 1,
+}
 #: An engine takes half a minute to start on two idle cores.
 START_S = 240.0
 ANSWER_S = 60.0
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128
+MAX_NUM_SEQS = 4
 
 Answer = dict[str, Any]
 
@@ -89,6 +110,11 @@ class Node:
     def ask(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> Answer:
         self.start(request, prompt, max_tokens, params)
         return self.result(request)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        samples = self.order("metric", name=name)["samples"]
+        return sum(value for has, value in samples if labels.items() <= has.items())
 
     def wait_for_status(self, is_so: Callable[[Answer], bool]) -> Answer:
         deadline = time.monotonic() + ANSWER_S
@@ -164,11 +190,11 @@ def _settings(model: Path, extra: dict[str, Any]) -> dict[str, Any]:
         "model": str(model),
         "dtype": "float32",
         "skip_tokenizer_init": True,
-        "max_model_len": 1024,
+        "max_model_len": 2048,
         "enforce_eager": True,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": NUM_BLOCKS,
-        "max_num_seqs": 4,
+        "max_num_seqs": MAX_NUM_SEQS,
         "kv_transfer_config": {
             "kv_connector": "KvferryConnector",
             "kv_connector_module_path": "kvferry.connector.vllm",
@@ -205,7 +231,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -219,8 +245,8 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     def start(**arguments: Any) -> Node:
         log = tmp_path_factory.mktemp("node") / "log"
-        extra = arguments.pop("extra", {"transport": "shm"})
-        nodes.append(Node(model, log, extra, **arguments))
+        extra = EXTRA | arguments.pop("extra", {})
+        nodes.append(Node(arguments.pop("model", model), log, extra, **arguments))
         return nodes[-1]
 
     yield start
@@ -228,8 +254,103 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         node.close()
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode node, and what is asked of them together."""
+
+    prefill: Node
+    decode: Node
+    names: Iterator[str] = field(default_factory=lambda: (f"request-{number}" for number in count()))
+
+    def prefilled(self, prompt: list[int]) -> Answer:
+        """Have a prompt computed, and return what the decode node is to be told."""
+        answer = self.prefill.ask(next(self.names), prompt, params={"do_remote_decode": True})
+        return answer["params"]
+
+    def hand_over(self, prompt: list[int], max_tokens: int = 8) -> Answer:
+        """The decode node's answer to a prompt that the prefill node computed."""
+        return self.decode.ask(next(self.names), prompt, max_tokens, self.prefilled(prompt))
+
+    def alone(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        """The tokens of one node that computed the prompt itself."""
+        self.decode.order("forget")
+        return self.decode.ask(next(self.names), prompt, max_tokens)["tokens"]
+
+    def assert_ended_by(self, policy: str, answer: Answer, prompt: list[int]) -> None:
+        """A request whose load failed was failed, or computed on the decode node, as the policy says."""
+        if policy == "fail":
+            assert answer["reason"] == "error"
+        else:
+            assert answer["tokens"] == self.alone(prompt)
+
+    def fill(self, node: Node) -> list[str]:
+        """Take every place of a node for a while, so that no other request is scheduled."""
+        names = [next(self.names) for _ in range(MAX_NUM_SEQS)]
+        for token, name in enumerate(names, start=3):
+            node.start(name, [token], 1000)
+        return names
+
+    @contextmanager
+    def busy(self, node: Node) -> Iterator[None]:
+        """Take every place of a node while the block runs."""
+        names = self.fill(node)
+        yield
+        for name in names:
+            node.order("abort", request=name)
+
+
 @pytest.fixture(scope="session")
-def pair(start_node: Callable[..., Node]) -> tuple[Node, Node]:
-    """A prefill and a decode node that live as long as the tests."""
-    prefill, decode = start_node(), start_node()
-    return prefill.wait_until_ready(), decode.wait_until_ready()
+def running_pairs(start_node: Callable[..., Node]) -> Callable[[str], Pair]:
+    """Two nodes of each transport that is asked for; they live as long as the tests."""
+
+    @cache
+    def running_pair(transport: str) -> Pair:
+        prefill, decode = (start_node(extra={"transport": transport}) for _ in range(2))
+        return Pair(prefill.wait_until_ready(), decode.wait_until_ready())
+
+    return running_pair
+
+
+@pytest.fixture(scope="session")
+def running_pair(running_pairs: Callable[[str], Pair]) -> Pair:
+    """The nodes of most tests; modules may override it."""
+    return running_pairs("shm")
+
+
+@pytest.fixture
+def pair(running_pair: Pair) -> Iterator[Pair]:
+    """The nodes with empty caches; every block is free again when the test is over."""
+    nodes = (running_pair.prefill, running_pair.decode)
+    for node in nodes:
+        node.order("forget")
+        node.order("policy", policy="fail")
+    yield running_pair
+    for node in nodes:
+        node.wait_for_status(_is_at_rest)
+
+
+@pytest.fixture(scope="session")
+def is_at_rest() -> Callable[[Answer], bool]:
+    return _is_at_rest
+
+
+def _is_at_rest(status: Answer) -> bool:
+    """All blocks but the null block are free, and nothing is remembered of any request."""
+    return (status["free_blocks"], status["num_requests"], status["num_remembered"]) == (NUM_BLOCKS - 1, 0, 0)
+
+
+@pytest.fixture(params=["fail", "recompute"])
+def policy(request: pytest.FixtureRequest, pair: Pair) -> str:
+    """What the decode node does with a request whose load fails."""
+    pair.decode.order("policy", policy=request.param)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def prompt() -> Callable[..., list[int]]:
+    """Token ids that no other seed or length begins with."""
+
+    def tokens(num_tokens: int, seed: int = 0) -> list[int]:
+        return random.Random(f"{num_tokens} {seed}").choices(range(3, 512), k=num_tokens)
+
+    return tokens

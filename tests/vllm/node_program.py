@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -91,13 +92,22 @@ class Program:
         self.scheduler.recompute_kv_load_failures = policy == "recompute"
         return {}
 
+    def metric(self, name: str) -> dict[str, Any]:
+        """A metric's labels and values, as `/metrics` would show them."""
+        samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+        return {"samples": [[sample.labels, sample.value] for sample in samples if sample.name == name]}
+
+    def log_stats(self) -> dict[str, Any]:
+        """Have vLLM print what it prints every ten seconds."""
+        self.engine.do_log_stats()
+        return {}
+
     def status(self) -> dict[str, Any]:
+        pool, connector = self.scheduler.kv_cache_manager.block_pool, self.scheduler.connector
         return {
-            "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "free_blocks": pool.get_num_free_blocks(),
             "num_requests": len(self.scheduler.requests),
-            "remembered": self.scheduler.connector._side._half.num_requests
-            if self.scheduler.connector
-            else 0,
+            "num_remembered": connector.num_remembered_requests,
         }
 
 

@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
-import random
-from itertools import count
-from typing import Any
-
 import pytest
 
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK_SIZE = 32
-_names = (f"request-{number}" for number in count())
+MECHANISMS = {"shm": "mapped", "zeromq": "tcp"}
 
 
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{num_tokens} {seed}").choices(range(3, 512), k=num_tokens)
+@pytest.fixture(scope="session", params=MECHANISMS)
+def transport(request):
+    return request.param
 
 
-def hand_over(pair: Any, tokens: list[int], max_tokens: int = 12) -> dict[str, Any]:
-    prefill, decode = pair
-    name = next(_names)
-    params = prefill.ask(name, tokens, params={"do_remote_decode": True})["params"]
-    return decode.ask(name, tokens, max_tokens, params)
+@pytest.fixture(scope="session")
+def running_pair(running_pairs, transport):
+    return running_pairs(transport)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 32, 33, 200, 800])
-def test_tokens_equal_those_of_one_node(pair, num_tokens):
+def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
-    handed_over = hand_over(pair, tokens)
-    for node in pair:
-        node.order("forget")
-    alone = pair[0].ask(next(_names), tokens, 12)
-    assert handed_over["tokens"] == alone["tokens"]
-    assert handed_over["reason"] == "length"
+    answer = pair.hand_over(tokens)
+    assert answer["reason"] == "length"
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_every_block_is_read_where_it_is(pair, prompt, transport):
+    labels = {"transport": transport, "mechanism": MECHANISMS[transport]}
+    before = pair.decode.metric("kvferry_transfers_total", **labels)
+    pair.hand_over(prompt(100))
+    assert pair.decode.metric("kvferry_transfers_total", **labels) == before + 1
+
+
+def test_the_answer_depends_on_the_bytes_that_were_handed_over(pair, prompt):
+    """Else equal tokens would prove nothing: here the decode node is told another prompt's blocks."""
+    tokens = prompt(100, seed=1)
+    params = pair.prefilled(prompt(100, seed=2))
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    assert answer["tokens"] != pair.alone(tokens)
+
+
+def test_only_missing_blocks_are_read(pair, prompt):
+    tokens = prompt(320)
+    pair.decode.ask(next(pair.names), tokens[:224])
+    before = pair.decode.metric("kvferry_loaded_blocks_total")
+    answer = pair.hand_over(tokens)
+    assert pair.decode.metric("kvferry_loaded_blocks_total") - before == (320 - 224) / BLOCK_SIZE
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_a_prompt_that_is_here_already_is_not_read_and_its_offer_is_let_go(pair, prompt):
+    tokens = prompt(65)
+    pair.decode.ask(next(pair.names), tokens)
+    before = pair.decode.metric("kvferry_loads_total")
+    answer = pair.hand_over(tokens)
+    assert pair.decode.metric("kvferry_loads_total") == before
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
+    tokens = prompt(300)
+    params = pair.prefilled(tokens[:150])
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_more_at_once_than_the_pool_holds(pair, prompt):
+    """Four sequences of 38 blocks in a pool of 127: vLLM must preempt one of them."""
+    prompts = [prompt(900, seed) for seed in range(4)]
+    names = [next(pair.names) for _ in prompts]
+    before = pair.decode.metric("vllm:num_preemptions_total")
+    params = [pair.prefilled(tokens) for tokens in prompts]
+    for name, tokens, told in zip(names, prompts, params, strict=True):
+        pair.decode.start(name, tokens, 300, told)
+    answers = [pair.decode.result(name)["tokens"] for name in names]
+    assert pair.decode.metric("vllm:num_preemptions_total") > before
+    assert answers == [pair.alone(tokens, 300) for tokens in prompts]
+
+
+def test_stats_reach_the_log_line(pair, prompt):
+    pair.hand_over(prompt(100))
+    pair.decode.order("log_stats")
+    assert "KV Transfer metrics: num_transfers=" in pair.decode.log
+
+
+def test_a_request_that_asks_for_nothing_offers_nothing(pair, prompt):
+    assert pair.prefill.ask(next(pair.names), prompt(40))["params"] is None

@@ -1,0 +1,158 @@
+"""What the adapter makes of vLLM's words, without an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvferry.connector.config import KVTransferConfig
+from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.stats import KVConnectorStats, TransferRecord
+from kvferry.connector.vllm import KvferryConnector
+from kvferry.connector.vllm.config import HostOptions
+from kvferry.connector.vllm.memory import PoolPlacement
+from kvferry.connector.vllm.scheduler import SchedulerSide
+from kvferry.connector.vllm.stats import KvferryStats
+from kvferry.transports.errors import ConfigurationError
+
+RECORD = TransferRecord("r", "receive", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
+
+
+def test_it_is_a_connector_of_vllm():
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, supports_hma
+
+    assert issubclass(KvferryConnector, KVConnectorBase_V1)
+    assert not KvferryConnector.__abstractmethods__
+    assert supports_hma(KvferryConnector)
+
+
+def test_vllm_knows_it_by_name_alone():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert KVConnectorFactory.get_connector_class_by_name("KvferryConnector") is KvferryConnector
+
+
+def test_importing_the_module_imports_no_vllm():
+    code = "import sys, kvferry.connector.vllm; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class TestOptions:
+    def test_defaults(self):
+        assert HostOptions.from_mapping({}).transport == "shm"
+
+    def test_everything_a_user_may_write(self):
+        options = HostOptions.from_mapping(
+            {"transport": "zeromq", "transport_options": {"port": 1}, "lease_s": 10, "address": "a"}
+        )
+        assert options.transport == "zeromq"
+        assert options.connector.transport == {"port": 1}
+        assert options.connector.handoff.lease_s == 10
+
+    @pytest.mark.parametrize("mapping", [{"transport": 1}, {"transport": {}}, {"lease": 1}, {"lease_s": "1"}])
+    def test_refused(self, mapping):
+        with pytest.raises(ConfigurationError) as caught:
+            HostOptions.from_mapping(mapping)
+        assert caught.value.key == next(iter(mapping))
+
+
+class TestPoolPlacement:
+    @pytest.fixture
+    def pool(self):
+        return torch.zeros(4096, dtype=torch.int8)
+
+    @pytest.fixture
+    def placement(self, pool):
+        return PoolPlacement(lambda num_bytes: pool)
+
+    def test_the_allocation_is_answered_and_no_other(self, placement, pool):
+        ordinary = torch.zeros
+        with placement.answering(4096):
+            others = [
+                torch.zeros(4096),
+                torch.zeros(4095, dtype=torch.int8),
+                torch.zeros(2, 2048, dtype=torch.int8),
+                torch.zeros(4096, dtype=torch.int8, device="meta"),
+            ]
+            cache = torch.zeros(4096, dtype=torch.int8, device=torch.device("cpu"))
+            again = torch.zeros(4096, dtype=torch.int8)
+        assert placement.holds(cache[64:].view(torch.float32))
+        assert not any(placement.holds(other) for other in (*others[:3], again))
+        assert torch.zeros is ordinary
+
+    def test_without_memory_vllm_keeps_its_own(self, caplog):
+        def nothing_left(num_bytes):
+            raise ConfigurationError("no memory")
+
+        placement = PoolPlacement(nothing_left)
+        with placement.answering(64):
+            cache = torch.zeros(64, dtype=torch.int8)
+        assert cache.tolist() == [0] * 64
+        assert not placement.holds(cache)
+        assert "stays in vLLM's own memory: no memory" in caplog.text
+
+    def test_it_is_put_back_whatever_happens(self, placement):
+        ordinary = torch.zeros
+        with pytest.raises(RuntimeError), placement.answering(64):
+            raise RuntimeError
+        assert torch.zeros is ordinary
+
+
+class TestRefusedRequests:
+    """An exception in a scheduler method would end the engine; a refused request is a load that fails."""
+
+    @pytest.fixture
+    def side(self):
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
+        return SchedulerSide(HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config))
+
+    @pytest.fixture
+    def request_(self):
+        return SimpleNamespace(
+            request_id="r",
+            prompt_token_ids=[7] * 40,
+            num_prompt_tokens=40,
+            num_computed_tokens=0,
+            kv_transfer_params="nonsense",
+            get_finished_reason=lambda: None,
+        )
+
+    def test_it_becomes_a_load_that_fails_at_once(self, side, request_):
+        side.on_new_request(request_)
+        assert request_.kv_transfer_params is None
+        assert side.get_num_new_matched_tokens(request_, 16) == (24, True)
+        blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+        side.update_state_after_alloc(request_, blocks, 24)
+        refused = side.build_connector_meta().refused
+        assert "kv_transfer_params" in refused["r"].reason
+        assert side.get_num_new_matched_tokens(request_, 0) == (0, False)
+        assert side.num_remembered_requests == 0
+
+    def test_nothing_is_left_of_one_that_was_aborted_before(self, side, request_):
+        side.on_new_request(request_)
+        request_.get_finished_reason = lambda: "abort"
+        assert side.request_finished(request_, ([],)) == (False, None)
+        assert side.num_remembered_requests == 0
+
+
+class TestStats:
+    def test_they_add_up_in_their_envelope(self):
+        figures = KVConnectorStats((RECORD,), {"loads_total": 1, "offers_delivered_total": 2})
+        stats = KvferryStats(data=figures.to_dict())
+        both = KvferryConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats)
+        assert both.figures.counters == {"loads_total": 2, "offers_delivered_total": 4}
+        assert both.reduce()["num_bytes"] == 8192
+        assert both.reduce()["offers_delivered_total"] == 4
+
+    def test_empty(self):
+        stats = KvferryConnector.build_kv_connector_stats()
+        assert stats.is_empty()
+        assert stats.aggregate(stats).is_empty()

@@ -1,0 +1,100 @@
+"""Whatever a client sends and whoever dies, the engine core lives, requests end, and blocks come back."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+VALID = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "somebody",
+    "remote_epoch": "1f",
+    "remote_request_id": "r",
+    "remote_lease": 1,
+    "remote_addresses": ["shm://@nobody-listens-here"],
+    "remote_num_tokens": 100,
+    "remote_block_ids": [[1, 2, 3, 4]],
+    "tp_size": 1,
+}
+MALFORMED = {
+    "nothing but the wish": {"do_remote_prefill": True},
+    "vLLM's own connector's": {**VALID, "remote_addresses": None, "remote_host": "h", "remote_port": 1},
+    "a negative block": {**VALID, "remote_block_ids": [[-1]]},
+    "no blocks": {**VALID, "remote_block_ids": []},
+    "a flag that is no flag": {"do_remote_prefill": "yes"},
+    "a number of ranks that is not ours": {**VALID, "tp_size": 4},
+}
+
+
+@pytest.mark.parametrize("params", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_params(pair, prompt, policy, params):
+    tokens = prompt(100)
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"remote_addresses": ["zeromq://127.0.0.1:1"]}, {"remote_addresses": ["?"]}],
+    ids=["nobody there", "another transport's address", "no address"],
+)
+def test_params_of_a_node_that_is_not_there(pair, prompt, policy, changes):
+    tokens = prompt(100)
+    answer = pair.decode.ask(next(pair.names), tokens, 8, VALID | changes)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_an_offer_is_read_once(pair, prompt, policy):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.decode.order("forget")
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_an_offer_that_nobody_read_in_time(pair, prompt, policy):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_an_offer_of_another_start_of_the_node(pair, prompt, policy):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    answer = pair.decode.ask(next(pair.names), tokens, 8, {**params, "remote_epoch": "1f"})
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_half_of_the_prompt_is_here_and_the_other_half_fails(pair, prompt, policy):
+    tokens = prompt(200)
+    pair.decode.ask(next(pair.names), tokens[:96])
+    answer = pair.decode.ask(next(pair.names), tokens, 8, VALID)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_abort_while_loading(pair, prompt):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.prefill.signal(signal.SIGSTOP)
+    try:
+        name = next(pair.names)
+        pair.decode.start(name, tokens, 8, params)
+        pair.decode.order("abort", request=name)
+    finally:
+        pair.prefill.signal(signal.SIGCONT)
+
+
+def test_abort_while_queued(pair, prompt, is_at_rest):
+    with pair.busy(pair.decode):
+        tokens = prompt(100)
+        name = next(pair.names)
+        pair.decode.start(name, tokens, 8, pair.prefilled(tokens))
+        pair.decode.order("abort", request=name)
+        pair.prefill.wait_for_status(is_at_rest)

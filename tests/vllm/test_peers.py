@@ -1,0 +1,95 @@
+"""A peer that dies, comes back or does not fit: the other node lives, and its requests end within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+SOON_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def victims(start_node, running_pair):
+    """Nodes to be done away with; they start together, after those that survive."""
+    return [start_node() for _ in range(4)]
+
+
+@pytest.fixture
+def doomed(victims, pair):
+    """The decode node, beside a prefill node that need not survive."""
+    return type(pair)(victims.pop().wait_until_ready(), pair.decode, pair.names)
+
+
+def test_prefill_node_killed_before_it_is_asked(doomed, prompt):
+    tokens = prompt(100)
+    params = doomed.prefilled(tokens)
+    doomed.prefill.kill()
+    name = next(doomed.names)
+    doomed.decode.start(name, tokens, 8, params)
+    doomed.assert_ended_by("fail", doomed.decode.result(name, SOON_S), tokens)
+
+
+def test_prefill_node_killed_while_it_is_asked(doomed, prompt):
+    tokens = prompt(100)
+    params = doomed.prefilled(tokens)
+    doomed.prefill.signal(signal.SIGSTOP)
+    name = next(doomed.names)
+    doomed.decode.order("policy", policy="recompute")
+    doomed.decode.start(name, tokens, 8, params)
+    doomed.prefill.kill()
+    doomed.assert_ended_by("recompute", doomed.decode.result(name, SOON_S), tokens)
+
+
+def test_prefill_node_killed_while_the_load_is_queued(doomed, prompt):
+    tokens = prompt(100)
+    name = next(doomed.names)
+    with doomed.busy(doomed.decode):
+        doomed.decode.start(name, tokens, 8, doomed.prefilled(tokens))
+        doomed.prefill.kill()
+    doomed.assert_ended_by("fail", doomed.decode.result(name, SOON_S), tokens)
+
+
+def test_decode_node_killed_while_the_load_is_queued(victims, pair, prompt, is_at_rest):
+    decode = victims.pop().wait_until_ready()
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.fill(decode)
+    decode.start(next(pair.names), tokens, 8, params)
+    decode.kill()
+    pair.prefill.wait_for_status(is_at_rest)
+
+
+def test_restart_at_the_same_address(start_node, pair, prompt):
+    address = {"address": f"shm://@kvferry-restart-{os.getpid()}"}
+    tokens = prompt(100)
+    first = type(pair)(start_node(extra=address).wait_until_ready(), pair.decode, pair.names)
+    stale = first.prefilled(tokens)
+    first.prefill.kill()
+    second = type(pair)(start_node(extra=address).wait_until_ready(), pair.decode, pair.names)
+    answer = second.decode.ask(next(second.names), tokens, 8, stale)
+    second.assert_ended_by("fail", answer, tokens)
+    second.decode.order("forget")
+    answer = second.hand_over(tokens)
+    assert answer["tokens"] == second.alone(tokens)
+    assert second.prefill.stop() == 0
+
+
+def test_another_model(start_node, model, tmp_path, pair, prompt):
+    """The weights may be the same; nobody knows that they are."""
+    other = tmp_path / "other"
+    other.symlink_to(model)
+    stranger = type(pair)(start_node(model=other).wait_until_ready(), pair.decode, pair.names)
+    tokens = prompt(100)
+    answer = stranger.hand_over(tokens)
+    stranger.assert_ended_by("fail", answer, tokens)
+    assert "incompatible peer: model differs" in stranger.decode.log
+    stranger.prefill.close()
+
+
+def test_an_engine_ends_when_it_is_told_to(start_node):
+    node = start_node().wait_until_ready()
+    assert node.stop() == 0
