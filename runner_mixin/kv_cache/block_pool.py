@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...transports.errors import KVTransferStateError
 from .block_hash import BlockHash, BlockHashWithGroupId, make_block_hash_with_group_id
@@ -84,7 +84,11 @@ class BlockPool:
         Raises:
             KVTransferStateError: a block has no holder but transfers. Those before it were freed.
         """
-        for block in ordered_blocks:
+        self._free.append_n(self._let_go(ordered_blocks))
+
+    def _let_go(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
+        """Take a holder from each block, one after the other, and yield those that have none left."""
+        for block in blocks:
             if block.is_null:
                 continue
             if block.ref_cnt <= block.pin_cnt:
@@ -92,7 +96,9 @@ class BlockPool:
                     f"block {block.block_id} is freed once too often:"
                     f" {block.ref_cnt} holders, of which {block.pin_cnt} are transfers"
                 )
-            self._drop(block)
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                yield block
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold each block for a transfer: not reused until `unpin`, yet as easily hit and shared as before."""
@@ -112,12 +118,9 @@ class BlockPool:
             if block.pin_cnt == 0:
                 raise KVTransferStateError(f"block {block.block_id} is not pinned by a transfer")
             block.pin_cnt -= 1
-            self._drop(block)
-
-    def _drop(self, block: KVCacheBlock) -> None:
-        block.ref_cnt -= 1
-        if block.ref_cnt == 0:
-            self._free.append(block)
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._free.append(block)
 
     # -- the prefix cache ----------------------------------------------------------------------------
 
