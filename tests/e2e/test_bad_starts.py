@@ -57,6 +57,7 @@ def test_a_port_in_use(script: str) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_models_and_connectors_that_are_not_there(
     launcher: Launcher, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_models_and_connectors_that_are_not_there(
         assert process.wait(20) == 2
 
 
+@pytest.mark.slow
 def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
     launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], other_model: Path
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
     assert tiny_fleet.router.complete(PROMPT, max_tokens=2).status == 200
 
 
+@pytest.mark.slow
 def test_a_node_ends_quickly_and_cleanly_when_told_to(
     launcher: Launcher, tiny_arguments: Sequence[str]
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_node_ends_quickly_and_cleanly_when_told_to(
     assert node.wait(15) == 0
 
 
+@pytest.mark.slow
 def test_a_node_ends_with_its_launcher(launcher: Launcher, tiny_arguments: Sequence[str]) -> None:
     node = launcher.start_node("decode", "decode", *tiny_arguments)
     launcher.wait_ready([node], 110)

@@ -14,6 +14,8 @@ import pytest
 from demo.launcher import EXAMPLES
 from demo.testing import wait_until
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(EXAMPLES / "disagg_pair.py")
 KEYS = {
     "prompt_tokens",
@@ -102,11 +104,14 @@ def test_what_cannot_start_is_said_and_nothing_remains(arguments: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
-    ids=["ctrl-c", "sigterm", "kill-9"],
+    ("stage", "number", "status"),
+    [
+        ("starting", signal.SIGINT, 130),
+        ("ready", signal.SIGINT, 130),
+        ("starting", signal.SIGTERM, 143),
+        ("ready", signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
-@pytest.mark.parametrize("stage", ["starting", "ready"])
 def test_nothing_remains_when_it_is_interrupted(
     stage: str, number: signal.Signals, status: int, arguments: list[str]
 ) -> None:

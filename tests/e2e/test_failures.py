@@ -12,6 +12,8 @@ import pytest
 from demo.launcher import Launcher
 from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 MAX_TOKENS = 12
 #: Of the nodes that all tests share.
@@ -206,9 +208,8 @@ def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, uniq
     wait_until(lambda: tiny_fleet.router.get("/health")[0] == 200)
 
 
-def test_a_client_that_leaves_while_the_cache_is_loaded(
-    decode: Client, tiny_fleet: Any, unique_prompt: str
-) -> None:
+def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_prompt: str) -> None:
+    decode = tiny_fleet.decode
     params = offer(tiny_fleet.prefill, unique_prompt)
     tiny_fleet.prefill.process.send_signal(signal.SIGSTOP)
     try:

@@ -103,23 +103,27 @@ def test_blocks_that_the_decode_node_has_are_not_moved_again(smollm2: Any, token
     assert second.transfer["num_bytes"] == 2 * block_bytes
 
 
-@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
-def test_both_layouts_with_a_small_model(
-    layout: str, tiny_fleet: Any, start_fleet: Any, tiny_arguments: Any
-) -> None:
-    fleet = tiny_fleet if layout == "uniform" else start_fleet(*tiny_arguments, "--layout", layout)
+@pytest.fixture(scope="module")
+def per_layer_fleet(start_fleet: Any, tiny_arguments: Any) -> Any:
+    """The tiny model with a buffer for each layer."""
+    return start_fleet(*tiny_arguments, "--layout", "per-layer")
+
+
+@pytest.mark.slow
+def test_both_layouts_with_a_small_model(tiny_fleet: Any, per_layer_fleet: Any) -> None:
     ids = [(index * 7919 + 13) % 251 for index in range(400)]
     asked = [ids[offset : offset + length] for offset, length in enumerate(lengths())] + [
         ids[:300],
         ids[50:400],
     ]
-    expected = complete_all(tiny_fleet.single, asked, at_once=4)
-    replies = complete_all(fleet.router, asked, at_once=4)
-    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
-    assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
-    assert_moved_as_promised(replies, num_layers=3 if layout == "per-layer" else 1)
-    wait_until(fleet.prefill.is_whole)
-    wait_until(fleet.decode.is_whole)
+    expected = [reply.token_ids for reply in complete_all(tiny_fleet.single, asked, at_once=4)]
+    for fleet, layout, num_layers in ((tiny_fleet, "uniform", 1), (per_layer_fleet, "per-layer", 3)):
+        replies = complete_all(fleet.router, asked, at_once=4)
+        assert [reply.token_ids for reply in replies] == expected
+        assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
+        assert_moved_as_promised(replies, num_layers)
+        wait_until(fleet.prefill.is_whole)
+        wait_until(fleet.decode.is_whole)
 
 
 def assert_moved_as_promised(replies: Sequence[Reply], num_layers: int) -> None:
