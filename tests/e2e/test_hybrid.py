@@ -1,0 +1,39 @@
+"""A model with windowed and full layers, over real processes: the single node's tokens, and no more moved than seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from demo.testing import wait_until
+from engine.testing import write_tiny_model
+
+BLOCK, WINDOW = 16, 40
+
+
+@pytest.fixture(scope="module")
+def hybrid_fleet(start_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = write_tiny_model(tmp_path_factory.mktemp("hybrid"), "gemma3", sliding_window=WINDOW)
+    return start_fleet(
+        *("--model", str(model), "--threads", "1", "--num-blocks", "128", "--block-size", str(BLOCK)),
+        *("--max-num-batched-tokens", "48", "--log-level", "warning"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hybrid_model_is_handed_over_between_processes(hybrid_fleet: Any) -> None:
+    for length in (17, 41, 129, 300):
+        prompt = [(index * 7919 + length) % 251 for index in range(length)]
+        expected = hybrid_fleet.single.complete(prompt, max_tokens=24)
+        reply = hybrid_fleet.router.complete(prompt, max_tokens=24)
+        assert reply.token_ids == expected.token_ids
+        num_blocks = -(-length // BLOCK)
+        # The decode node computes the prompt's last token, which sees a window that it is part of.
+        num_in_window = num_blocks - max(0, length - WINDOW) // BLOCK
+        assert reply.transfer["num_blocks"] == num_blocks + num_in_window
+        assert reply.transfer["layout"] == "uniform"
+        assert reply.transfer["num_regions_per_layer"] >= 2 * reply.transfer["num_regions"]
+    wait_until(hybrid_fleet.prefill.is_whole)
+    wait_until(hybrid_fleet.decode.is_whole)
