@@ -43,10 +43,11 @@ def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None)
         `(num_placeholders, hidden)`, NaN where there is no embedding; `embeds` itself without a mask.
 
     Raises:
-        ValueError: the mask is true in more or fewer places than there are embeddings.
+        ValueError: the mask is no 1-D bool tensor, or true in more or fewer places than there are embeddings.
     """
     if is_embed is None:
         return embeds
+    _require_mask(is_embed)
     wanted = int(is_embed.sum())
     if wanted != embeds.shape[0]:
         raise ValueError(f"{wanted} placeholders take an embedding, there are {embeds.shape[0]}")
@@ -56,5 +57,26 @@ def scatter_mm_placeholders(embeds: torch.Tensor, is_embed: torch.Tensor | None)
 
 
 def gather_mm_placeholders(placeholders: torch.Tensor, is_embed: torch.Tensor | None) -> torch.Tensor:
-    """Select the embeddings from `(num_placeholders, hidden)`: the inverse of `scatter_mm_placeholders`."""
-    return placeholders if is_embed is None else placeholders[is_embed]
+    """Select the embeddings: the inverse of `scatter_mm_placeholders`.
+
+    Args:
+        placeholders: `(num_placeholders, hidden)`.
+        is_embed: `(num_placeholders,)` bool; None: every placeholder has an embedding.
+
+    Returns:
+        `(num_embeds, hidden)`; `placeholders` itself without a mask.
+
+    Raises:
+        ValueError: the mask is no 1-D bool tensor, or there are more or fewer placeholders than it says.
+    """
+    if is_embed is None:
+        return placeholders
+    _require_mask(is_embed)
+    if is_embed.shape[0] != placeholders.shape[0]:
+        raise ValueError(f"a mask of {is_embed.shape[0]} placeholders, there are {placeholders.shape[0]}")
+    return placeholders[is_embed]
+
+
+def _require_mask(is_embed: torch.Tensor) -> None:
+    if is_embed.dtype is not torch.bool or is_embed.ndim != 1:
+        raise ValueError(f"a mask must be a 1-D bool tensor, got {tuple(is_embed.shape)} {is_embed.dtype}")

@@ -56,3 +56,15 @@ def test_without_a_mask_nothing_moves():
 def test_a_mask_of_another_count_is_refused():
     with pytest.raises(ValueError, match="2 placeholders take an embedding, there are 3"):
         scatter_mm_placeholders(ROWS, torch.tensor([True, False, True]))
+
+
+def test_placeholders_of_another_mask_are_refused():
+    with pytest.raises(ValueError, match="a mask of 2 placeholders, there are 3"):
+        gather_mm_placeholders(ROWS, torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), torch.ones(3, 4, dtype=torch.bool)])
+def test_a_mask_is_one_bool_a_placeholder(mask):
+    for move in (scatter_mm_placeholders, gather_mm_placeholders):
+        with pytest.raises(ValueError, match="a mask must be a 1-D bool tensor"):
+            move(ROWS, mask)
