@@ -1,4 +1,4 @@
-"""What a connector reports after one step, and how the reports of several ranks become one."""
+"""What a connector reports after one step. `aggregator` makes one of the reports of several ranks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class KVConnectorOutput:
     kv_connector_stats: Any = None
 
     def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
         return not (
             self.finished_sending
             or self.finished_recving

@@ -10,6 +10,7 @@ import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NewType
 
 import pytest
 
@@ -240,6 +241,16 @@ def test_it_is_there_with_these_arguments(row: Row) -> None:
     assert row.where.split(":")[1].split(".")[-1] == row.name
     if "(" in row.signature:
         assert _arguments(row.signature) == _real_arguments(target)
+
+
+@every_row
+def test_it_says_what_it_does(row: Row) -> None:
+    target = _lives_at(row.where)
+    if isinstance(target, NewType):
+        return
+    own = getattr(target, "__doc__", None) or ""
+    assert own.strip()
+    assert not own.startswith(f"{row.name}("), "made by dataclass"
 
 
 @every_row
