@@ -46,6 +46,7 @@ from .stats import KVConnectorStats, TransferRecord
 
 if TYPE_CHECKING:
     from .inproc import InProcConnector
+    from .multi import MultiConnector
     from .p2p import PeerToPeerConnector
     from .shm import SharedMemoryConnector
     from .zeromq import ZeroMQConnector
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 #: Imported when first asked for: they bring the protocol and the transports.
 _LAZY = {
     "InProcConnector": ".inproc",
+    "MultiConnector": ".multi",
     "PeerToPeerConnector": ".p2p",
     "SharedMemoryConnector": ".shm",
     "ZeroMQConnector": ".zeromq",
@@ -84,6 +86,7 @@ __all__ = [
     "KVTransferConfig",
     "MambaSpec",
     "ModelConfig",
+    "MultiConnector",
     "ParallelConfig",
     "PeerToPeerConnector",
     "SchedulerConfig",

@@ -231,6 +231,10 @@ class KVConnectorBase(ABC):
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:  # noqa: B027
         """Learn what the workers said of themselves, by rank. Once, before the first request."""
 
+    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
+        """Whether params that name no connector can be for this one. Asked where several connectors share a node."""
+        return True
+
     def on_new_request(self, request: ConnectorRequest) -> None:  # noqa: B027
         """The engine accepted the request; nothing is allocated yet.
 

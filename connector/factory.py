@@ -31,6 +31,7 @@ class KVConnectorFactory:
     #: Name → (module, class). A transport's short name stands for its connector.
     _registry: ClassVar[dict[str, tuple[str, str]]] = {
         "InProcConnector": ("kvferry.connector.inproc", "InProcConnector"),
+        "MultiConnector": ("kvferry.connector.multi", "MultiConnector"),
         "SharedMemoryConnector": ("kvferry.connector.shm", "SharedMemoryConnector"),
         "ZeroMQConnector": ("kvferry.connector.zeromq", "ZeroMQConnector"),
         "inproc": ("kvferry.connector.inproc", "InProcConnector"),

@@ -116,6 +116,13 @@ class PeerToPeerConnector(KVConnectorBase):
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self._scheduler.set_handshake_metadata(cast(Mapping[int, WorkerAddress], metadata))
 
+    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
+        addresses = kv_transfer_params.get("remote_addresses", ())
+        return isinstance(addresses, list | tuple) and all(
+            isinstance(address, str) and address.startswith(f"{self.transport_scheme}:")
+            for address in addresses
+        )
+
     def on_new_request(self, request: ConnectorRequest) -> None:
         self._scheduler.on_new_request(request)
 
