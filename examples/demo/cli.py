@@ -96,11 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         "--concurrency", type=int, default=1, metavar="N", help="prompts asked at once (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+    _add_connector_arguments(parser.add_argument_group("connector"))
     _add_node_arguments(parser.add_argument_group("nodes"))
     return parser
 
 
-def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--connector", default=DEFAULT_CONNECTOR, metavar="NAME", help="default: %(default)s")
     group.add_argument("--connector-module", default="", metavar="MODULE", help="of an out-of-tree connector")
     group.add_argument(
@@ -112,6 +113,9 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         default="recompute",
         help="default: %(default)s",
     )
+
+
+def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         default=DEFAULT_MODEL,

@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add_serving_arguments(parser, port=DEFAULT_PORT)
     _add_transfer_arguments(parser.add_argument_group("KV cache transfer"))
     _add_model_arguments(parser.add_argument_group("model"))
-    _add_cache_arguments(parser.add_argument_group("KV cache and batches"))
+    _add_cache_arguments(parser.add_argument_group("KV cache"))
+    _add_batch_arguments(parser.add_argument_group("batches"))
     return parser
 
 
@@ -164,6 +165,18 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         help="share of the memory for the pool (default: %(default)s)",
     )
     group.add_argument(
+        "--no-prefix-caching", action="store_true", help="do not reuse blocks of finished requests"
+    )
+    group.add_argument(
+        "--hash-seed",
+        default="",
+        metavar="TEXT",
+        help="seed of the block hashes (default: random per process)",
+    )
+
+
+def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=512,
@@ -176,15 +189,6 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         default=16,
         metavar="N",
         help="requests of one step (default: %(default)s)",
-    )
-    group.add_argument(
-        "--no-prefix-caching", action="store_true", help="do not reuse blocks of finished requests"
-    )
-    group.add_argument(
-        "--hash-seed",
-        default="",
-        metavar="TEXT",
-        help="seed of the block hashes (default: random per process)",
     )
 
 
