@@ -9,6 +9,7 @@ from typing import cast
 
 from ..transports.errors import ConfigurationError, ProtocolError
 from .checks import Check, array, checked_fields, integer, integers, text
+from .slots import WHOLE, Shard, SlotArray
 
 __all__ = ["KVLayout", "LayerLayout", "layer_layout_of_view", "per_layer_layout", "uniform_layout"]
 
@@ -27,7 +28,8 @@ class LayerLayout:
 
     The page of block `b` is the concatenation of its fragments; fragment `(offset, num_bytes)` lies at pool
     offset `base_offset + b * block_stride + offset`. Fragments are in logical order: byte `i` of a page means
-    the same on two nodes whose `page_format` is equal, however the fragments are cut.
+    the same on two nodes whose `page_format` is equal, however the fragments are cut. A page whose inside is
+    known (`slots`) can also be paired token by token and head by head; any other moves whole or not at all.
 
     Attributes:
         group_index: The block table that this layer uses.
@@ -35,6 +37,9 @@ class LayerLayout:
         base_offset: Pool offset of block 0, in bytes.
         block_stride: Bytes from one block to the next.
         fragments: `(offset, num_bytes)` of each contiguous piece of a page.
+        block_size: Tokens a block.
+        shard: Which part of the model's layer this is.
+        slots: Where each token's vectors lie; None if the order inside a page is the engine's secret.
     """
 
     name: str
@@ -43,6 +48,9 @@ class LayerLayout:
     base_offset: int
     block_stride: int
     fragments: tuple[tuple[int, int], ...]
+    block_size: int
+    shard: Shard = WHOLE
+    slots: SlotArray | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -58,12 +66,18 @@ class LayerLayout:
             "base_offset": self.base_offset,
             "block_stride": self.block_stride,
             "fragments": self.fragments,
+            "block_size": self.block_size,
+            "shard": self.shard.to_plain(),
+            "slots": self.slots.to_plain() if self.slots is not None else {},
         }
 
     def end(self, num_blocks: int) -> int:
         """Pool offset behind the last byte of `num_blocks` blocks."""
         farthest = max(offset + num_bytes for offset, num_bytes in self.fragments)
-        return self.base_offset + (num_blocks - 1) * self.block_stride + farthest
+        end = (num_blocks - 1) * self.block_stride + farthest
+        if self.slots is not None:
+            end = max(end, self.slots.end(num_blocks * self.block_size, self.shard.num))
+        return self.base_offset + end
 
 
 @dataclass(frozen=True)
@@ -71,13 +85,11 @@ class KVLayout:
     """Where every layer's pages lie in one node's pool.
 
     Attributes:
-        block_size: Tokens a block.
         num_blocks: Blocks of the pool; their ids are from 0 to `num_blocks - 1`, and 0 is the null block.
         pool_bytes: Size of the pool.
         layers: In the order of the model.
     """
 
-    block_size: int
     num_blocks: int
     pool_bytes: int
     layers: tuple[LayerLayout, ...]
@@ -90,7 +102,6 @@ class KVLayout:
     def to_plain(self) -> dict[str, object]:
         """As maps, tuples, strings and integers, for a `Welcome`."""
         return {
-            "block_size": self.block_size,
             "num_blocks": self.num_blocks,
             "pool_bytes": self.pool_bytes,
             "layers": tuple(layer.to_plain() for layer in self.layers),
@@ -124,15 +135,37 @@ def _layers(name: str, value: object) -> tuple[LayerLayout, ...]:
     plain_layers = array(name, value, _MAX_LAYERS)
     layers = []
     num_fragments = 0
-    for index, plain in enumerate(plain_layers):
-        if type(plain) is not dict:
-            raise ProtocolError(f"{name}[{index}] must be a map, got {type(plain).__name__}")
+    for index, entry in enumerate(plain_layers):
+        plain = _plain_map(f"{name}[{index}]", entry)
         layer = LayerLayout(**checked_fields(f"{name}[{index}]", plain, _LAYER_CHECKS))
+        _require_whole_kernel_blocks(f"{name}[{index}]", layer)
         num_fragments += len(layer.fragments)
         if num_fragments > _MAX_FRAGMENTS:
             raise ProtocolError(f"{name} has more than {_MAX_FRAGMENTS} fragments")
         layers.append(layer)
     return tuple(layers)
+
+
+def _require_whole_kernel_blocks(name: str, layer: LayerLayout) -> None:
+    if layer.slots is not None and layer.block_size % layer.slots.kernel_block_size:
+        raise ProtocolError(
+            f"{name}.slots.kernel_block_size is {layer.slots.kernel_block_size}, in blocks of {layer.block_size}"
+        )
+
+
+def _shard(name: str, value: object) -> Shard:
+    return Shard.from_plain(name, _plain_map(name, value))
+
+
+def _slots(name: str, value: object) -> SlotArray | None:
+    plain = _plain_map(name, value)
+    return SlotArray.from_plain(name, plain) if plain else None
+
+
+def _plain_map(name: str, value: object) -> dict[str, object]:
+    if type(value) is not dict:
+        raise ProtocolError(f"{name} must be a map, got {type(value).__name__}")
+    return value
 
 
 def _fragments(name: str, value: object) -> tuple[tuple[int, int], ...]:
@@ -150,9 +183,11 @@ _LAYER_CHECKS: dict[str, Check] = {
     "base_offset": integer(0, _MAX_BYTES),
     "block_stride": integer(1, _MAX_BYTES),
     "fragments": _fragments,
+    "block_size": integer(1, _MAX_BLOCK_SIZE),
+    "shard": _shard,
+    "slots": _slots,
 }
 _LAYOUT_CHECKS: dict[str, Check] = {
-    "block_size": integer(1, _MAX_BLOCK_SIZE),
     "num_blocks": integer(1, _MAX_BLOCKS),
     "pool_bytes": integer(1, _MAX_BYTES),
     "layers": _layers,
@@ -168,10 +203,10 @@ def uniform_layout(
     """One block of all layers is one run of bytes: physical order (block, layer, page). One group."""
     block_bytes = len(layer_names) * page_bytes
     layers = tuple(
-        LayerLayout(name, 0, page_format, index * page_bytes, block_bytes, ((0, page_bytes),))
+        LayerLayout(name, 0, page_format, index * page_bytes, block_bytes, ((0, page_bytes),), block_size)
         for index, name in enumerate(layer_names)
     )
-    return KVLayout(block_size, num_blocks, num_blocks * block_bytes, layers)
+    return KVLayout(num_blocks, num_blocks * block_bytes, layers)
 
 
 def per_layer_layout(
@@ -180,10 +215,10 @@ def per_layer_layout(
     """Each layer has a cache of its own: physical order (layer, block, page). One group."""
     layer_bytes = num_blocks * page_bytes
     layers = tuple(
-        LayerLayout(name, 0, page_format, index * layer_bytes, page_bytes, ((0, page_bytes),))
+        LayerLayout(name, 0, page_format, index * layer_bytes, page_bytes, ((0, page_bytes),), block_size)
         for index, name in enumerate(layer_names)
     )
-    return KVLayout(block_size, num_blocks, len(layer_names) * layer_bytes, layers)
+    return KVLayout(num_blocks, len(layer_names) * layer_bytes, layers)
 
 
 def layer_layout_of_view(
@@ -195,7 +230,10 @@ def layer_layout_of_view(
     shape: Sequence[int],
     strides: Sequence[int],
     itemsize: int,
+    block_size: int,
     kernel_blocks_per_block: int = 1,
+    shard: Shard = WHOLE,
+    slots: SlotArray | None = None,
 ) -> LayerLayout:
     """Describe a layer's cache from its view in logical order.
 
@@ -204,6 +242,7 @@ def layer_layout_of_view(
         shape: `(num_kernel_blocks, *page shape)`, in elements.
         strides: Of the same axes, in elements, as tensors say them.
         itemsize: Bytes an element.
+        block_size: Tokens a block of the block table.
         kernel_blocks_per_block: Consecutive kernel blocks that make one block of the block table.
 
     Raises:
@@ -219,7 +258,9 @@ def layer_layout_of_view(
     byte_strides = [stride * itemsize for stride in strides]
     fragments = _contiguous_runs((kernel_blocks_per_block, *shape[1:]), byte_strides, itemsize)
     block_stride = kernel_blocks_per_block * byte_strides[0]
-    return LayerLayout(name, group_index, page_format, data_offset, block_stride, fragments)
+    return LayerLayout(
+        name, group_index, page_format, data_offset, block_stride, fragments, block_size, shard, slots
+    )
 
 
 def _contiguous_runs(

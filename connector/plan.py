@@ -16,15 +16,15 @@ from ..transports.errors import IncompatiblePeerError, RegionError
 from ..transports.regions import RegionPairs
 from .layout import KVLayout, LayerLayout
 
-__all__ = ["BlockPairs", "Planner", "plan"]
+__all__ = ["BlockPairs", "Planner", "RegionTable", "merged", "page_table", "plan", "repeated"]
 
 Int64Array = npt.NDArray[np.int64]
 
 #: One group's blocks, shape `(num_blocks, 2)`: local block id, remote block id.
 BlockPairs = Int64Array
 
-# A table of region pairs, shape `(num_regions, 3)`: local offset, remote offset, number of bytes.
-_Table = Int64Array
+#: A table of region pairs, shape `(num_regions, 3)`: local offset, remote offset, number of bytes.
+RegionTable = Int64Array
 # What a block adds to the offsets of its regions: (group, local block stride, remote block stride).
 _Step = tuple[int, int, int]
 
@@ -48,13 +48,13 @@ class Planner:
         self._remote_num_blocks = remote.num_blocks
         self._num_groups = local.num_groups
         self._layers_of_group = [0] * self._num_groups
-        tables: dict[_Step, list[_Table]] = {}
+        tables: dict[_Step, list[RegionTable]] = {}
         for ours, theirs in _distinct(_paired_layers(local, remote)):
             step = (ours.group_index, ours.block_stride, theirs.block_stride)
-            tables.setdefault(step, []).append(_page_table(ours, theirs))
+            tables.setdefault(step, []).append(page_table(ours, theirs))
             self._layers_of_group[ours.group_index] += 1
         try:
-            self._block_tables = {step: _merged(np.concatenate(parts)) for step, parts in tables.items()}
+            self._block_tables = {step: merged(np.concatenate(parts)) for step, parts in tables.items()}
         except RegionError as error:  # ours share a cache, theirs do not: which of theirs would be right?
             raise IncompatiblePeerError(
                 field="layers that share a cache", local="some", remote="none"
@@ -75,10 +75,10 @@ class Planner:
         """
         self._require_known(blocks)
         tables = [
-            _table_of_blocks(table, blocks[group], local_stride, remote_stride)
+            repeated(table, blocks[group][:, 0] * local_stride, blocks[group][:, 1] * remote_stride)
             for (group, local_stride, remote_stride), table in self._block_tables.items()
         ]
-        return RegionPairs(_merged(np.concatenate(tables)) if tables else np.empty((0, 3), np.int64))
+        return RegionPairs(merged(np.concatenate(tables)) if tables else np.empty((0, 3), np.int64))
 
     def num_regions_per_layer(self, blocks: Sequence[BlockPairs]) -> int:
         """Region pairs that the same blocks need when each layer has a cache of its own, on both sides."""
@@ -104,7 +104,6 @@ class Planner:
 
 def _paired_layers(local: KVLayout, remote: KVLayout) -> Iterator[tuple[LayerLayout, LayerLayout]]:
     """Pair layers by name, or tell the first difference."""
-    _require_equal("block_size", local.block_size, remote.block_size)
     theirs_by_name = {layer.name: layer for layer in remote.layers}
     our_names = {layer.name for layer in local.layers}
     for name in theirs_by_name:
@@ -112,7 +111,7 @@ def _paired_layers(local: KVLayout, remote: KVLayout) -> Iterator[tuple[LayerLay
     for ours in local.layers:
         _require_equal(f"layers.{ours.name}", True, ours.name in theirs_by_name)
         theirs = theirs_by_name[ours.name]
-        for what in ("group_index", "page_format", "page_bytes"):
+        for what in ("group_index", "block_size", "shard", "page_format", "page_bytes"):
             _require_equal(f"layers.{ours.name}.{what}", getattr(ours, what), getattr(theirs, what))
         yield ours, theirs
 
@@ -131,8 +130,8 @@ def _require_equal(field: str, local: object, remote: object) -> None:
         raise IncompatiblePeerError(field=field, local=local, remote=remote)
 
 
-def _page_table(ours: LayerLayout, theirs: LayerLayout) -> _Table:
-    """Pair the pages of block 0: cut where either side is cut, so that each piece is contiguous on both."""
+def page_table(ours: LayerLayout, theirs: LayerLayout) -> RegionTable:
+    """Pair one layer's pages of block 0: cut where either side is cut, so that each piece is contiguous on both."""
     our_offsets, our_ends = _fragment_columns(ours)
     their_offsets, their_ends = _fragment_columns(theirs)
     ends = np.union1d(our_ends, their_ends)
@@ -160,19 +159,27 @@ def _pool_offsets(page_offsets: Int64Array, offsets: Int64Array, ends: Int64Arra
     return offsets[index] + (page_offsets - starts[index])
 
 
-def _table_of_blocks(table: _Table, pairs: BlockPairs, local_stride: int, remote_stride: int) -> _Table:
-    """Repeat the table of block 0 for each pair of blocks."""
-    repeated = np.empty((len(pairs), len(table), 3), dtype=np.int64)
-    repeated[:, :, 0] = pairs[:, :1] * local_stride + table[:, 0]
-    repeated[:, :, 1] = pairs[:, 1:] * remote_stride + table[:, 1]
-    repeated[:, :, 2] = table[:, 2]
-    return repeated.reshape(-1, 3)
+def repeated(table: RegionTable, local_offsets: Int64Array, remote_offsets: Int64Array) -> RegionTable:
+    """Copy a table for each pair of offsets, so many bytes farther on each side.
+
+    Args:
+        local_offsets: Shape `(num_copies,)`.
+        remote_offsets: Likewise.
+    """
+    copies = np.empty((len(local_offsets), len(table), 3), dtype=np.int64)
+    copies[:, :, 0] = local_offsets[:, None] + table[:, 0]
+    copies[:, :, 1] = remote_offsets[:, None] + table[:, 1]
+    copies[:, :, 2] = table[:, 2]
+    return copies.reshape(-1, 3)
 
 
-def _merged(table: _Table) -> _Table:
+def merged(table: RegionTable) -> RegionTable:
     """Sort by local offset, and join what is adjacent on both sides.
 
     A run never joins two segments of a pool: each segment begins with bytes of block 0, which never moves.
+
+    Raises:
+        RegionError: a local byte is in two regions.
     """
     if len(table) < 2:
         return table

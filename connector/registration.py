@@ -70,11 +70,11 @@ def describe_caches(
     segments = _segments(caches.values(), arenas)
     pool = Pool(segments)
     layers = tuple(
-        _layer_layout(name, cache, specs[name][0], kv_cache_config.num_blocks, pool)
+        _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool)
         for name, cache in caches.items()
     )
     used = [spec for _, spec in specs.values()]
-    layout = KVLayout(used[0].block_size, kv_cache_config.num_blocks, pool.num_bytes, layers)
+    layout = KVLayout(kv_cache_config.num_blocks, pool.num_bytes, layers)
     cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
     fields = _fields(config, kv_cache_config, used, layout, cache_dtypes)
     return Registration(pool, layout, {**host_fields, **fields})
@@ -111,8 +111,9 @@ def _specs_by_layer(kv_cache_config: KVCacheConfig) -> dict[str, tuple[int, KVCa
 
 
 def _layer_layout(
-    name: str, cache: torch.Tensor, group_index: int, num_blocks: int, pool: Pool
+    name: str, cache: torch.Tensor, place: tuple[int, KVCacheSpec], num_blocks: int, pool: Pool
 ) -> LayerLayout:
+    group_index, spec = place
     kernel_blocks_per_block, rest = divmod(cache.shape[0], num_blocks)
     if rest or not kernel_blocks_per_block:
         raise ConfigurationError(
@@ -127,6 +128,7 @@ def _layer_layout(
         shape=tuple(cache.shape),
         strides=cache.stride(),
         itemsize=cache.element_size(),
+        block_size=spec.block_size,
         kernel_blocks_per_block=kernel_blocks_per_block,
     )
 

@@ -364,7 +364,7 @@ def test_a_restarted_node_is_another_one(consumer: ConsumerProtocol, welcome: We
     [
         ({"digest": "x", "fields": {"model": "m", "block_size": 8}}, IncompatiblePeerError, "block_size"),
         ({"digest": "x"}, IncompatiblePeerError, "digest"),
-        ({"layout": {}}, ProtocolError, "layout.block_size is missing"),
+        ({"layout": {}}, ProtocolError, "layout.num_blocks is missing"),
     ],
 )
 def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(

@@ -16,6 +16,7 @@ from kvferry.connector.layout import (
     per_layer_layout,
     uniform_layout,
 )
+from kvferry.connector.slots import Shard, SlotArray, slot_array_of_view
 from kvferry.transports.errors import ConfigurationError, ProtocolError
 
 NAMES = ["layers.0", "layers.1", "layers.2"]
@@ -61,6 +62,7 @@ def pages_by_layout(array: np.ndarray, num_kernel_blocks: int, kernel_blocks_per
         shape=array.shape,
         strides=[stride // array.itemsize for stride in array.strides],
         itemsize=array.itemsize,
+        block_size=4,
         kernel_blocks_per_block=kernel_blocks_per_block,
     )
     pool = base.tobytes()
@@ -118,6 +120,7 @@ def test_fragments_are_as_few_as_possible(
         shape=shape,
         strides=strides,
         itemsize=2,
+        block_size=4,
         kernel_blocks_per_block=kernel_blocks,
     )
     assert (layer.group_index, layer.page_format, layer.base_offset) == (3, "f", 10)
@@ -143,8 +146,13 @@ def test_a_view_without_whole_blocks_is_refused(
             shape=shape,
             strides=strides,
             itemsize=2,
+            block_size=4,
             kernel_blocks_per_block=kernel_blocks,
         )
+
+
+def test_vectors_in_pieces_keep_the_inside_secret() -> None:
+    assert slot_array_of_view((4, 2, 4, 1, 8), (64, 32, 1, 8, 4), itemsize=2, element="f") is None
 
 
 # -- hostile peers -----------------------------------------------------------------------------------
@@ -152,6 +160,25 @@ def test_a_view_without_whole_blocks_is_refused(
 
 def plain_layout() -> dict[str, Any]:
     return uniform_layout(NAMES, **SIZES).to_plain()
+
+
+SLOTS: dict[str, Any] = {
+    "element": "float16",
+    "num_parts": 2,
+    "vector_bytes": 4,
+    "kernel_block_size": 4,
+    "kernel_block_stride": 96,
+    "slot_stride": 4,
+    "part_stride": 16,
+    "head_stride": 0,
+}
+
+
+def test_what_is_inside_a_page_survives_the_wire() -> None:
+    layout = KVLayout.from_plain(with_layer(slots=SLOTS, shard={"first": 2, "num": 1, "total": 8}))
+    assert layout.layers[0].shard == Shard(2, 1, 8)
+    assert layout.layers[0].slots == SlotArray(**SLOTS)
+    assert KVLayout.from_plain(layout.to_plain()) == layout
 
 
 def with_layer(**changes: object) -> dict[str, Any]:
@@ -163,7 +190,7 @@ def with_layer(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({}, r"layout.block_size is missing"),
+        ({}, r"layout.num_blocks is missing"),
         (plain_layout() | {"more": 1}, r"layout.more is unknown"),
         (plain_layout() | {"num_blocks": True}, r"layout.num_blocks must be an integer, got bool"),
         (plain_layout() | {"num_blocks": 0}, r"layout.num_blocks is from 1"),
@@ -180,6 +207,16 @@ def with_layer(**changes: object) -> dict[str, Any]:
         (with_layer(base_offset=2**60), r"layout.layers\[0\] ends at byte"),
         (with_layer(block_stride=0), r"layout.layers\[0\].block_stride is from 1"),
         (with_layer(block_stride=2**60), r"layout.layers\[0\] ends at byte"),
+        (with_layer(block_size=0), r"layout.layers\[0\].block_size is from 1"),
+        (with_layer(shard=1), r"layout.layers\[0\].shard must be a map, got int"),
+        (with_layer(shard={"first": 0, "num": 1}), r"layout.layers\[0\].shard.total is missing"),
+        (with_layer(shard={"first": 1, "num": 8, "total": 8}), r"shard ends at share 9 of 8"),
+        (with_layer(slots=[]), r"layout.layers\[0\].slots must be a map, got list"),
+        (with_layer(slots=SLOTS | {"num_parts": 3}), r"slots.num_parts is from 1 to 2"),
+        (with_layer(slots=SLOTS | {"slot_stride": -4}), r"slots.slot_stride is from 0"),
+        (with_layer(slots=SLOTS | {"kernel_block_size": 3}), r"kernel_block_size is 3, in blocks of 4"),
+        (with_layer(slots=SLOTS | {"kernel_block_stride": 200}), r"layout.layers\[0\] ends at byte 832"),
+        (with_layer(slots=SLOTS | {"part_stride": 2**60}), r"layout.layers\[0\] ends at byte"),
         (with_layer(fragments=()), r"layout.layers\[0\].fragments holds at least one pair"),
         (with_layer(fragments=((0, 0),)), r"layout.layers\[0\].fragments holds at least one pair"),
         (with_layer(fragments=((0, 1, 2),)), r"layout.layers\[0\].fragments has 3 entries"),

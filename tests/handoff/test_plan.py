@@ -19,6 +19,7 @@ from kvferry.connector.layout import (
     uniform_layout,
 )
 from kvferry.connector.plan import BlockPairs, Planner, plan
+from kvferry.connector.slots import Shard
 from kvferry.transports.errors import IncompatiblePeerError, RegionError
 
 NAMES = [f"layers.{index}" for index in range(4)]
@@ -141,9 +142,10 @@ def layouts(draw: st.DrawFn) -> KVLayout:
                 shape=view.shape,
                 strides=strides,
                 itemsize=1,
+                block_size=3,
             )
         )
-    return KVLayout(3, NUM_BLOCKS, physical.size * len(names), tuple(layers))
+    return KVLayout(NUM_BLOCKS, physical.size * len(names), tuple(layers))
 
 
 @st.composite
@@ -207,7 +209,8 @@ def changed(**changes: object) -> KVLayout:
 @pytest.mark.parametrize(
     ("remote", "field"),
     [
-        (replace(uniform_layout(NAMES, **SIZES), block_size=8), "block_size"),
+        (changed(block_size=8), "layers.layers.0.block_size"),
+        (changed(shard=Shard(1, 1, 2)), "layers.layers.0.shard"),
         (changed(page_format="g"), "layers.layers.0.page_format"),
         (changed(group_index=1), "layers.layers.0.group_index"),
         (changed(fragments=((0, 23),)), "layers.layers.0.page_bytes"),
