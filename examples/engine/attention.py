@@ -76,27 +76,30 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
     Raises:
         ConfigurationError: a layer is of a kind that this engine cannot run; the message names it.
     """
+    targets = _sharing_targets(config)
     try:
-        num_heads: int = config.num_attention_heads
-        num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-        head_size: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        return tuple(
+            _attention_layer(config.per_layer_config[index], index, kind, targets.get(index, ""))
+            for index, kind in enumerate(_layer_types(config))
+        )
     except AttributeError as error:
         raise ConfigurationError(
             f"the layers of this {config.model_type} model are not described in a way that this engine knows: {error}",
             key="model",
             value=config.model_type,
         ) from error
-    targets = _sharing_targets(config)
-    return tuple(
-        AttentionLayerConfig(
-            _layer_name(index),
-            num_kv_heads,
-            head_size,
-            sliding_window=_window(config, index, kind),
-            kv_sharing_target=targets.get(index, ""),
-            attention_chunk_size=int(config.attention_chunk_size) if kind == "chunked_attention" else None,
-        )
-        for index, kind in enumerate(_layer_types(config))
+
+
+def _attention_layer(config: PretrainedConfig, index: int, kind: str, target: str) -> AttentionLayerConfig:
+    """One layer, from the configuration as it is for this layer."""
+    num_heads: int = config.num_attention_heads
+    return AttentionLayerConfig(
+        _layer_name(index),
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        sliding_window=_window(config, index, kind),
+        kv_sharing_target=target,
+        attention_chunk_size=int(config.attention_chunk_size) if kind == "chunked_attention" else None,
     )
 
 
