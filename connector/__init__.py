@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .multi import MultiConnector
     from .p2p import PeerToPeerConnector
     from .shm import SharedMemoryConnector
+    from .ucx import UCXConnector
     from .zeromq import ZeroMQConnector
 
 #: Imported when first asked for: they bring the protocol and the transports.
@@ -57,6 +58,7 @@ _LAZY = {
     "MultiConnector": ".multi",
     "PeerToPeerConnector": ".p2p",
     "SharedMemoryConnector": ".shm",
+    "UCXConnector": ".ucx",
     "ZeroMQConnector": ".zeromq",
 }
 
@@ -94,6 +96,7 @@ __all__ = [
     "SharedMemoryConnector",
     "SlidingWindowSpec",
     "TransferRecord",
+    "UCXConnector",
     "UniformTypeKVCacheSpecs",
     "ZeroMQConnector",
 ]

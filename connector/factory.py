@@ -33,9 +33,11 @@ class KVConnectorFactory:
         "InProcConnector": ("kvferry.connector.inproc", "InProcConnector"),
         "MultiConnector": ("kvferry.connector.multi", "MultiConnector"),
         "SharedMemoryConnector": ("kvferry.connector.shm", "SharedMemoryConnector"),
+        "UCXConnector": ("kvferry.connector.ucx", "UCXConnector"),
         "ZeroMQConnector": ("kvferry.connector.zeromq", "ZeroMQConnector"),
         "inproc": ("kvferry.connector.inproc", "InProcConnector"),
         "shm": ("kvferry.connector.shm", "SharedMemoryConnector"),
+        "ucx": ("kvferry.connector.ucx", "UCXConnector"),
         "zeromq": ("kvferry.connector.zeromq", "ZeroMQConnector"),
     }
 

@@ -21,11 +21,13 @@ ENTRY_POINT_GROUP = "kvferry.transports"
 _BUILT_IN = {
     "inproc": (".inproc", "InProcTransport"),
     "shm": (".shm", "SharedMemoryTransport"),
+    "ucx": (".ucx", "UCXTransport"),
     "zeromq": (".zeromq", "ZeroMQTransport"),
 }
 
 _INSTALL_HINTS = {
     "shm": "it needs Linux and Python's own `os.memfd_create`",
+    "ucx": "`pip install 'kvferry[ucx]'`",
     "zeromq": "`pip install pyzmq xxhash`",
 }
 

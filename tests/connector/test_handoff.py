@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(params=["inproc", "shm", "zeromq"])
+UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
+
+
+@pytest.fixture(params=["inproc", "shm", "zeromq", UCX])
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -9,7 +9,6 @@ An end of the socket is the end of the peer, which the kernel reports at once.
     copier     the threads that copy
     hello      what goes over the socket
     sockets    how it goes: frames, descriptors, the peer's user id
-    poller     one wait for all of them
     transport  `SharedMemoryTransport`
 """
 

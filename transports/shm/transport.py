@@ -15,6 +15,7 @@ from typing import ClassVar
 from .._copy import IS_ORDERED
 from .._memory import require_guard
 from .._options import parse_options, require_int
+from .._poller import Poller
 from ..base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -36,7 +37,6 @@ from ..errors import (
 from ..regions import Guard, Pool, RegionPairs
 from .copier import Copier, Piece, Read, cut
 from .hello import FrameKind, decode_hello, encode_hello
-from .poller import Poller
 from .pools import LocalMemory, RemoteMemory
 from .sockets import Connection, Listener, connect, new_address, parse_address
 

@@ -1,0 +1,74 @@
+"""A read, cut into slices that are fetched one by one. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .regions import AddressArray, Int64Array, RegionPairs
+
+__all__ = ["SliceLimits", "SlicePlan"]
+
+
+@dataclass(frozen=True)
+class SliceLimits:
+    """How a read is cut.
+
+    Attributes:
+        slice_bytes: No row is longer. Small rows share a slice up to about this many bytes.
+        alone_bytes: A row at least this long has a slice for itself.
+        max_rows: No slice has more rows.
+    """
+
+    slice_bytes: int
+    alone_bytes: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Rows no longer than a slice, and which of them make a slice.
+
+    Attributes:
+        rows: `(num_rows, 2)`: remote offset, num_bytes.
+        targets: `(num_rows,)` local addresses.
+        bounds: `(num_slices + 1,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`.
+    """
+
+    rows: Int64Array
+    targets: AddressArray
+    bounds: Int64Array
+
+    @classmethod
+    def of(cls, pairs: RegionPairs, targets: AddressArray, limits: SliceLimits) -> SlicePlan:
+        """Cut a read. `targets`: `(num_regions,)` local addresses of the regions."""
+        slice_bytes = limits.slice_bytes
+        num_pieces = -(-pairs.lengths // slice_bytes)
+        region = np.repeat(np.arange(len(pairs)), num_pieces)
+        nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        skipped = nth * slice_bytes
+        lengths = np.minimum(slice_bytes, pairs.lengths[region] - skipped)
+        rows = np.stack([pairs.remote_offsets[region] + skipped, lengths], axis=1)
+        return cls(rows, targets[region] + skipped.astype(np.uint64), _bounds(lengths, limits))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows_of(self, index: int) -> Int64Array:
+        return self.rows[self.bounds[index] : self.bounds[index + 1]]
+
+    def targets_of(self, index: int) -> AddressArray:
+        return self.targets[self.bounds[index] : self.bounds[index + 1]]
+
+
+def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
+    num_rows = len(lengths)
+    if not num_rows:
+        return np.zeros(1, dtype=np.int64)
+    is_large = lengths >= limits.alone_bytes
+    filled = (np.cumsum(lengths) - 1) // limits.slice_bytes
+    counted = np.arange(num_rows) // limits.max_rows
+    begins = np.ones(num_rows, dtype=bool)
+    begins[1:] = is_large[1:] | is_large[:-1] | (np.diff(filled) > 0) | (np.diff(counted) > 0)
+    return np.append(np.flatnonzero(begins), num_rows).astype(np.int64)

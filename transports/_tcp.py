@@ -1,0 +1,116 @@
+"""Hosts and ports: what a user may write, and binding to it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+
+from .errors import ConfigurationError
+
+__all__ = [
+    "authority",
+    "bind_first",
+    "is_loopback",
+    "is_wildcard",
+    "ports_of",
+    "require_seconds",
+    "require_type",
+]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to `host` never leaves this machine. A name other than `localhost` may."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` is an IP address that means every interface."""
+    return ipaddress.ip_address(host).is_unspecified
+
+
+def authority(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def ports_of(port: int, port_range: str) -> range:
+    """The ports to try, in order.
+
+    Args:
+        port: The only one; 0 lets the system choose.
+        port_range: `"low-high"`, instead of `port`.
+
+    Raises:
+        ConfigurationError: `port_range` is malformed, or set beside `port`.
+    """
+    if not port_range:
+        return range(port, port + 1)
+    low, dash, high = port_range.partition("-")
+    is_range = dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536
+    if port or not is_range:
+        raise ConfigurationError(
+            f"port_range={port_range!r} must be 'low-high' within 1-65535, and port must not be set",
+            key="port_range",
+            value=port_range,
+        )
+    return range(int(low), int(high) + 1)
+
+
+def bind_first(
+    host: str, ports: range, backlog: int, prepare: Callable[[socket.socket], None] = lambda _: None
+) -> socket.socket:
+    """Listen on the first of `ports` that is free.
+
+    Args:
+        prepare: Called with the socket before it is bound; an `OSError` of it counts as the port's.
+
+    Raises:
+        ConfigurationError: the host is not ours, or no port is free.
+    """
+    try:
+        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(f"bind_host={host!r}: {error}", key="bind_host", value=host) from error
+    family, _, _, _, address = found[0]
+    for port in ports:
+        bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            prepare(bound)
+            bound.bind((address[0], port, *address[2:]))
+            bound.listen(backlog)
+        except OSError as error:
+            bound.close()
+            reason = error
+        else:
+            return bound
+    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}, the last one"
+    raise ConfigurationError(
+        f"cannot listen on {host} port {tried}: {reason}", key="port", value=ports[0]
+    ) from reason
+
+
+def require_seconds(key: str, value: object, low: float, high: float) -> None:
+    """Check that an option is a time from `low` to `high` seconds.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigurationError(
+            f"{key} must be {low} to {high} seconds, got {value!r}", key=key, value=value
+        )
+
+
+def require_type(key: str, value: object, kind: type) -> None:
+    """Check that an option is of one type.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{key} must be a {kind.__name__}, got {value!r}", key=key, value=value)

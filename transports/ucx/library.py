@@ -1,0 +1,287 @@
+"""The library: the one module that knows `ucxx`.
+
+Two things `ucxx` has no name for are asked of UCX itself, which `ucxx` has loaded: what an endpoint really uses, and
+the end of a worker. `ucxx` keeps a worker alive while one of its requests is pending, and a receive whose sender died
+in the middle is pending for ever; `Worker.close` ends such a worker all the same, and with it every later write into
+our memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import select
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..errors import (
+    BackendUnavailableError,
+    ConfigurationError,
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+)
+from .options import SCHEME, UCXOptions
+
+__all__ = ["Operation", "Worker", "require_network"]
+
+_INSTALL = "`pip install 'kvferry[ucx]'`, that is `pip install ucxx-cu12`; it works without CUDA"
+
+#: How often one call of `progress` asks UCX, so that one busy peer cannot keep the loop to itself.
+_MAX_PROGRESS = 64
+
+_CLOSE_PERIOD_NS = 10**8
+_MAX_LANES = 64
+_EP_ATTR_FIELD_TRANSPORTS = 1 << 3
+_STATUS_TRUNCATED = -9
+
+
+class _Lane(ctypes.Structure):
+    """`ucp_transport_entry_t`"""
+
+    _fields_ = [("transport", ctypes.c_char_p), ("device", ctypes.c_char_p)]
+
+
+class _Lanes(ctypes.Structure):
+    """`ucp_transports_t`"""
+
+    _fields_ = [
+        ("entries", ctypes.POINTER(_Lane)),
+        ("num_entries", ctypes.c_uint),
+        ("entry_size", ctypes.c_size_t),
+    ]
+
+
+class _EndpointAttributes(ctypes.Structure):
+    """`ucp_ep_attr_t`"""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_sockaddr", ctypes.c_char * 128),
+        ("remote_sockaddr", ctypes.c_char * 128),
+        ("transports", _Lanes),
+        ("user_data", ctypes.c_void_p),
+    ]
+
+
+class _Library:
+    """`ucxx`'s core, its array type, and UCX below it."""
+
+    def __init__(self) -> None:
+        self.core, self.array = _import_ucxx()
+        self.ucp = ctypes.CDLL("libucp.so.0", mode=os.RTLD_NOLOAD)
+        self.ucp.ucp_ep_query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
+        self.ucp.ucp_worker_get_efd.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+        for destroy in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup):
+            destroy.argtypes = (ctypes.c_void_p,)
+            destroy.restype = None
+        self.ucs = ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD)
+        self.ucs.ucs_status_string.restype = ctypes.c_char_p
+        if "UCX_LOG_LEVEL" not in os.environ:
+            # What goes wrong arrives as an error, with its peer; UCX would write it to the terminal as well.
+            self.ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
+
+
+def _import_ucxx() -> tuple[Any, Any]:
+    """Import `ucxx`, and take back what it writes into the environment: settings are ours, by context."""
+    before = dict(os.environ)
+    try:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+    return libucxx, Array
+
+
+@functools.cache
+def _library() -> _Library:
+    try:
+        return _Library()
+    except (ImportError, OSError, AttributeError) as error:
+        raise BackendUnavailableError(f"transport {SCHEME!r} needs ucxx: {error}; {_INSTALL}") from error
+
+
+class Operation:
+    """A message that is being sent or received. The memory is UCX's until it is done, or its worker closed."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._request.completed)
+
+    def check(self) -> None:
+        """Look how it ended. By its status: an exception of `ucxx` would keep the worker alive in its traceback.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            ProtocolError: it sent more than was asked for.
+        """
+        status = int(self._request.status)
+        if status == _STATUS_TRUNCATED:
+            raise ProtocolError("the peer sent more bytes than were asked for")
+        if status:
+            raise PeerLostError(f"UCX lost the peer: {_library().ucs.ucs_status_string(status).decode()}")
+
+    def forget(self) -> None:
+        """Let go of it. `ucxx` cancels what is not done."""
+        self._request = None
+
+
+class Worker:
+    """UCX's side of one peer: a context, a worker, and an endpoint once the peer's address is known.
+
+    Each peer has its own, so that closing it is certain to end what the peer could still write into our memory.
+
+    Attributes:
+        address: What the other side connects to.
+    """
+
+    def __init__(self, options: UCXOptions) -> None:
+        """Open a worker.
+
+        Raises:
+            BackendUnavailableError: `ucxx` cannot be imported.
+            ConfigurationError: UCX does not accept the settings, or has nothing that fits them.
+        """
+        self._library = _library()
+        core = self._library.core
+        try:
+            self._context = core.UCXContext(options.settings(), (core.Feature.TAG, core.Feature.WAKEUP))
+            self._worker = core.UCXWorker(self._context)
+        except (core.UCXError, RuntimeError) as error:
+            raise ConfigurationError(f"UCX refuses {options.settings()}: {error}", key="tls") from error
+        self._refuse_tcp = options.refuse_tcp
+        self._handles: Final = (self._worker.handle, self._context.handle)
+        self.address = bytes(memoryview(self._worker.address))
+        self._endpoints: list[Any] = []
+        self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
+        self._descriptor = self._event_descriptor()
+        self._epoll = select.epoll()
+        self._epoll.register(self._descriptor, select.EPOLLIN)
+
+    def _event_descriptor(self) -> int:
+        descriptor = ctypes.c_int()
+        status = self._library.ucp.ucp_worker_get_efd(self._handles[0], ctypes.byref(descriptor))
+        if status:
+            raise BackendUnavailableError(f"UCX cannot be waited for here: status {status}")
+        return descriptor.value
+
+    def fileno(self) -> int:
+        """Readable when `progress` has something to do, if `arm` said so before."""
+        return self._epoll.fileno()
+
+    def connect(self, address: bytes) -> str:
+        """Open the way to a peer.
+
+        Returns:
+            What UCX chose, e.g. `"ucx:tcp"`.
+
+        Raises:
+            PeerRefusedError: TCP is refused, and nothing else leads there.
+            PeerLostError: nothing leads there; or the address is none of UCX's.
+        """
+        core = self._library.core
+        try:
+            remote = core.UCXAddress.create_from_buffer(address)
+            self._endpoints.append(core.UCXEndpoint.create_from_worker_address(self._worker, remote, True))
+        except (core.UCXError, RuntimeError) as error:
+            kind: type[KVTransferError] = PeerRefusedError if self._refuse_tcp else PeerLostError
+            raise kind(f"no UCX transport that survives a peer's death leads to the peer: {error}") from error
+        used = self._transports()
+        if self._refuse_tcp and "tcp" in used:
+            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {'+'.join(used)}")
+        return f"{SCHEME}:{'+'.join(used)}"
+
+    def _transports(self) -> list[str]:
+        """The transports of the endpoint's lanes, each once, in UCX's order."""
+        entries = (_Lane * _MAX_LANES)()
+        lanes = _Lanes(entries, _MAX_LANES, ctypes.sizeof(_Lane))
+        attributes = _EndpointAttributes(field_mask=_EP_ATTR_FIELD_TRANSPORTS, transports=lanes)
+        if self._library.ucp.ucp_ep_query(self._endpoints[0].handle, ctypes.byref(attributes)):
+            return ["unknown"]
+        found = [entry.transport.decode() for entry in entries[: attributes.transports.num_entries]]
+        return list(dict.fromkeys(found))
+
+    def send(self, tag: int, address: int, num_bytes: int) -> Operation:
+        """Send memory under a tag."""
+        buffer = self._buffer(address, num_bytes)
+        return self._started(self._endpoints[0].tag_send(buffer, self._library.core.UCXXTag(tag)))
+
+    def receive(self, tag: int, address: int, num_bytes: int) -> Operation:
+        """Receive what comes under exactly this tag into memory."""
+        buffer = self._buffer(address, num_bytes)
+        return self._started(self._worker.tag_recv(buffer, self._library.core.UCXXTag(tag)))
+
+    def _buffer(self, address: int, num_bytes: int) -> Any:
+        return self._library.array((ctypes.c_ubyte * num_bytes).from_address(address))
+
+    def _started(self, request: Any) -> Operation:
+        operation = Operation(request)
+        self._operations.add(operation)
+        return operation
+
+    def progress(self) -> None:
+        """Let UCX work; never blocks."""
+        for _ in range(_MAX_PROGRESS):
+            if not self._worker.progress_once():
+                break
+
+    def arm(self) -> bool:
+        """Make the descriptor tell of what happens from now on; False if something happened already."""
+        return bool(self._worker.arm())
+
+    def close(self) -> None:
+        """Cut what is under way and free everything. Afterwards nothing is written into our memory any more."""
+        self._let_go()
+        del self._worker, self._context
+        if self._is_open():
+            worker, context = self._handles
+            self._library.ucp.ucp_worker_destroy(worker)
+            self._library.ucp.ucp_cleanup(context)
+        self._epoll.close()
+
+    def _let_go(self) -> None:
+        """Cancel everything, and drop every reference to `ucxx`'s objects but the worker's, also local ones.
+
+        A forgotten reference would end the worker a second time, whenever it goes.
+        """
+        while self._endpoints:
+            self._endpoints.pop().close_blocking(_CLOSE_PERIOD_NS, 1)
+        for operation in self._operations:
+            operation.forget()
+        self._worker.progress()
+
+    def _is_open(self) -> bool:
+        """Whether UCX's own worker is still there: then its descriptor is still the file that was registered."""
+        try:
+            self._epoll.modify(self._descriptor, select.EPOLLIN)
+        except OSError:
+            return False
+        return True
+
+
+def require_network(options: UCXOptions) -> None:
+    """Try the settings, by a way from this process to itself.
+
+    Raises:
+        BackendUnavailableError: `ucxx` cannot be imported.
+        ConfigurationError: UCX has no transport that fits; with `refuse_tcp`, none but TCP.
+    """
+    worker = Worker(options)
+    try:
+        worker.connect(worker.address)
+    except (PeerRefusedError, PeerLostError) as error:
+        key = "refuse_tcp" if options.refuse_tcp else "tls"
+        value: Mapping[str, str] | bool = True if options.refuse_tcp else options.settings()
+        raise ConfigurationError(
+            f"{key}={value}: UCX has nothing here that can be used: {error}", key=key, value=value
+        ) from error
+    finally:
+        worker.close()

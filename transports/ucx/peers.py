@@ -1,0 +1,110 @@
+"""One peer each: from the first connection to the last read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..base import Event
+from ..errors import KVTransferError
+from ..regions import Pool
+from .channel import Channel
+from .library import Worker
+from .options import UCXOptions
+from .reads import Reader
+from .serving import PoolServer, Server
+from .wire import Hello, Ping
+
+__all__ = ["Greeting", "Local", "Peer"]
+
+#: A node says something at least this many times in the time after which it is taken for lost.
+_PINGS = 4
+
+
+@dataclass(frozen=True)
+class Local:
+    """What this process is to every peer."""
+
+    options: UCXOptions
+    source: PoolServer
+    events: list[Event]
+
+    def hello(self, worker: Worker, mechanism: str) -> bytes:
+        """The frame that says who we are."""
+        sizes = tuple(segment.num_bytes for segment in self.source.pool.segments)
+        return Hello(self.source.guards.num_guards, sizes, worker.address, mechanism).encode()
+
+    @property
+    def ping_interval_s(self) -> float:
+        return self.options.peer_timeout_s / _PINGS
+
+
+class Greeting:
+    """A connection that is not a peer yet, or never will be.
+
+    Attributes:
+        workers: The one that we told the other side of, if we did.
+        hellos: The other side's, once it came: then only its ready is missing.
+    """
+
+    def __init__(self, peer_id: int, channel: Channel, *, incoming: bool, timeout_s: float) -> None:
+        self.peer_id = peer_id
+        self.channel = channel
+        self.incoming = incoming
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.workers: list[Worker] = []
+        self.hellos: list[Hello] = []
+
+    def close(self) -> None:
+        self.channel.close()
+        for worker in self.workers:
+            worker.close()
+        self.workers.clear()
+
+
+class Peer:
+    """The other side of a finished handshake.
+
+    Args:
+        mechanism: What the peer says that it sends by.
+    """
+
+    def __init__(self, local: Local, greeting: Greeting, hello: Hello, mechanism: str) -> None:
+        self.peer_id = greeting.peer_id
+        self.incoming = greeting.incoming
+        self.channel = greeting.channel
+        (self.worker,) = greeting.workers
+        self.num_guards = hello.num_guards
+        self.pool: Pool = hello.pool()
+        stages = local.source.stages
+        self.reader = Reader(local.options, self.worker, self.channel, stages, mechanism, local.events)
+        self.server = Server(local.source, self.worker, self.channel)
+
+    def settle(self) -> None:
+        """Let UCX work, and deal with what it has finished.
+
+        Raises:
+            PeerLostError: UCX lost the peer.
+            ProtocolError: the peer sent more than was asked for.
+        """
+        self.worker.progress()
+        self.server.settle()
+        self.reader.settle()
+
+    def keep_alive(self, now: float, interval_s: float) -> None:
+        """Say something, if nothing was said for a while."""
+        if now - self.channel.last_said >= interval_s and not self.channel.num_unsent:
+            self.channel.send(Ping().encode())
+
+    def deadlines(self, interval_s: float) -> Iterator[float]:
+        """When something becomes due."""
+        yield self.channel.last_said + interval_s
+        yield from self.reader.deadlines()
+
+    def close(self, error: KVTransferError) -> None:
+        """Cut everything; end the reads with `error`."""
+        self.channel.close()
+        self.worker.close()
+        self.reader.end_all(error)

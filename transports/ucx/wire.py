@@ -1,0 +1,267 @@
+"""What goes over the control connection: frames, and their strict decoder. Pure.
+
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
+
+| kind | body |
+|---|---|
+| hello | magic, version: u32, num_guards: u32, num_segments: u32, mechanism: 32 bytes; segment sizes: i64 each; UCX address |
+| ready | mechanism |
+| refused | why, in words |
+| message | one control message |
+| fetch | tag: u64, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
+| sent, stale | tag: u64 |
+| ping | empty |
+
+Who connected says hello; the other opens its way to that UCX address, and answers with a hello that names what UCX
+chose; the first does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
+stale here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..base import MAX_MESSAGE_BYTES
+from ..errors import ProtocolError, VersionMismatchError
+from ..regions import Guard, Int64Array, Pool, Segment
+
+__all__ = [
+    "MAX_ROWS",
+    "MAX_SLICE_BYTES",
+    "PROTOCOL_VERSION",
+    "Answer",
+    "Fetch",
+    "FrameReader",
+    "Hello",
+    "Incoming",
+    "Message",
+    "Ping",
+    "Ready",
+    "Refused",
+    "decode",
+]
+
+PROTOCOL_VERSION = 1
+
+#: Limits of one fetch.
+MAX_ROWS = 4096
+MAX_SLICE_BYTES = 128 << 20
+
+_MAGIC = b"kvferry-ucx"
+_MAX_SEGMENTS = 65536
+_MAX_POOL_BYTES = 1 << 60
+_MAX_ADDRESS_BYTES = 64 << 10
+_MAX_REASON_BYTES = 1 << 10
+
+
+class _Kind(IntEnum):
+    HELLO = 1
+    READY = 2
+    REFUSED = 3
+    MESSAGE = 4
+    FETCH = 5
+    SENT = 6
+    STALE = 7
+    PING = 8
+
+
+_FRAME = struct.Struct("<IB")
+_GREETING = struct.Struct("<11sI")
+_HELLO = struct.Struct("<11sIII32s")
+_FETCH = struct.Struct("<Qqq")
+_TAG = struct.Struct("<Q")
+
+_MAX_BODY_BYTES: Mapping[int, int] = {
+    _Kind.HELLO: _HELLO.size + 8 * _MAX_SEGMENTS + _MAX_ADDRESS_BYTES,
+    _Kind.READY: 32,
+    _Kind.REFUSED: _MAX_REASON_BYTES,
+    _Kind.MESSAGE: MAX_MESSAGE_BYTES,
+    _Kind.FETCH: _FETCH.size + 16 * MAX_ROWS,
+    _Kind.SENT: _TAG.size,
+    _Kind.STALE: _TAG.size,
+    _Kind.PING: 0,
+}
+
+
+def _frame(kind: _Kind, body: bytes) -> bytes:
+    return _FRAME.pack(len(body), kind) + body
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says of itself first.
+
+    Attributes:
+        num_bytes: Sizes of its pool's segments.
+        address: Its UCX worker's.
+        mechanism: What it sends to us by; empty in the first hello of a connection.
+    """
+
+    num_guards: int
+    num_bytes: tuple[int, ...]
+    address: bytes
+    mechanism: str
+
+    def encode(self) -> bytes:
+        sizes = np.array(self.num_bytes, dtype="<i8").tobytes()
+        mechanism = self.mechanism.encode()[:32]
+        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, len(self.num_bytes), mechanism)
+        return _frame(_Kind.HELLO, head + sizes + self.address)
+
+    def pool(self) -> Pool:
+        """The peer's run of offsets. Its addresses mean nothing here."""
+        return Pool(Segment(0, size) for size in self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The way to you is open."""
+
+    mechanism: str
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.READY, self.mechanism.encode()[:32])
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There will be no way to you."""
+
+    reason: str
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
+
+
+@dataclass(frozen=True)
+class Message:
+    """A control message."""
+
+    body: bytes
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.MESSAGE, self.body)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Send me these regions under this tag, if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+
+    tag: int
+    guard: Guard
+    rows: Int64Array
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
+    def encode(self) -> bytes:
+        head = _FETCH.pack(self.tag, self.guard.index, self.guard.value)
+        return _frame(_Kind.FETCH, head + self.rows.astype("<i8", copy=False).tobytes())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A fetch was answered. `is_valid`: the bytes were sent, and the guard held after that."""
+
+    tag: int
+    is_valid: bool
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.SENT if self.is_valid else _Kind.STALE, _TAG.pack(self.tag))
+
+
+@dataclass(frozen=True)
+class Ping:
+    """I am alive."""
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.PING, b"")
+
+
+Incoming = Hello | Ready | Refused | Message | Fetch | Answer | Ping
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Add bytes; return the frames that they complete, as (kind, body).
+
+        Raises:
+            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
+        """
+        self._buffer += data
+        frames = []
+        at = 0
+        while len(self._buffer) - at >= _FRAME.size:
+            num_bytes, kind = _FRAME.unpack_from(self._buffer, at)
+            if kind not in _MAX_BODY_BYTES or num_bytes > _MAX_BODY_BYTES[kind]:
+                raise ProtocolError(f"the peer sent a frame of kind {kind} and {num_bytes} bytes")
+            end = at + _FRAME.size + num_bytes
+            if len(self._buffer) < end:
+                break
+            frames.append((kind, bytes(self._buffer[at + _FRAME.size : end])))
+            at = end
+        del self._buffer[:at]
+        return frames
+
+
+def decode(kind: int, body: bytes) -> Incoming:
+    """Decode one frame from a peer.
+
+    Raises:
+        ProtocolError: it is none. What follows from the same peer means nothing.
+        VersionMismatchError: it is the hello of another version of the protocol.
+    """
+    try:
+        return _DECODERS[kind](body)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a frame of kind {kind} cannot be read: {error}") from None
+
+
+def _decode_hello(body: bytes) -> Hello:
+    magic, version = _GREETING.unpack_from(body)
+    if magic != _MAGIC:
+        raise ProtocolError("the peer does not speak kvferry over ucx")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+    _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
+    end = _HELLO.size + 8 * num_segments
+    if not 1 <= num_segments <= _MAX_SEGMENTS or not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
+        raise ProtocolError(f"a hello of {num_segments} segments and {len(body)} bytes")
+    sizes = tuple(np.frombuffer(body[_HELLO.size : end], dtype="<i8").tolist())
+    if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
+        raise ProtocolError("a hello lists segments of at least one byte each, and a pool of at most 2**60")
+    return Hello(num_guards, sizes, body[end:], mechanism.rstrip(b"\0").decode("ascii"))
+
+
+def _decode_fetch(body: bytes) -> Fetch:
+    tag, index, value = _FETCH.unpack_from(body)
+    if (len(body) - _FETCH.size) % 16:
+        raise ProtocolError(f"the rows of a fetch have 16 bytes each, got {len(body) - _FETCH.size}")
+    rows = np.frombuffer(body[_FETCH.size :], dtype="<i8").reshape(-1, 2).astype(np.int64)
+    lengths = rows[:, 1]
+    if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
+        raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
+    return Fetch(tag, Guard(index, value), rows)
+
+
+_DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
+    _Kind.HELLO.value: _decode_hello,
+    _Kind.READY.value: lambda body: Ready(body.decode("ascii")),
+    _Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
+    _Kind.MESSAGE.value: Message,
+    _Kind.FETCH.value: _decode_fetch,
+    _Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
+    _Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
+    _Kind.PING.value: lambda _: Ping(),
+}
