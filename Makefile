@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt transports/_native.c
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,metrics,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,metrics,ucx,dev]'
 	@touch $@
 
 .PHONY: venv
@@ -53,6 +53,10 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
 .PHONY: test-vllm
 test-vllm: $(VLLM_READY) ## kvferry inside real vLLM, in a venv of its own (large)
 	$(VLLM_BIN)/python -m pytest tests/vllm -m "" $(TEST_ARGS)
+
+.PHONY: demo-vllm
+demo-vllm: $(VLLM_READY) ## a prompt, prefilled by one vLLM and answered by another
+	$(VLLM_BIN)/python examples/vllm_pair $(DEMO_ARGS)
 
 .PHONY: typeroot
 typeroot:

@@ -30,7 +30,7 @@ else:
         warnings.simplefilter("ignore")  # what vLLM and torch say of themselves is not about us
         importlib.import_module("kvferry.connector.vllm.adapter")
 
-PROGRAM = Path(__file__).with_name("node_program.py")
+PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "vllm_pair" / "engine_program.py"
 #: Short, so that what never comes is given up soon.
 EXTRA = {
     "transport": "shm",

@@ -1,9 +1,9 @@
 """One real vLLM engine as a child process: orders come as JSON lines on standard input, answers go to a pipe.
 
-    python node_program.py DESCRIPTOR '{"model": ..., "transfer": {...}, ...}'
+    python engine_program.py DESCRIPTOR '{"model": ..., "transfer": {...}, ...}'
 
 The engine core runs in this very process, one step at a time, so that its scheduler can be looked at. Every
-order gets one line with its `id`; a request gets one more when it has ended.
+order gets one line with its `id`; a request gets one more with its first token, and one when it has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -29,6 +30,7 @@ class Program:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.answers = os.fdopen(descriptor, "w", buffering=1)
+        self.begun: set[str] = set()
         self.orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self.read_orders, daemon=True).start()
 
@@ -49,6 +51,8 @@ class Program:
                 order = self.orders.get(block=not is_busy)
             except queue.Empty:
                 self.step()
+                if not self.scheduler.running:
+                    time.sleep(0.001)  # as vLLM's own loop does when a step computed nothing
                 continue
             if order is None:
                 self.engine.engine_core.shutdown()
@@ -57,10 +61,14 @@ class Program:
 
     def step(self) -> None:
         for output in self.engine.step():
+            request, answer = output.request_id, output.outputs[0]
+            if answer.token_ids and request not in self.begun:
+                self.begun.add(request)
+                self.say(first=request)
             if output.finished:
-                answer = output.outputs[0]
+                self.begun.discard(request)
                 self.say(
-                    finished=output.request_id,
+                    finished=request,
                     tokens=list(answer.token_ids),
                     reason=answer.finish_reason,
                     params=output.kv_transfer_params,
@@ -81,6 +89,7 @@ class Program:
 
     def abort(self, request: str) -> dict[str, Any]:
         self.engine.abort_request([request])
+        self.begun.discard(request)
         return {}
 
     def forget(self) -> dict[str, Any]:
@@ -103,6 +112,7 @@ class Program:
         return {}
 
     def status(self) -> dict[str, Any]:
+        """What the scheduler holds, and what kvferry's half of it remembers."""
         pool, connector = self.scheduler.kv_cache_manager.block_pool, self.scheduler.connector
         return {
             "free_blocks": pool.get_num_free_blocks(),

@@ -1,0 +1,318 @@
+"""TTFT of a pair of vLLM nodes beside a single one: kvferry on each transport, and vLLM's NixlConnector.
+
+    .venv-vllm/bin/python benchmarks/vllm_pair.py [--shapes 128x1 128x8 1024x1 ...] [--rounds N] [--json FILE]
+
+All engines run at once; in each round every system answers the same prompts, one system after the other, in another
+order each round. A shape is prompt tokens x requests at a time. What counts are the ratios to the single node in the
+same round, and of those the median. Prompts are new in every round and for every system, so no prefix is cached.
+
+The model is random: little to compute, and as much KV cache a token as a large one, so that the handoff can be seen.
+NixlConnector takes part if `nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over UCX on main memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "vllm_pair" / "engine_program.py"
+BLOCK_SIZE = 32
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
+VOCABULARY = 512
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+NIXL_PORTS = count(24600)
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Prompts of `num_tokens` tokens, `concurrency` at a time."""
+
+    num_tokens: int
+    concurrency: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        num_tokens, concurrency = text.split("x")
+        return cls(int(num_tokens), int(concurrency))
+
+    @property
+    def num_bytes(self) -> int:
+        """What one request hands over: whole blocks of keys and values, float32."""
+        num_blocks = -(-self.num_tokens // BLOCK_SIZE)
+        return num_blocks * BLOCK_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Means over the requests of one round: seconds to the first token, and between later ones."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Engine:
+    """One engine in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> None:
+        self._process = process
+        self._answers = answers
+        self._waiting: dict[tuple[str, str | int], asyncio.Future[tuple[float, dict[str, Any]]]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> Engine:
+        """Start it and wait until it takes orders."""
+        readable, writable = os.pipe()
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(PROGRAM),
+                str(writable),
+                json.dumps(settings),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[writable],
+                env={**ENVIRONMENT, **os.environ, **environment},
+            )
+        os.close(writable)
+        answers = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(readable)
+        )
+        if not await answers.readline():
+            sys.exit(f"an engine did not start; its log ends with\n{log.read_text()[-3000:]}")
+        return cls(process, answers)
+
+    async def answer(
+        self, request: str, prompt: list[int], max_tokens: int, params: Any
+    ) -> tuple[float, float, dict[str, Any]]:
+        """When the first token and the last one came, and the answer."""
+        first, finished = self._expect("first", request), self._expect("finished", request)
+        order = {"id": 0, "do": "add", "request": request, "prompt": prompt, "max_tokens": max_tokens}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**order, "params": params}).encode() + b"\n")
+        (first_at, _), (finished_at, answer) = await asyncio.gather(first, finished)
+        return first_at, finished_at, answer
+
+    async def close(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+        self._reader.cancel()
+
+    def _expect(self, kind: str, request: str) -> asyncio.Future[tuple[float, dict[str, Any]]]:
+        return self._waiting.setdefault((kind, request), asyncio.get_running_loop().create_future())
+
+    async def _read(self) -> None:
+        while line := await self._answers.readline():
+            answer = json.loads(line)
+            for kind in ("first", "finished"):
+                waiting = self._waiting.pop((kind, answer.get(kind, "")), None)
+                if waiting is not None:
+                    waiting.set_result((time.perf_counter(), answer))
+        for waiting in self._waiting.values():
+            waiting.set_exception(ConnectionError("an engine died"))
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that answers prompts: one engine, or two."""
+
+    name: str
+    prefill: Engine | None
+    decode: Engine
+
+    async def measure(self, shape: Shape, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+        timings = await asyncio.gather(*(self._one(prompt, max_tokens) for prompt in prompts))
+        return Sample(
+            statistics.mean(ttft for ttft, _ in timings), statistics.mean(itl for _, itl in timings)
+        )
+
+    async def _one(self, prompt: list[int], max_tokens: int) -> tuple[float, float]:
+        request = f"{random.getrandbits(64):x}"
+        started = time.perf_counter()
+        params = None
+        if self.prefill is not None:
+            _, _, answer = await self.prefill.answer(request, prompt, 1, OFFER)
+            params = answer["params"]
+            assert params, f"{self.name}: the prefill node offered nothing"
+        first, last, answer = await self.decode.answer(request, prompt, max_tokens, params)
+        assert answer["reason"] == "length", f"{self.name}: {answer}"
+        return first - started, (last - first) / (max_tokens - 1)
+
+
+# -- what takes part ---------------------------------------------------------------------------------
+
+
+def transfers(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """KV transfer configurations by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name == "nixl":
+            if importlib.util.find_spec("nixl") is None:
+                print("nixl is not installed: NixlConnector does not take part", flush=True)
+                continue
+            found[name] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        else:
+            found[f"kvferry {name}"] = {
+                "kv_connector": "KvferryConnector",
+                "kv_connector_module_path": "kvferry.connector.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"transport": name},
+            }
+    return found
+
+
+def settings(model: Path, shapes: Sequence[Shape], transfer: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's engine arguments, with a pool that holds the largest shape twice."""
+    num_blocks = max(-(-(shape.num_tokens + 64) // BLOCK_SIZE) * shape.concurrency for shape in shapes)
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(shape.num_tokens for shape in shapes) + 64,
+        "enforce_eager": True,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 2 * num_blocks,
+        "max_num_seqs": max(shape.concurrency for shape in shapes),
+        "enable_prefix_caching": False,
+        "kv_transfer_config": transfer,
+    }
+
+
+def write_model(folder: Path, max_tokens: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_KV_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=max_tokens,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@asynccontextmanager
+async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[list[System]]:  # type: ignore[misc]
+    """Every system, started two engines at a time; the single node is the first pair's decode node by itself."""
+    write_model(folder / "model", 2 * max(shape.num_tokens for shape in shapes) + 64)
+    systems: list[System] = []
+    async with AsyncExitStack() as stack:
+        for name, transfer in transfers(names).items():
+            engines = await asyncio.gather(
+                *(
+                    Engine.start(
+                        settings(folder / "model", shapes, transfer),
+                        {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(NIXL_PORTS))},
+                        folder / f"{name} {role}.log",
+                    )
+                    for role in ("prefill", "decode")
+                )
+            )
+            for engine in engines:
+                stack.push_async_callback(engine.close)
+            systems.append(System(name, *engines))
+            print(f"{name}: both engines run", flush=True)
+        yield [System("one node", None, systems[0].decode), *systems]
+
+
+# -- measuring ---------------------------------------------------------------------------------------
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    async with running(folder, arguments.shapes, arguments.connectors) as systems:
+        for shape in arguments.shapes:
+            samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
+            for number in range(arguments.rounds + 1):
+                for system in random.sample(systems, len(systems)):
+                    prompts = [_prompt(shape.num_tokens) for _ in range(shape.concurrency)]
+                    sample = await system.measure(shape, prompts, arguments.max_tokens)
+                    if number:  # the first round wakes everybody up
+                        samples[system.name].append(sample)
+            rows += _rows(shape, samples)
+            _show(rows[-len(systems) :])
+    return rows
+
+
+def _prompt(num_tokens: int) -> list[int]:
+    return random.choices(range(3, VOCABULARY), k=num_tokens)
+
+
+def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+    alone = samples["one node"]
+    return [
+        {
+            **asdict(shape),
+            "system": name,
+            "ttft_s": statistics.median(sample.ttft_s for sample in own),
+            "itl_s": statistics.median(sample.itl_s for sample in own),
+            "ttft_ratio": statistics.median(a.ttft_s / b.ttft_s for a, b in zip(own, alone, strict=True)),
+            "added_s": statistics.median(a.ttft_s - b.ttft_s for a, b in zip(own, alone, strict=True)),
+            "itl_ratio": statistics.median(a.itl_s / b.itl_s for a, b in zip(own, alone, strict=True)),
+            "num_bytes": 0 if name == "one node" else shape.num_bytes * shape.concurrency,
+        }
+        for name, own in samples.items()
+    ]
+
+
+def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} at a time")
+    print(f"  {'':<16} {'TTFT ms':>9} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7}")
+    for row in rows:
+        print(
+            f"  {row['system']:<16} {row['ttft_s'] * 1e3:>9.1f} {row['ttft_ratio']:>6.2f} {row['added_s'] * 1e3:>9.1f} "
+            f"{row['itl_s'] * 1e3:>7.1f} {row['itl_ratio']:>6.2f} {row['num_bytes'] / 1e6:>7.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shapes = ["128x1", "128x8", "1024x1", "1024x8", "4096x1", "4096x8"]
+    parser.add_argument(
+        "--shapes", nargs="+", type=Shape.parse, default=[Shape.parse(text) for text in shapes]
+    )
+    parser.add_argument("--connectors", nargs="+", default=["shm", "zeromq", "nixl"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(measure(arguments, Path(folder)))
+    print(f"\nload of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Two `vllm serve`, a router, and a single `vllm serve` to compare with."""

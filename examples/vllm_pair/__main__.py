@@ -1,0 +1,13 @@
+"""`python examples/vllm_pair --help`: a prompt, prefilled by one vLLM and answered by another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from vllm_pair.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What a node says of its transfers on `/metrics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Transfers", "read_transfers"]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Everything that a node loaded since its start."""
+
+    num_loads: int = 0
+    num_failures: int = 0
+    num_bytes: int = 0
+    num_blocks: int = 0
+    num_regions: int = 0
+    seconds: float = 0.0
+    mechanisms: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        speed = self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"{self.num_loads} loads, {self.num_failures} failed; {self.num_blocks} blocks in {self.num_regions} regions, "
+            f"{self.num_bytes / 1e6:.1f} MB in {self.seconds * 1e3:.1f} ms ({speed:.1f} GB/s), "
+            f"by {', '.join(self.mechanisms) or 'nothing'}"
+        )
+
+
+async def read_transfers(session: aiohttp.ClientSession, url: str) -> Transfers:
+    """Read a node's figures; all zero when it has none."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    total = {sample.name: sample.value for sample in samples if sample.name.startswith("kvferry_")}
+    mechanisms = {sample.labels.get("mechanism", "") for sample in samples}
+    return Transfers(
+        num_loads=int(total.get("kvferry_loads_total", 0)),
+        num_failures=int(total.get("kvferry_load_failures_total", 0)),
+        num_bytes=int(total.get("kvferry_loaded_bytes_total", 0)),
+        num_blocks=int(total.get("kvferry_loaded_blocks_total", 0)),
+        num_regions=int(total.get("kvferry_regions_total", 0)),
+        seconds=total.get("kvferry_load_seconds_total", 0.0),
+        mechanisms=tuple(sorted(mechanisms - {""})),
+    )

@@ -1,0 +1,49 @@
+"""The smallest thing in front of a pair: the request protocol of the example proxy that comes with vLLM.
+
+The prompt goes to the prefill node with one token to answer; what that says in `kv_transfer_params` goes with the
+client's own request to the decode node, whose answer is streamed back. Nothing is retried, and there is one node of
+each role: for more than a look, use `examples/router.py`.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import aiohttp
+from aiohttp import web
+
+__all__ = ["proxy_application"]
+
+ASK_TO_OFFER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
+    """A proxy for completions over one prefill and one decode node."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        headers = {"X-Request-Id": uuid.uuid4().hex}
+        short = {key: value for key, value in body.items() if key != "stream_options"}
+        short |= {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_TO_OFFER}
+        async with aiohttp.ClientSession(raise_for_status=True) as session:
+            async with session.post(prefill_url + request.path, json=short, headers=headers) as response:
+                params = (await response.json()).get("kv_transfer_params") or {}
+            body["kv_transfer_params"] = params
+            async with session.post(decode_url + request.path, json=body, headers=headers) as response:
+                answer = web.StreamResponse(headers={"Content-Type": response.headers["Content-Type"]})
+                await answer.prepare(request)
+                async for chunk in response.content.iter_any():
+                    await answer.write(chunk)
+        await answer.write_eof()
+        return answer
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    return app

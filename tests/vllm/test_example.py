@@ -1,0 +1,28 @@
+"""`python examples/vllm_pair`: three vLLM servers, real text, and either thing in front of the pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vllm_pair"
+
+
+def test_the_pair_answers_like_one_node(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, EXAMPLE, "--json", report, "--front", "router", "--front", "proxy"]
+    done = subprocess.run(
+        [*map(str, command), "--max-tokens", "8"], capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(report.read_text())
+    assert [request["front"] for request in content["requests"]] == ["router"] * 2 + ["proxy"] * 2
+    assert all(request["identical"] for request in content["requests"])
+    assert content["transfers"]["num_failures"] == 0
+    assert content["transfers"]["mechanisms"] == ["mapped"]
