@@ -48,7 +48,31 @@ def _children() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+    """Named shared memory that no stranger uses: other programs on the machine have theirs."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+    return found and found - _mapped_by_strangers()
+
+
+def _mapped_by_strangers() -> set[str]:
+    """Files in /dev/shm that are mapped by processes which do not descend from this one."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpid() not in _ancestry(int(process.name)):
+                lines = (process / "maps").read_text().splitlines()
+                found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+        except OSError:  # it ended meanwhile, or is not ours to look into
+            continue
+    return found
+
+
+def _ancestry(pid: int) -> list[int]:
+    """The process, its parent, and so on."""
+    line = [pid]
+    while line[-1] > 1:
+        stat = Path(f"/proc/{line[-1]}/stat").read_text()
+        line.append(int(stat.rpartition(")")[2].split()[1]))
+    return line
 
 
 def _abstract_sockets() -> set[str]:
