@@ -84,7 +84,7 @@ class TransferRecord:
         num_regions_per_layer: Runs that the same blocks would have taken with a buffer for each layer.
         num_bytes: Bytes moved.
         seconds: From the start of the read to the last byte.
-        error: Why the load failed, empty when it did not. The other figures are then 0.
+        error: Why the load failed, empty when it did not. The figures are then of what was tried.
     """
 
     connector: str
