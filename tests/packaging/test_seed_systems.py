@@ -133,6 +133,7 @@ FOUNDING: dict[str, dict[str, tuple[str, ...] | None]] = {
             "take_events",
             "SharedMemoryConnector",
             "ZeroMQConnector",
+            "UCXConnector",
         ]
     ),
 }
