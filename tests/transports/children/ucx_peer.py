@@ -1,0 +1,38 @@
+"""The other process of the ucx tests: `ucx_peer.py serve` or `ucx_peer.py connect ADDRESS`.
+
+It has a pool of `POOL_BYTES`, byte i being `i * 7 % 251`, guard 3 holds 9, and it ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+
+from kvferry.transports import Connected, Pool
+from kvferry.transports.ucx import UCXTransport
+
+POOL_BYTES = 24 << 20
+
+
+def main() -> None:
+    transport = UCXTransport()
+    arena = transport.allocate(POOL_BYTES)
+    np.frombuffer(arena.buffer, dtype=np.uint8)[:] = (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8)
+    transport.register(Pool([arena.segment]))
+    transport.guards.set(3, 9)
+    if sys.argv[1] == "serve":
+        print(transport.listen(""), flush=True)
+    else:
+        transport.start_connect(sys.argv[2], timeout_s=20)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set(), transport.wake())).start()
+    while not ended.is_set():
+        if any(isinstance(event, Connected) and not event.incoming for event in transport.wait_events(1.0)):
+            print("connected", flush=True)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What a user may set, what `ucx` refuses, and how it says what is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+import pytest
+
+from kvferry.transports import Connected, PeerLost, Pool
+from kvferry.transports.errors import BackendUnavailableError, ConfigurationError
+from kvferry.transports.registry import available_transports
+from kvferry.transports.ucx import UCXOptions, UCXTransport
+from kvferry.transports.ucx.options import Address
+
+needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+
+Make = Callable[..., UCXTransport]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Make transports with a pool; they are closed after the test."""
+    with ExitStack() as stack:
+
+        def make_one(**options: object) -> UCXTransport:
+            transport = UCXTransport(options)
+            stack.callback(transport.close)
+            transport.register(Pool([transport.allocate(4096).segment]))
+            return transport
+
+        yield make_one
+
+
+WITHOUT_UCXX = """
+import sys
+sys.modules["ucxx"] = None
+from kvferry.transports.registry import create_transport
+try:
+    create_transport("ucx", {})
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_UCXX], capture_output=True, text=True, check=True)
+    assert BackendUnavailableError.__name__ in done.stdout
+    assert "pip install ucxx-cu12" in done.stdout
+
+
+def test_importing_the_backend_does_not_import_ucxx() -> None:
+    code = "import sys, kvferry.transports.ucx, kvferry.connector.ucx; print('ucxx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@needs_ucxx
+def test_the_environment_stays_as_it_was_and_the_terminal_clean() -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from kvferry.transports.ucx import UCXTransport\n"
+        "UCXTransport().close(); print(dict(os.environ) == before)"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == "True"
+    assert done.stderr == ""
+
+
+@needs_ucxx
+def test_tcp_can_be_refused_and_then_a_machine_without_rdma_says_so_at_start() -> None:
+    if any(os.scandir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else False:
+        pytest.skip("this machine has RDMA devices")
+    with pytest.raises(ConfigurationError, match="refuse_tcp=True") as caught:
+        UCXTransport({"refuse_tcp": True})
+    assert caught.value.key == "refuse_tcp"
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"refuse_tcp": True, "tls": "tcp,rc"}, "refuse_tcp"),
+        ({"slice_bytes": 1}, "slice_bytes"),
+        ({"window_slices": 65}, "window_slices"),
+        ({"slice_bytes": 64 << 20, "window_slices": 64}, "window_slices"),
+        ({"port": 70000}, "port"),
+        ({"port_range": "9-1"}, "port_range"),
+        ({"peer_timeout_s": 0}, "peer_timeout_s"),
+        ({"tls": 3}, "tls"),
+        ({"refuse_tcp": "no"}, "refuse_tcp"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key) as caught:
+        UCXOptions(**options)  # type: ignore[arg-type]
+    assert caught.value.key == key
+
+
+@needs_ucxx
+@pytest.mark.parametrize("options", [{"tls": "nonsense"}, {"tls": "self,sm"}, {"net_devices": "nope"}])
+def test_settings_that_leave_ucx_nothing_are_refused_at_start(options: dict[str, object]) -> None:
+    """Shared memory is nothing: UCX cannot survive a peer's death over it."""
+    with pytest.raises(ConfigurationError, match="UCX"):
+        UCXTransport(options)
+
+
+@needs_ucxx
+def test_other_machines_need_the_user_s_word(make: Make) -> None:
+    transport = make()
+    for call in (
+        lambda: transport.listen("ucx://0.0.0.0:0"),
+        lambda: transport.start_connect("ucx://192.0.2.77:5600", timeout_s=1),
+    ):
+        with pytest.raises(ConfigurationError, match="allow_plaintext"):
+            call()
+
+
+@needs_ucxx
+def test_a_wildcard_needs_a_host_to_tell_peers(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match="advertise_host"):
+        make(allow_plaintext=True, bind_host="0.0.0.0").listen("")
+    address = make(allow_plaintext=True, bind_host="0.0.0.0", advertise_host="localhost").listen("")
+    assert Address.parse(address).host == "localhost"
+
+
+@needs_ucxx
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+def test_hosts_may_be_ipv6_or_names(make: Make, host: str) -> None:
+    listener, dialer = make(bind_host=host), make()
+    dialer.start_connect(listener.listen(""), timeout_s=10)
+    seen: list[object] = []
+    while not seen:
+        listener.wait_events(0.01)
+        seen += dialer.wait_events(0.01)
+    assert isinstance(seen[0], Connected)
+
+
+@needs_ucxx
+def test_an_unknown_host_is_a_lost_peer(make: Make) -> None:
+    dialer = make(allow_plaintext=True)
+    peer_id = dialer.start_connect("ucx://no-such-host.invalid:1", timeout_s=5)
+    (lost,) = dialer.wait_events(10)
+    assert isinstance(lost, PeerLost)
+    assert lost.peer_id == peer_id
+
+
+def test_the_transport_is_listed_whether_or_not_it_can_work() -> None:
+    assert "ucx" in available_transports()
