@@ -102,6 +102,20 @@ def test_one_kind_may_make_several_groups(kinds: str, make_pair: Any, drive: Any
     assert last.metrics.transfer.num_blocks == NUM_BLOCKS + 3 * IN_WINDOW
 
 
+@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS[::-1]], ids=lambda pair: " to ".join(pair))
+def test_the_two_sides_may_lay_out_their_groups_differently(
+    layouts: list[str], make_node: Any, drive: Any, reference: Any
+) -> None:
+    roles = ("kv_producer", "kv_consumer")
+    prefill, decode = (
+        make_node("gemma3", connector="shm", role=role, layout=layout)
+        for role, layout in zip(roles, layouts, strict=True)
+    )
+    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
+    assert decode.tokens("a") == reference("gemma3", PROMPT, 40)
+    assert last.metrics.transfer.num_blocks == NUM_BLOCKS + IN_WINDOW
+
+
 def test_blocks_that_slid_out_are_null_on_both_sides(make_pair: Any, drive: Any) -> None:
     prefill, decode = make_pair("gemma3")
     windowed = _group_of(decode, "SlidingWindowSpec")
