@@ -145,7 +145,8 @@ class KVConnectorBase(ABC):
 
         Args:
             kv_caches: Layer name → the layer's cache in logical order, axis 0 being kernel blocks. Layers
-                that share a cache appear under each name.
+                that share a cache appear under each name. The logical order of attention is (kernel block,
+                key or value, slot, head, element); of attention with one latent (kernel block, slot, element).
         """
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:

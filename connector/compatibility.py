@@ -17,12 +17,10 @@ FIELD_ORDER: Final = (
     "model",
     "dtype",
     "cache_dtype",
-    "block_size",
     "num_groups",
     "num_layers",
     "num_kv_heads",
     "head_size",
-    "page_format",
     "byte_order",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,12 @@ from ..transports.regions import Pool, Segment
 from .handoff.messages import PROTOCOL_VERSION
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from .layout import KVLayout, LayerLayout, layer_layout_of_view
+from .slots import WHOLE, Shard, SlotArray, slot_array_of_view
 
 if TYPE_CHECKING:
     import torch
 
-    from .config import EngineConfig
+    from .config import EngineConfig, ParallelConfig
 
 __all__ = ["NO_FIELDS", "Registration", "describe_caches", "layout_name"]
 
@@ -49,9 +50,10 @@ def describe_caches(
     """Describe caches by where their tensors really are.
 
     Args:
-        kv_caches: Layer → its cache in logical order, axis 0 being kernel blocks.
+        kv_caches: Layer → its cache in logical order; see `KVConnectorBase.register_kv_caches`.
         arenas: Memory that came from the transport; a cache outside is served as foreign memory.
-        host_fields: What else must be equal on a peer, as only the engine knows, e.g. how its kernels pack a page.
+        host_fields: What else must be equal on a peer, as only the engine knows, e.g. how its kernels pack a page. With
+            any, the inside of pages is the engine's secret.
 
     Raises:
         ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config`.
@@ -70,13 +72,17 @@ def describe_caches(
     segments = _segments(caches.values(), arenas)
     pool = Pool(segments)
     layers = tuple(
-        _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool)
+        replace(
+            _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool),
+            shard=_shard(specs[name][1], config.parallel),
+            slots=None if host_fields else _slots(cache, specs[name][1], kv_cache_config.num_blocks),
+        )
         for name, cache in caches.items()
     )
     used = [spec for _, spec in specs.values()]
     layout = KVLayout(kv_cache_config.num_blocks, pool.num_bytes, layers)
     cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
-    fields = _fields(config, kv_cache_config, used, layout, cache_dtypes)
+    fields = _fields(config, kv_cache_config, used, len(layers), cache_dtypes)
     return Registration(pool, layout, {**host_fields, **fields})
 
 
@@ -133,6 +139,32 @@ def _layer_layout(
     )
 
 
+def _shard(spec: KVCacheSpec, parallel: ParallelConfig) -> Shard:
+    """Which heads, or which part of a state, this rank keeps.
+
+    Ranks with one head each may be several to a head; the spec does not say. They are told apart by their number,
+    so that such a rank fits only its like on a node of as many ranks.
+    """
+    if isinstance(spec, AttentionSpec) and spec.use_mla:
+        return WHOLE
+    num = spec.num_kv_heads if isinstance(spec, AttentionSpec) else 1
+    return Shard(parallel.tensor_parallel_rank * num, num, parallel.tensor_parallel_size * num)
+
+
+def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> SlotArray | None:
+    """Where each token's vectors lie, if the cache has the shape of which that is known."""
+    if not isinstance(spec, AttentionSpec):
+        return None
+    shape, strides = tuple(cache.shape), cache.stride()
+    kernel_block_size = spec.block_size * num_blocks // shape[0]
+    if spec.use_mla and shape[1:] == (kernel_block_size, spec.head_size):
+        shape = (shape[0], 1, kernel_block_size, 1, spec.head_size)
+        strides = (strides[0], 0, strides[1], 0, strides[2])
+    elif spec.use_mla or shape[1:] != (2, kernel_block_size, spec.num_kv_heads, spec.head_size):
+        return None
+    return slot_array_of_view(shape, strides, itemsize=cache.element_size(), element=_dtype_name(cache))
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 
@@ -162,21 +194,20 @@ def _fields(
     config: EngineConfig,
     kv_cache_config: KVCacheConfig,
     specs: Sequence[KVCacheSpec],
-    layout: KVLayout,
+    num_layers: int,
     cache_dtypes: str,
 ) -> dict[str, str | int]:
+    """What layouts do not say, and what a person would rather be told for the whole model than for a layer."""
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     return {
         "protocol": PROTOCOL_VERSION,
         "model": config.model.model,
         "dtype": config.model.dtype,
         "cache_dtype": cache_dtypes,
-        "block_size": _joined(spec.block_size for spec in specs),
         "num_groups": len(kv_cache_config.kv_cache_groups),
-        "num_layers": len(layout.layers),
-        "num_kv_heads": _joined(spec.num_kv_heads for spec in attention),
+        "num_layers": num_layers,
+        "num_kv_heads": _joined(_shard(spec, config.parallel).total for spec in attention),
         "head_size": _joined(spec.head_size for spec in attention),
-        "page_format": _joined(layer.page_format for layer in layout.layers),
         "byte_order": sys.byteorder,
     }
 

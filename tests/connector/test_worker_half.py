@@ -6,16 +6,20 @@ import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations, product
 
 import pytest
 import torch
 
 from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.params import parse_transfer_params
 from kvferry.connector.registration import describe_caches, layout_name
+from kvferry.connector.slots import Shard, SlotArray
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.base import Event
@@ -241,14 +245,65 @@ class TestRegistration:
             "model": "m",
             "dtype": "float32",
             "cache_dtype": "float32",
-            "block_size": "4",
             "num_groups": 1,
             "num_layers": 2,
             "num_kv_heads": "2",
             "head_size": "8",
-            "page_format": "float32[1,2,4,2,8]",
             "byte_order": "little",
         }
+
+    def test_the_number_of_heads_is_the_models_not_the_ranks(self) -> None:
+        config = cache_config()
+        caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
+        engine = replace(engine_config("inproc"), parallel=ParallelConfig(4, 3))
+        registration = describe_caches(engine, config, caches, [])
+        assert registration.fields["num_kv_heads"] == "8"
+        assert {layer.shard for layer in registration.layout.layers} == {Shard(6, 2, 8)}
+
+    @pytest.mark.parametrize("order", list(permutations((1, 2, 3))))
+    @pytest.mark.parametrize("kernel_block_size", [4, 2])
+    def test_slots_say_where_each_vector_is(self, order: tuple[int, ...], kernel_block_size: int) -> None:
+        config = cache_config(num_layers=1)
+        shape = (32 // kernel_block_size, 2, kernel_block_size, 2, 8)
+        physical = torch.arange(1024.0).reshape([shape[axis] for axis in (0, *order, 4)])
+        cache = physical.permute(0, *(1 + order.index(axis) for axis in (1, 2, 3)), 4)
+        assert cache.shape == shape
+        (layer,) = describe_caches(
+            engine_config("inproc"), config, {names(config)[0]: cache}, []
+        ).layout.layers
+        assert layer.slots is not None
+        for slot, part, head in product(range(32), range(2), range(2)):
+            kernel_block, within = divmod(slot, kernel_block_size)
+            place = (
+                layer.base_offset
+                + kernel_block * layer.slots.kernel_block_stride
+                + within * layer.slots.slot_stride
+                + part * layer.slots.part_stride
+                + head * layer.slots.head_stride
+            )
+            assert physical.view(-1)[place // 4] == cache[kernel_block, part, within, head, 0]
+
+    def test_a_latent_is_one_part_without_heads_on_every_rank(self) -> None:
+        spec = FullAttentionSpec(4, 1, 8, torch.float32, use_mla=True)
+        config = KVCacheConfig(8, (), (KVCacheGroupSpec(("a",), spec),))
+        engine = replace(engine_config("inproc"), parallel=ParallelConfig(2, 1))
+        (layer,) = describe_caches(engine, config, {"a": torch.zeros(8, 4, 8)}, []).layout.layers
+        assert layer.shard == Shard(0, 1, 1)
+        assert layer.slots == SlotArray("float32", 1, 32, 4, 128, 32, 0, 0)
+
+    @pytest.mark.parametrize("shape", [(8, 2, 2, 4, 8), (8, 4, 2, 16), (8, 128)])
+    def test_a_cache_of_another_shape_keeps_its_inside_to_itself(self, shape: tuple[int, ...]) -> None:
+        config = cache_config(num_layers=1)
+        caches = {names(config)[0]: torch.zeros(shape)}
+        (layer,) = describe_caches(engine_config("inproc"), config, caches, []).layout.layers
+        assert layer.slots is None
+
+    def test_an_engine_that_packs_pages_its_own_way_keeps_their_inside_to_itself(self) -> None:
+        config = cache_config(num_layers=1)
+        caches = {names(config)[0]: torch.zeros(8, *SHAPE.logical_page)}
+        registration = describe_caches(engine_config("inproc"), config, caches, [], {"packing": "amx"})
+        assert registration.layout.layers[0].slots is None
+        assert registration.fields["packing"] == "amx"
 
     @pytest.mark.parametrize(
         ("num_kernel_blocks", "message"), [(7, "7 kernel blocks for 8 blocks"), (12, "12 kernel blocks")]

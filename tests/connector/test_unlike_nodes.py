@@ -1,0 +1,113 @@
+"""Caches as two engines register them, of different shapes: a plan fills one from the other, token by token."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.connector.config import ParallelConfig
+from kvferry.connector.plan import Planner
+from kvferry.connector.registration import Registration, describe_caches
+from kvferry.connector.reshard import GroupTables, ReshardPlanner
+from kvferry.connector.testing import CacheShape, engine_config
+from kvferry.transports.errors import IncompatiblePeerError
+
+NUM_TOKENS = 21
+NUM_HEADS = 4
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank; `caches`: (layer, block, key or value, slot, head, element), of this rank's heads."""
+
+    shape: CacheShape
+    caches: torch.Tensor
+    registration: Registration
+
+    def tokens(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """What the cache holds of the first tokens: (layer, key or value, token, head, element)."""
+        return self.caches[:, list(block_ids)].transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS]
+
+
+def engine_of(
+    *, block_size: int = 4, heads_first: bool = False, uniform: bool = True, tp: int = 1, rank: int = 0
+) -> Engine:
+    shape = replace(CacheShape(), block_size=block_size, num_kv_heads=NUM_HEADS // tp)
+    layers, blocks = shape.num_layers, shape.num_blocks
+    page = (2, block_size, shape.num_kv_heads, shape.head_size)
+    generator = torch.Generator().manual_seed(100 * tp + rank)
+    outer = (blocks, layers) if uniform else (layers, blocks)
+    stored = (page[0], page[2], page[1], page[3]) if heads_first else page
+    memory = torch.rand((*outer, *stored), generator=generator)
+    caches = memory.transpose(3, 4) if heads_first else memory
+    caches = caches.transpose(0, 1) if uniform else caches
+    config = replace(engine_config("inproc"), parallel=ParallelConfig(tp, rank))
+    kv_cache_config = shape.kv_cache_config()
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    registered = dict(zip(names, caches, strict=True))
+    return Engine(shape, caches, describe_caches(config, kv_cache_config, registered, []))
+
+
+def load(ours: Engine, producers: Sequence[Engine], local: list[int], remote: list[int]) -> None:
+    """Read as a transport would: bytes from address to address."""
+    tables = GroupTables(0, np.array(local, dtype=np.int64), np.array(remote, dtype=np.int64))
+    planner = ReshardPlanner(
+        ours.registration.layout, [producer.registration.layout for producer in producers]
+    )
+    for producer, pairs in zip(producers, planner.plan([tables], NUM_TOKENS), strict=True):
+        to = ours.registration.pool.addresses(pairs.local_offsets, pairs.lengths)
+        source = producer.registration.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        for target, origin, num_bytes in zip(
+            to.tolist(), source.tolist(), pairs.lengths.tolist(), strict=True
+        ):
+            ctypes.memmove(target, origin, num_bytes)
+
+
+@pytest.mark.parametrize("ours_uniform", [True, False])
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_token_arrives(tp: int, block_size: int, heads_first: bool, ours_uniform: bool) -> None:
+    ours = engine_of(block_size=8, uniform=ours_uniform)
+    producers = [
+        engine_of(block_size=block_size, heads_first=heads_first, tp=tp, rank=rank) for rank in range(tp)
+    ]
+    local, remote = [7, 3, 12], [9, 1, 20, 4, 30, 5][: -(-NUM_TOKENS // block_size)]
+    expected = torch.cat([producer.tokens(remote) for producer in producers], dim=3)
+    before = ours.caches.clone()
+    load(ours, producers, local, remote)
+    assert torch.equal(ours.tokens(local), expected)
+    is_other = torch.ones(ours.shape.num_blocks, dtype=torch.bool)
+    is_other[local] = False
+    assert torch.equal(ours.caches[:, is_other], before[:, is_other])
+    assert torch.equal(ours.caches[:, 12, :, NUM_TOKENS % 8 :], before[:, 12, :, NUM_TOKENS % 8 :])
+
+
+def test_a_rank_gets_its_heads_out_of_a_whole_cache() -> None:
+    producer = engine_of()
+    for rank in range(2):
+        ours = engine_of(tp=2, rank=rank)
+        load(ours, [producer], [6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6])
+        expected = producer.tokens([1, 2, 3, 4, 5, 6])[:, :, :, 2 * rank : 2 * rank + 2]
+        assert torch.equal(ours.tokens([6, 5, 4, 3, 2, 1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        ({"block_size": 8}, "block_size"),
+        ({"tp": 2}, "shard"),
+        ({"tp": 2, "rank": 1}, "shard"),
+    ],
+)
+def test_the_plain_planner_names_what_it_leaves_to_the_other(theirs: dict[str, int], field: str) -> None:
+    ours, peer = engine_of().registration, engine_of(**theirs).registration  # type: ignore[arg-type]
+    assert ours.fields == peer.fields
+    with pytest.raises(IncompatiblePeerError) as caught:
+        Planner(ours.layout, peer.layout)
+    assert caught.value.field == f"layers.model.layers.0.self_attn.{field}"
