@@ -2,8 +2,8 @@
 
     .venv-vllm/bin/python benchmarks/vllm_pair.py [--shapes 128x1 128x8 1024x1 ...] [--rounds N] [--json FILE]
 
-All engines run at once; in each round every system answers the same prompts, one system after the other, in another
-order each round. A shape is prompt tokens x requests at a time. What counts are the ratios to the single node in the
+All engines run at once; in each round every system answers as many prompts, one system after the other, in another
+order each round, while the others are stopped, since some of them use processors even when nobody asks. A shape is prompt tokens x requests at a time. What counts are the ratios to the single node in the
 same round, and of those the median. Prompts are new in every round and for every system, so no prefix is cached.
 
 The model is random: little to compute, and as much KV cache a token as a large one, so that the handoff can be seen.
@@ -18,12 +18,13 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,8 @@ BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+#: For what an engine does first when it is woken up.
+SETTLE_S = 0.3
 NIXL_PORTS = count(24600)
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -116,6 +119,9 @@ class Engine:
         (first_at, _), (finished_at, answer) = await asyncio.gather(first, finished)
         return first_at, finished_at, answer
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     async def close(self) -> None:
         self._process.kill()
         await self._process.wait()
@@ -143,7 +149,17 @@ class System:
     prefill: Engine | None
     decode: Engine
 
-    async def measure(self, shape: Shape, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let its engines run while the block does, and stop them after it."""
+        engines = [engine for engine in (self.prefill, self.decode) if engine is not None]
+        for engine in engines:
+            engine.signal(signal.SIGCONT)
+        yield
+        for engine in engines:
+            engine.signal(signal.SIGSTOP)
+
+    async def measure(self, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
         timings = await asyncio.gather(*(self._one(prompt, max_tokens) for prompt in prompts))
         return Sample(
             statistics.mean(ttft for ttft, _ in timings), statistics.mean(itl for _, itl in timings)
@@ -220,7 +236,7 @@ def write_model(folder: Path, max_tokens: int) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[list[System]]:  # type: ignore[misc]
+async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -> AsyncIterator[list[System]]:
     """Every system, started two engines at a time; the single node is the first pair's decode node by itself."""
     write_model(folder / "model", 2 * max(shape.num_tokens for shape in shapes) + 64)
     systems: list[System] = []
@@ -240,6 +256,8 @@ async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -
                 stack.push_async_callback(engine.close)
             systems.append(System(name, *engines))
             print(f"{name}: both engines run", flush=True)
+            for engine in engines:
+                engine.signal(signal.SIGSTOP)
         yield [System("one node", None, systems[0].decode), *systems]
 
 
@@ -254,7 +272,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
             for number in range(arguments.rounds + 1):
                 for system in random.sample(systems, len(systems)):
                     prompts = [_prompt(shape.num_tokens) for _ in range(shape.concurrency)]
-                    sample = await system.measure(shape, prompts, arguments.max_tokens)
+                    with system.awake():
+                        await asyncio.sleep(SETTLE_S)
+                        sample = await system.measure(prompts, arguments.max_tokens)
                     if number:  # the first round wakes everybody up
                         samples[system.name].append(sample)
             rows += _rows(shape, samples)

@@ -139,5 +139,9 @@ def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
             f"layer {name} keeps a {type(spec).__name__}; only attention layers can be handed over"
         )
     return AttentionSpec(
-        spec.block_size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.dtype
+        spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        use_mla=getattr(spec, "head_size_v", spec.head_size) == 0,
     )

@@ -117,6 +117,7 @@ class Program:
         return {
             "free_blocks": pool.get_num_free_blocks(),
             "num_requests": len(self.scheduler.requests),
+            "num_groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
             "num_remembered": connector.num_remembered_requests,
         }
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -190,7 +189,7 @@ def _settings(model: Path, extra: dict[str, Any]) -> dict[str, Any]:
         "model": str(model),
         "dtype": "float32",
         "skip_tokenizer_init": True,
-        "max_model_len": 2048,
+        "max_model_len": 1536,
         "enforce_eager": True,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": NUM_BLOCKS,
@@ -300,21 +299,30 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def running_pairs(start_node: Callable[..., Node]) -> Callable[[str], Pair]:
-    """Two nodes of each transport that is asked for; they live as long as the tests."""
+def start_pair(start_node: Callable[..., Node]) -> Callable[..., Pair]:
+    """Start two nodes that are alike; they live as long as the tests."""
 
-    @cache
-    def running_pair(transport: str) -> Pair:
-        prefill, decode = (start_node(extra={"transport": transport}) for _ in range(2))
+    def start(**arguments: Any) -> Pair:
+        prefill, decode = (start_node(**arguments) for _ in range(2))
         return Pair(prefill.wait_until_ready(), decode.wait_until_ready())
 
-    return running_pair
+    return start
 
 
 @pytest.fixture(scope="session")
-def running_pair(running_pairs: Callable[[str], Pair]) -> Pair:
+def shm_pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair(extra={"transport": "shm"})
+
+
+@pytest.fixture(scope="session")
+def zeromq_pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair(extra={"transport": "zeromq"})
+
+
+@pytest.fixture(scope="session")
+def running_pair(shm_pair: Pair) -> Pair:
     """The nodes of most tests; modules may override it."""
-    return running_pairs("shm")
+    return shm_pair
 
 
 @pytest.fixture

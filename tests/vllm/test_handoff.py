@@ -16,8 +16,8 @@ def transport(request):
 
 
 @pytest.fixture(scope="session")
-def running_pair(running_pairs, transport):
-    return running_pairs(transport)
+def running_pair(request, transport):
+    return request.getfixturevalue(f"{transport}_pair")
 
 
 @pytest.mark.parametrize("num_tokens", [5, 32, 33, 200, 800])

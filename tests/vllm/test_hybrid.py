@@ -1,0 +1,74 @@
+"""A model with sliding windows: several KV cache groups, and blocks that nobody needs any more."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+WINDOW = 96
+
+
+@pytest.fixture(scope="module")
+def hybrid_model(tmp_path_factory):
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    folder = tmp_path_factory.mktemp("hybrid")
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running_pair(start_pair, hybrid_model):
+    return start_pair(model=hybrid_model)
+
+
+def test_there_are_several_groups(pair):
+    assert pair.decode.order("status")["num_groups"] > 1
+
+
+@pytest.mark.parametrize("num_tokens", [20, 96, 97, 200, 500])
+def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
+    tokens = prompt(num_tokens)
+    answer = pair.hand_over(tokens)
+    assert answer["reason"] == "length"
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
+    tokens = prompt(500)
+    params = pair.prefilled(tokens[:350])
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_a_prefix_that_is_here_already(pair, prompt):
+    tokens = prompt(500)
+    pair.decode.ask(next(pair.names), tokens[:256])
+    answer = pair.hand_over(tokens)
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_an_offer_that_is_over(pair, prompt, policy):
+    """vLLM cannot be told of single blocks when there are several groups; it is told of the request."""
+    tokens = prompt(200)
+    params = pair.prefilled(tokens)
+    pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.decode.order("forget")
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
