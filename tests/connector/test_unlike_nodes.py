@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.connector.compatibility import require_compatible
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.plan import Planner
 from kvferry.connector.registration import Registration, describe_caches
@@ -111,3 +112,23 @@ def test_the_plain_planner_names_what_it_leaves_to_the_other(theirs: dict[str, i
     with pytest.raises(IncompatiblePeerError) as caught:
         Planner(ours.layout, peer.layout)
     assert caught.value.field == f"layers.model.layers.0.self_attn.{field}"
+
+
+def test_ranks_of_one_head_are_not_mistaken_for_ranks_that_share_it() -> None:
+    """Of two heads, rank 1 of two keeps the second, but rank 1 of four the first: their pages look the same."""
+    ours, peer = (engine_of(tp=NUM_HEADS, rank=1).registration for _ in range(2))
+    require_compatible(ours.fields, peer.fields)
+    of_eight = describe_with(ParallelConfig(2 * NUM_HEADS, 1))
+    with pytest.raises(IncompatiblePeerError, match="num_kv_heads differs: local '4', remote '8'"):
+        require_compatible(ours.fields, of_eight.fields)
+    with pytest.raises(IncompatiblePeerError, match="shard differs"):
+        Planner(ours.layout, of_eight.layout)
+
+
+def describe_with(parallel: ParallelConfig) -> Registration:
+    """A rank with one head, whatever it may be."""
+    shape = replace(CacheShape(), num_kv_heads=1)
+    caches = torch.zeros(shape.num_layers, shape.num_blocks, *shape.logical_page)
+    config = shape.kv_cache_config()
+    registered = dict(zip(config.kv_cache_groups[0].layer_names, caches, strict=True))
+    return describe_caches(replace(engine_config("inproc"), parallel=parallel), config, registered, [])
