@@ -45,6 +45,7 @@ from .output import KVConnectorOutput
 from .stats import KVConnectorStats, TransferRecord
 
 if TYPE_CHECKING:
+    from .auto import AutoConnector
     from .inproc import InProcConnector
     from .multi import MultiConnector
     from .p2p import PeerToPeerConnector
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 #: Imported when first asked for: they bring the protocol and the transports.
 _LAZY = {
+    "AutoConnector": ".auto",
     "InProcConnector": ".inproc",
     "MultiConnector": ".multi",
     "PeerToPeerConnector": ".p2p",
@@ -65,6 +67,7 @@ _LAZY = {
 __all__ = [
     "AttentionLayerConfig",
     "AttentionSpec",
+    "AutoConnector",
     "CacheConfig",
     "ChunkedLocalAttentionSpec",
     "CompilationConfig",

@@ -30,11 +30,13 @@ class KVConnectorFactory:
 
     #: Name → (module, class). A transport's short name stands for its connector.
     _registry: ClassVar[dict[str, tuple[str, str]]] = {
+        "AutoConnector": ("kvferry.connector.auto", "AutoConnector"),
         "InProcConnector": ("kvferry.connector.inproc", "InProcConnector"),
         "MultiConnector": ("kvferry.connector.multi", "MultiConnector"),
         "SharedMemoryConnector": ("kvferry.connector.shm", "SharedMemoryConnector"),
         "UCXConnector": ("kvferry.connector.ucx", "UCXConnector"),
         "ZeroMQConnector": ("kvferry.connector.zeromq", "ZeroMQConnector"),
+        "auto": ("kvferry.connector.auto", "AutoConnector"),
         "inproc": ("kvferry.connector.inproc", "InProcConnector"),
         "shm": ("kvferry.connector.shm", "SharedMemoryConnector"),
         "ucx": ("kvferry.connector.ucx", "UCXConnector"),

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from ..transports.base import Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
+from ..transports.base import Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
 from ..transports.errors import KVTransferError, TransferTimeoutError, TransportClosedError
 from .handoff.events import (
     Action,
@@ -113,7 +113,7 @@ class _Driver:
         self._transport = transport
         self._protocol = protocol
         self._outcomes = outcomes
-        self._reads: dict[int, StartRead] = {}  # by transfer id
+        self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
 
     @property
     def num_reads(self) -> int:
@@ -158,8 +158,8 @@ class _Driver:
             case PeerLost(peer_id, error):
                 return self._protocol.peer_lost(peer_id, error, _now())
             case TransferEnded(transfer_id):
-                read = self._reads.pop(transfer_id)
-                self._outcomes.read_ended(read, event)
+                read, route = self._reads.pop(transfer_id)
+                self._outcomes.read_ended(read, event, route)
                 return self._protocol.consumer.read_ended(read.request_id, event.error, _now())
 
     # -- actions -------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class _Driver:
             )
         except KVTransferError as error:
             return self._protocol.consumer.read_ended(read.request_id, error, _now())
-        self._reads[transfer_id] = read
+        self._reads[transfer_id] = read, self._transport.route_of(read.peer_id)
         return []
 
     def _end_offer(self, ended: OfferEnded) -> None:

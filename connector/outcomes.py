@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..transports.base import TransferEnded
+from ..transports.base import Route, TransferEnded
 from ..transports.errors import KVTransferError
 from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from .metadata import HandoffMetadata
@@ -33,6 +33,7 @@ class Report:
 class _Read:
     started: StartRead
     ended: TransferEnded
+    route: Route
 
 
 class Outcomes:
@@ -66,10 +67,10 @@ class Outcomes:
             self._offers.update(orders.offers)
             self._loads.update(orders.loads)
 
-    def read_ended(self, read: StartRead, ended: TransferEnded) -> None:
+    def read_ended(self, read: StartRead, ended: TransferEnded, route: Route) -> None:
         """Keep the figures of a read for the record of its load."""
         with self._lock:
-            self._reads[read.request_id] = _Read(read, ended)
+            self._reads[read.request_id] = _Read(read, ended, route)
 
     def offer_ended(self, ended: OfferEnded) -> None:
         """The offer's blocks may be reused."""
@@ -125,7 +126,7 @@ class Outcomes:
         return TransferRecord(
             request_id=ended.request_id,
             direction="receive",
-            transport=self._transport,
+            transport=read.route.scheme if read else self._transport,
             mechanism=read.ended.mechanism if read else "",
             layout=self._layout,
             num_blocks=read.started.num_blocks if read else len(_real_blocks(ended.blocks)),
@@ -134,6 +135,7 @@ class Outcomes:
             num_bytes=read.ended.num_bytes if read else 0,
             seconds=read.ended.seconds if read else 0.0,
             error="" if ended.error is None else str(ended.error),
+            reason=read.route.reason if read else "",
         )
 
     def _count(self, record: TransferRecord) -> None:

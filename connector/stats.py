@@ -32,7 +32,7 @@ class TransferRecord:
 
     Attributes:
         direction: `"receive"`: into this node.
-        transport: Scheme of the transport, e.g. `"shm"`.
+        transport: Scheme of the transport that was used, e.g. `"shm"`.
         mechanism: What really moved the bytes, e.g. `"mapped"`; empty if nothing was read.
         layout: `"uniform"` or `"per-layer"`, of this node's pool.
         num_blocks: Blocks asked for, over all groups.
@@ -41,6 +41,7 @@ class TransferRecord:
         num_bytes: Bytes copied.
         seconds: From the start of the read to its last byte.
         error: Why it failed; empty if it did not.
+        reason: Why this transport; empty where there was no choice.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class TransferRecord:
     num_bytes: int
     seconds: float
     error: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)

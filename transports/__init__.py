@@ -13,6 +13,7 @@ from .base import (
     GuardTable,
     MessageReceived,
     PeerLost,
+    Route,
     TransferEnded,
     Transport,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "PeerLost",
     "Pool",
     "RegionPairs",
+    "Route",
     "Segment",
     "TransferEnded",
     "Transport",

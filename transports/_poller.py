@@ -26,6 +26,10 @@ class Poller:
         self._is_woken = False
         self.is_closed = False
 
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll` has something to do."""
+        return self._selector.fileno()
+
     def watch(self, sock: HasFileno, handler: Callable[[], None], *, writes: bool = False) -> None:
         """Call `handler` when there is something to receive; with `writes`, also when there is room to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)

@@ -35,6 +35,7 @@ __all__ = [
     "GuardTable",
     "MessageReceived",
     "PeerLost",
+    "Route",
     "TransferEnded",
     "Transport",
 ]
@@ -82,6 +83,19 @@ class TransferEnded:
     num_bytes: int
     seconds: float
     mechanism: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a peer is reached.
+
+    Attributes:
+        scheme: Of the transport that really serves it.
+        reason: Why this one, in words; empty where there was no choice.
+    """
+
+    scheme: str
+    reason: str
 
 
 Event = Connected | MessageReceived | PeerLost | TransferEnded
@@ -200,6 +214,10 @@ class Transport(ABC):
                 copied, no event follows.
             PeerLostError: no such peer. Nothing was copied, no event follows.
         """
+
+    def route_of(self, peer_id: int) -> Route:
+        """How a peer is reached. An unknown id is answered as if there had been no choice."""
+        return Route(self.scheme, "")
 
     # -- the owner's loop ----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "kvferry.transports"
 
 #: Scheme: (module relative to this package, class). Works from a source tree that was never installed.
 _BUILT_IN = {
+    "auto": (".auto", "AutoTransport"),
     "inproc": (".inproc", "InProcTransport"),
     "shm": (".shm", "SharedMemoryTransport"),
     "ucx": (".ucx", "UCXTransport"),

@@ -130,7 +130,11 @@ def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str
     def united(values: Sequence[str]) -> str:
         return ", ".join(sorted({value for value in values if value})) or "none"
 
-    transports = united([report.transport for report in reports])
+    def way(report: RequestReport, answer: Answer) -> str:
+        reason = answer.transfer.get("reason", "")
+        return f"{report.transport} ({reason})" if reason else report.transport
+
+    transports = united([way(*pair) for pair in zip(reports, answers, strict=True)])
     mechanisms = united([answer.transfer.get("mechanism", "") for answer in answers])
     layouts = united([report.layout for report in reports])
     return f"transport {transports} · mechanism {mechanisms} · layout {layouts}"

@@ -193,4 +193,5 @@ def _transfer_record(theirs: ConnectorTransferRecord, connector: str) -> Transfe
         num_bytes=theirs.num_bytes,
         seconds=theirs.seconds,
         error=theirs.error,
+        reason=theirs.reason,
     )

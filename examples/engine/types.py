@@ -85,6 +85,7 @@ class TransferRecord:
         num_bytes: Bytes moved.
         seconds: From the start of the read to the last byte.
         error: Why the load failed, empty when it did not. The figures are then of what was tried.
+        reason: Why this transport; empty where there was no choice.
     """
 
     connector: str
@@ -97,6 +98,7 @@ class TransferRecord:
     num_bytes: int
     seconds: float
     error: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)

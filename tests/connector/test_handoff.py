@@ -25,7 +25,7 @@ MakeNode = Callable[..., ModelFreeNode]
 UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
 
 
-@pytest.fixture(params=["inproc", "shm", "zeromq", UCX])
+@pytest.fixture(params=["inproc", "shm", "zeromq", UCX, "auto"])
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -178,7 +178,9 @@ class TestFigures:
         load(consumer, producer, Request("d", 18, params))
         (record,) = consumer.stats.transfers
         assert (record.request_id, record.direction, record.error) == ("d", "receive", "")
-        assert (record.transport, record.layout) == (connector, "uniform")
+        chosen = ("shm", "on this host") if connector == "auto" else (connector, "")
+        assert (record.transport, record.reason) == chosen
+        assert record.layout == "uniform"
         assert (record.num_blocks, record.num_regions) == (5, 1)
         assert record.num_regions_per_layer == UNIFORM.num_layers
         assert record.num_bytes == 5 * UNIFORM.num_layers * UNIFORM.spec.page_size_bytes

@@ -335,6 +335,10 @@ class SharedMemoryTransport(Transport):
                 if read.deadline <= now:
                     self._copier.cancel(read, TransferTimeoutError("the read did not end in time"))
 
+    def fileno(self) -> int:
+        """A descriptor that is readable while `wait_events` has something to do about sockets and copies."""
+        return self._poller.fileno()
+
     def wake(self) -> None:
         self._poller.wake()
 

@@ -1,0 +1,148 @@
+"""`auto` keeps every promise of a transport whichever way it chooses, and says which and why."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from kvferry.transports import auto
+from kvferry.transports.auto.address import AutoAddress
+from kvferry.transports.base import Connected, Event, Transport
+from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.regions import Pool
+from kvferry.transports.testing import TransportConformance
+
+Create = Callable[[Mapping[str, object]], Transport]
+
+
+def create_auto(options: Mapping[str, object] = {}) -> auto.AutoTransport:
+    return auto.AutoTransport({"network": "zeromq", **options})
+
+
+class _Moved(auto.AutoTransport):
+    """A node whose address names another host, which so can only be reached over the network."""
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__({"network": "zeromq", **options})
+        self._host = "another"
+
+    def start_connect(self, address: str, *, timeout_s: float) -> int:
+        self._host = "yet another"
+        return super().start_connect(address, timeout_s=timeout_s)
+
+
+class TestOnOneHost(TransportConformance):
+    @pytest.fixture
+    def create(self) -> Create:
+        return create_auto
+
+
+class TestBetweenHosts(TransportConformance):
+    @pytest.fixture
+    def create(self) -> Create:
+        return _Moved
+
+
+class TestTheChoice:
+    @pytest.fixture
+    def listener(self) -> Iterator[auto.AutoTransport]:
+        yield from _started()
+
+    @pytest.fixture
+    def dialer(self) -> Iterator[auto.AutoTransport]:
+        yield from _started()
+
+    def connect(self, dialer: Transport, listener: Transport, address: str) -> int:
+        peer_id = dialer.start_connect(address, timeout_s=5)
+        events: list[Event] = []
+        for _ in range(100):
+            listener.wait_events(0.01)
+            events += dialer.wait_events(0.05)
+            if events:
+                break
+        assert events == [Connected(peer_id, incoming=False)]
+        return peer_id
+
+    def test_is_shared_memory_on_one_host(
+        self,
+        dialer: auto.AutoTransport,
+        listener: auto.AutoTransport,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        route = dialer.route_of(self.connect(dialer, listener, listener.listen("")))
+        assert (route.scheme, route.reason) == ("shm", "on this host")
+        assert "is reached by shm: on this host" in caplog.text
+
+    def test_is_the_network_between_hosts(
+        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
+    ) -> None:
+        address = AutoAddress.parse(listener.listen(""))
+        elsewhere = AutoAddress("0123456789abcdef", address.local, address.network)
+        route = dialer.route_of(self.connect(dialer, listener, str(elsewhere)))
+        assert (route.scheme, route.reason) == ("zeromq", "on another host")
+
+    def test_is_the_network_where_shared_memory_does_not_connect(
+        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
+    ) -> None:
+        # As from another container: the same kernel, another network namespace.
+        address = AutoAddress.parse(listener.listen(""))
+        walled = AutoAddress(address.host, "shm://@kvferry-nobody", address.network)
+        route = dialer.route_of(self.connect(dialer, listener, str(walled)))
+        assert route.scheme == "zeromq"
+        assert "shared memory does not connect" in route.reason
+
+    def test_is_the_network_where_shared_memory_never_answers(
+        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
+    ) -> None:
+        with socket.socket(socket.AF_UNIX) as mute:
+            mute.bind("\0kvferry-mute")
+            mute.listen()
+            address = AutoAddress.parse(listener.listen(""))
+            walled = AutoAddress(address.host, "shm://@kvferry-mute", address.network)
+            route = dialer.route_of(self.connect(dialer, listener, str(walled)))
+        assert "said no hello in time" in route.reason
+
+
+def _started() -> Iterator[auto.AutoTransport]:
+    transport = create_auto()
+    arena = transport.allocate(4096)
+    transport.register(Pool([arena.segment]))
+    yield transport
+    transport.close()
+
+
+class TestAddresses:
+    def test_survive_the_way_through_text(self) -> None:
+        address = AutoAddress(
+            "0123", "shm:///a folder;with%signs/x.sock", "zeromq://[fd00::7]:5600?key=a&b#c"
+        )
+        assert AutoAddress.parse(str(address)) == address
+
+    @pytest.mark.parametrize(
+        "text", ["", "shm://@x", "auto://host", "auto://host;shm://@x;", "auto://a;b;c;d"]
+    )
+    def test_malformed_ones_are_refused(self, text: str) -> None:
+        with pytest.raises(ConfigurationError, match="not an auto address"):
+            AutoAddress.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"wings": 2}, "wings"),
+        ({"network": 7}, "network"),
+        ({"network": "auto"}, "network"),
+        ({"network": "pigeon"}, "pigeon"),
+        ({"network": "", "network_options": {"port": 1}}, "network"),
+        ({"local_options": 1}, "local_options"),
+        ({"local_options": {"wings": 2}}, "wings"),
+        ({"network_options": {"wings": 2}}, "wings"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options: Mapping[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):  # the leak guards see that nothing stays open
+        create_auto(options)

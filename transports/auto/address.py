@@ -1,0 +1,58 @@
+"""`auto://host;shm://…;zeromq://…`: where a process can be reached by which transport."""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from urllib.parse import quote, unquote
+
+from ..errors import ConfigurationError
+
+__all__ = ["AutoAddress", "this_host"]
+
+SCHEME = "auto"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_KEPT = "".join(set(string.punctuation) - set(";%"))
+
+
+def this_host() -> str:
+    """Name the running kernel: alike for all its processes and containers, and for no other's."""
+    return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class AutoAddress:
+    """An address of the `auto` transport.
+
+    Attributes:
+        host: See `this_host`.
+        local: The process's address in shared memory.
+        network: Its address for other hosts.
+    """
+
+    host: str
+    local: str
+    network: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}://{self.host};{quote(self.local, safe=_KEPT)};{quote(self.network, safe=_KEPT)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`.
+
+        Raises:
+            ConfigurationError: it is malformed.
+        """
+        scheme, _, rest = text.partition("://")
+        parts = [unquote(part) for part in rest.split(";")]
+        if scheme != SCHEME or len(parts) != 3 or not all(parts):
+            raise ConfigurationError(
+                f"not an auto address: {text!r}; they look like auto://host;shm://…;zeromq://…",
+                key="address",
+                value=text,
+            )
+        return cls(*parts)
