@@ -8,7 +8,6 @@ from ..regions import AddressArray, Int64Array
 
 __all__ = ["Stage", "Stages"]
 
-_STAGE_BYTES = 1 << 20
 _MAX_IDLE = 64
 
 
@@ -29,17 +28,22 @@ class Stage:
 
 
 class Stages:
-    """Stages that are used again, since new memory costs more than the copy into it."""
+    """Stages that are used again, since new memory costs more than the copy into it.
 
-    def __init__(self) -> None:
+    Args:
+        num_bytes: Of each. Larger ones can be had, and are not kept.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
         self._idle: list[Stage] = []
 
     def take(self, num_bytes: int) -> Stage:
-        if num_bytes <= _STAGE_BYTES and self._idle:
+        if num_bytes <= self._num_bytes and self._idle:
             return self._idle.pop()
-        return Stage(max(num_bytes, _STAGE_BYTES))
+        return Stage(max(num_bytes, self._num_bytes))
 
     def give_back(self, stage: Stage) -> None:
         """Nobody writes into it or reads it any more."""
-        if stage.num_bytes == _STAGE_BYTES and len(self._idle) < _MAX_IDLE:
+        if stage.num_bytes == self._num_bytes and len(self._idle) < _MAX_IDLE:
             self._idle.append(stage)

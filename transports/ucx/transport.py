@@ -17,6 +17,7 @@ from .library import require_network
 from .node import Node
 from .options import SCHEME, Address, UCXOptions
 from .peers import Local
+from .reads import limits_of
 from .serving import PoolServer
 from .stages import Stages
 
@@ -64,7 +65,8 @@ class UCXTransport(Transport):
         self._require_open()
         if self._nodes:
             raise KVTransferStateError("a pool is registered already")
-        source = PoolServer(pool, self._words, Stages())
+        limits = limits_of(self._options)
+        source = PoolServer(pool, self._words, Stages(limits.slice_bytes + limits.alone_bytes))
         self._nodes.append(Node(Local(self._options, source, self._events), self._poller))
 
     def _node(self) -> Node:
