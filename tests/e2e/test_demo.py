@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ KEYS = {
     "reference_ttft_s",
 }
 TINY_LAYERS = 3
+UCX = pytest.param(
+    "ucx", "uniform", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+)
 
 
 @pytest.fixture
@@ -56,16 +60,19 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+@pytest.mark.parametrize(
+    ("connector", "layout"),
+    [("shm", "uniform"), ("shm", "per-layer"), ("zeromq", "uniform"), UCX, ("auto", "uniform")],
+)
 def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
-    layout: str, arguments: list[str], tmp_path: Path
+    connector: str, layout: str, arguments: list[str], tmp_path: Path
 ) -> None:
     lines = ["a", "b" * 16, "A ferry between two piers. " * 8, "", "c" * 17, "d" * 15]
     (tmp_path / "prompts").write_text("\n".join(lines))
     done = run_demo(
         *arguments,
         *("--prompt-file", str(tmp_path / "prompts"), "--json", str(tmp_path / "out.json")),
-        *("--layout", layout, "--max-tokens", "5", "--concurrency", "3"),
+        *("--layout", layout, "--max-tokens", "5", "--concurrency", "3", "--connector", connector),
     )
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "out.json").read_text())["requests"]
@@ -73,9 +80,11 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert all(record.keys() == KEYS for record in records)
     assert all(record["identical"] and len(record["token_ids"]) == 5 for record in records)
     assert {record["layout"] for record in records} == {layout}
-    assert {record["connector"] for record in records} == {"shm"}
+    assert {record["connector"] for record in records} == {connector}
     moved = records[1:]
-    assert {record["transport"] for record in moved} == {"shm"}
+    transport, shown = ("shm", "shm (on this host)") if connector == "auto" else (connector, connector)
+    assert {record["transport"] for record in moved} == {transport}
+    assert f"transport {shown} ·" in done.stdout
     assert [record["num_blocks"] for record in moved] == [1, 14, 2, 1]
     assert all(record["kv_bytes"] > 0 and record["transfer_gb_per_s"] > 0 for record in moved)
     assert all(record["memcpy_gb_per_s"] > 0 and record["ttft_s"] > 0 for record in moved)
