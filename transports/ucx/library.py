@@ -38,6 +38,9 @@ _MAX_LANES = 64
 _EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 _STATUS_TRUNCATED = -9
 
+#: Of the first byte of an address.
+_VERSION_BITS = 0x0F
+
 
 class _Lane(ctypes.Structure):
     """`ucp_transport_entry_t`"""
@@ -186,7 +189,10 @@ class Worker:
         Raises:
             PeerRefusedError: TCP is refused, and nothing else leads there.
             PeerLostError: nothing leads there; or the address is none of UCX's.
+            ProtocolError: the address is of another version, over which UCX would abort the process.
         """
+        if address[0] & _VERSION_BITS != self.address[0] & _VERSION_BITS:
+            raise ProtocolError("the peer's UCX address is of another version, or none")
         core = self._library.core
         try:
             remote = core.UCXAddress.create_from_buffer(address)

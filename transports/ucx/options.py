@@ -57,7 +57,7 @@ class UCXOptions:
     rndv_scheme: str = "auto"
     tcp_segment_bytes: int = 256 << 10
     slice_bytes: int = 2 << 20
-    window_slices: int = 8
+    window_slices: int = 4
     peer_timeout_s: float = 2.0
     handshake_timeout_s: float = 5.0
     max_queued_bytes: int = 8 << 20

@@ -8,7 +8,7 @@ from ..regions import AddressArray, Int64Array
 
 __all__ = ["Stage", "Stages"]
 
-_MAX_IDLE = 64
+_MAX_IDLE = 16
 
 
 class Stage:

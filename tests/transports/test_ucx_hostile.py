@@ -1,0 +1,180 @@
+"""Who connects to `ucx` and does not keep to the protocol is turned away, by name, and harms nobody else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.transports import Connected, Guard, PeerLost, Pool
+from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.ucx import UCXTransport
+from kvferry.transports.ucx.options import Address
+from kvferry.transports.ucx.wire import (
+    Answer,
+    Fetch,
+    FrameReader,
+    Hello,
+    Message,
+    Ping,
+    Ready,
+    Refused,
+    decode,
+)
+
+needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+
+FRAMES = [
+    Hello(4, (4096, 1), b"address", "ucx:tcp"),
+    Ready("ucx:tcp"),
+    Refused("no"),
+    Message(b"hi"),
+    Answer(2**64 - 1, True),
+    Answer(1, False),
+    Ping(),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_frames_survive_the_wire(frame: Hello) -> None:
+    ((kind, body),) = FrameReader().feed(frame.encode())
+    assert decode(kind, body) == frame
+
+
+def test_a_fetch_survives_the_wire() -> None:
+    fetch = Fetch(7, Guard(1, 2), np.array([[0, 5], [9, 1]], dtype=np.int64))
+    ((kind, body),) = FrameReader().feed(fetch.encode())
+    again = decode(kind, body)
+    assert isinstance(again, Fetch)
+    assert (again.tag, again.guard, again.num_bytes) == (7, Guard(1, 2), 6)
+
+
+@given(st.integers(0, 255), st.binary(max_size=200))
+def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
+    try:
+        for found, content in FrameReader().feed(struct.pack("<IB", len(body), kind) + body):
+            decode(found, content)
+    except (ProtocolError, VersionMismatchError):
+        pass
+
+
+@given(st.lists(st.sampled_from(FRAMES), max_size=6), st.integers(1, 40))
+def test_frames_may_come_in_pieces(frames: list[Hello], piece: int) -> None:
+    stream = b"".join(frame.encode() for frame in frames)
+    reader = FrameReader()
+    found = [f for at in range(0, len(stream), piece) for f in reader.feed(stream[at : at + piece])]
+    assert [decode(kind, body) for kind, body in found] == frames
+
+
+@pytest.fixture
+def node() -> Iterator[UCXTransport]:
+    transport = UCXTransport({"handshake_timeout_s": 0.3})
+    transport.register(Pool([transport.allocate(4096).segment]))
+    yield transport
+    transport.close()
+
+
+def hangs_up(node: UCXTransport, said: bytes) -> bytes:
+    """Say something to a node; return what it says before it hangs up."""
+    address = Address.parse(node.listen(""))
+    heard = b""
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.sendall(said)
+        stranger.settimeout(0.01)
+        for _ in range(2000):
+            assert node.wait_events(0.01) == []
+            try:
+                data = stranger.recv(65536)
+            except TimeoutError:
+                continue
+            except ConnectionResetError:
+                return heard
+            if not data:
+                return heard
+            heard += data
+    pytest.fail("the node did not hang up")
+
+
+def assert_serves(node: UCXTransport) -> None:
+    """A friend can still connect."""
+    friend = UCXTransport()
+    try:
+        friend.register(Pool([friend.allocate(4096).segment]))
+        friend.start_connect(node.listen(""), timeout_s=20)
+        seen: list[object] = []
+        while not seen:
+            node.wait_events(0.01)
+            seen += friend.wait_events(0.01)
+        assert isinstance(seen[0], Connected)
+    finally:
+        friend.close()
+
+
+HELLO = FRAMES[0].encode()
+STRANGERS: dict[str, bytes] = {
+    "silence": b"",
+    "garbage": b"GET / HTTP/1.1\r\n\r\n",
+    "a frame too long": struct.pack("<IB", 1 << 31, 4),
+    "half a hello": HELLO[: len(HELLO) // 2],
+    "a message first": Message(b"hi").encode(),
+    "a fetch first": Fetch(1, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
+    "another magic": HELLO.replace(b"kvferry-ucx", b"kvferry-xcu"),
+    "an impossible pool": Hello(4, (0,), b"address", "").encode(),
+    "an address that is none of UCX's": Hello(4, (1,), b" gibberish", "").encode(),
+    "an address of another version": Hello(4, (1,), b"\x07" * 188, "").encode(),
+}
+
+
+@needs_ucxx
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_stranger_is_turned_away(node: UCXTransport, said: bytes) -> None:
+    hangs_up(node, said)
+    assert_serves(node)
+
+
+@needs_ucxx
+def test_another_version_is_told_ours(node: UCXTransport) -> None:
+    heard = hangs_up(node, HELLO.replace(struct.pack("<11sI", b"kvferry-ucx", 1), b"kvferry-ucx\x63\0\0\0"))
+    ((kind, body),) = FrameReader().feed(heard)
+    assert isinstance(decode(kind, body), Hello)
+    assert_serves(node)
+
+
+def asked_for_too_much(send: Callable[[bytes], None]) -> None:
+    send(Fetch(1, Guard(0, 1), np.array([[4096, 1]], dtype=np.int64)).encode())
+
+
+def answered_unasked(send: Callable[[bytes], None]) -> None:
+    send(Answer(5, True).encode())
+
+
+def said_hello_again(send: Callable[[bytes], None]) -> None:
+    send(HELLO)
+
+
+@needs_ucxx
+@pytest.mark.parametrize("misbehave", [asked_for_too_much, answered_unasked, said_hello_again])
+def test_a_peer_that_misbehaves_is_dropped(
+    node: UCXTransport, misbehave: Callable[[Callable[[bytes], None]], None]
+) -> None:
+    peer = UCXTransport()
+    try:
+        peer.register(Pool([peer.allocate(4096).segment]))
+        peer_id = peer.start_connect(node.listen(""), timeout_s=20)
+        seen: list[object] = []
+        while not any(isinstance(event, Connected) for event in seen):
+            seen += [*node.wait_events(0.01), *peer.wait_events(0.01)]
+        misbehave(peer._nodes[0]._peers[peer_id].channel.send)  # what no public call would send
+        while not isinstance(seen[-1], PeerLost):
+            seen += node.wait_events(0.01)
+        lost = seen[-1]
+        assert isinstance(lost.error, ProtocolError)
+    finally:
+        peer.close()
+    assert_serves(node)
