@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # threads that spin for each other on shared cores measure the scheduler
 }
 
 

@@ -29,7 +29,10 @@ else:
         warnings.simplefilter("ignore")  # what vLLM and torch say of themselves is not about us
         importlib.import_module("kvferry.connector.vllm.adapter")
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "vllm_pair" / "engine_program.py"
+HOSTS = {
+    "vllm": Path(__file__).resolve().parents[2] / "examples" / "vllm_pair" / "engine_program.py",
+    "reference": Path(__file__).with_name("reference_program.py"),
+}
 #: Short, so that what never comes is given up soon.
 EXTRA = {
     "transport": "shm",
@@ -55,11 +58,13 @@ class Node:
     Args:
         model: The model's folder.
         log: File for what it prints.
+        host: Which engine.
         extra: `kv_connector_extra_config`.
         settings: More of vLLM's engine arguments.
     """
 
-    def __init__(self, model: Path, log: Path, extra: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, model: Path, log: Path, host: str, extra: dict[str, Any], **settings: Any) -> None:
+        self.host = host
         self._log = log
         self._arrived = threading.Condition()
         self._answers: list[Answer] = []
@@ -67,7 +72,7 @@ class Node:
         readable, writable = os.pipe()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, PROGRAM, str(writable), json.dumps(_settings(model, extra) | settings)],
+                [sys.executable, HOSTS[host], str(writable), json.dumps(_settings(model, extra) | settings)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -217,24 +222,11 @@ def _environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama. Its weights are large, so that each token of a prompt changes the answer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from engine.testing import write_tiny_model
 
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.3,
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=128, head_dim=32, max_position_embeddings=2048
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -245,7 +237,8 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     def start(**arguments: Any) -> Node:
         log = tmp_path_factory.mktemp("node") / "log"
         extra = EXTRA | arguments.pop("extra", {})
-        nodes.append(Node(arguments.pop("model", model), log, extra, **arguments))
+        host = arguments.pop("host", "vllm")
+        nodes.append(Node(arguments.pop("model", model), log, host, extra, **arguments))
         return nodes[-1]
 
     yield start
@@ -320,6 +313,12 @@ def zeromq_pair(start_pair: Callable[..., Pair]) -> Pair:
 
 
 @pytest.fixture(scope="session")
+def reference_pair(start_pair: Callable[..., Pair]) -> Pair:
+    """Nodes of the reference engine: what holds for vLLM's holds for them."""
+    return start_pair(host="reference")
+
+
+@pytest.fixture(scope="session")
 def running_pair(shm_pair: Pair) -> Pair:
     """The nodes of most tests; modules may override it."""
     return shm_pair
@@ -359,6 +358,6 @@ def prompt() -> Callable[..., list[int]]:
     """Token ids that no other seed or length begins with."""
 
     def tokens(num_tokens: int, seed: int = 0) -> list[int]:
-        return random.Random(f"{num_tokens} {seed}").choices(range(3, 512), k=num_tokens)
+        return random.Random(f"{num_tokens} {seed}").choices(range(256), k=num_tokens)
 
     return tokens

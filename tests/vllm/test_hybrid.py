@@ -11,31 +11,21 @@ WINDOW = 96
 
 @pytest.fixture(scope="module")
 def hybrid_model(tmp_path_factory):
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from engine.testing import write_tiny_model
 
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=512,
+    return write_tiny_model(
+        tmp_path_factory.mktemp("hybrid"),
+        "gemma3",
         hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
-        initializer_range=0.3,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    folder = tmp_path_factory.mktemp("hybrid")
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
-@pytest.fixture(scope="module")
-def running_pair(start_pair, hybrid_model):
-    return start_pair(model=hybrid_model)
+@pytest.fixture(scope="module", params=["vllm", "reference"])
+def running_pair(request, start_pair, hybrid_model):
+    return start_pair(model=hybrid_model, host=request.param)
 
 
 def test_there_are_several_groups(pair):

@@ -1,0 +1,115 @@
+"""The reference engine behind the same orders as a vLLM engine: one suite of tests for both hosts of a connector.
+
+python reference_program.py DESCRIPTOR '{"model": ..., "kv_transfer_config": {...}, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "vllm_pair")]
+
+from orders import obey
+
+from engine.core import EngineCore
+from engine.settings import EngineSettings
+from engine.types import GenerationRequest, SamplingParams
+from kvferry.connector.config import KVTransferConfig
+
+
+class ReferenceHost:
+    """The reference engine, taking vLLM's settings and orders."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        transfer = settings["kv_transfer_config"]
+        extra = dict(transfer["kv_connector_extra_config"])
+        self._core = EngineCore(
+            EngineSettings(
+                model=settings["model"],
+                dtype=settings["dtype"],
+                block_size=settings["block_size"],
+                num_blocks=settings["num_gpu_blocks_override"],
+                max_model_len=settings["max_model_len"],
+                max_num_seqs=settings["max_num_seqs"],
+                kv_transfer=KVTransferConfig(
+                    kv_connector=extra.pop("transport"),
+                    kv_role=transfer["kv_role"],
+                    kv_connector_extra_config=extra,
+                    kv_load_failure_policy="fail",
+                ),
+            )
+        )
+        self._tokens: dict[str, list[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self._core.has_work
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        num_tokens, outputs = self._core.step()
+        for output in outputs:
+            tokens = self._tokens[output.request_id]
+            if output.new_token_ids and not tokens:
+                yield {"first": output.request_id}
+            tokens += output.new_token_ids
+            if output.finish_reason is not None:
+                params = output.kv_transfer_params
+                yield {
+                    "finished": output.request_id,
+                    "tokens": self._tokens.pop(output.request_id),
+                    "reason": output.finish_reason,
+                    "params": None if params is None else dict(params),
+                }
+        if not num_tokens:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._core.close()
+
+    # -- orders --------------------------------------------------------------------------------------
+
+    def add(self, request: str, prompt: list[int], max_tokens: int, params: Any) -> dict[str, Any]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self._core.add(GenerationRequest(request, tuple(prompt), sampling, params), time.monotonic())
+        self._tokens[request] = []
+        return {}
+
+    def abort(self, request: str) -> dict[str, Any]:
+        self._core.abort(request)
+        self._tokens.pop(request, None)
+        return {}
+
+    def forget(self) -> dict[str, Any]:
+        return {"done": self._core.parts.manager.reset_prefix_cache()}
+
+    def policy(self, policy: str) -> dict[str, Any]:
+        self._core.parts.scheduler._fails_on_load_error = policy == "fail"
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        stats = self._core.stats()
+        return {
+            "free_blocks": stats.num_free_blocks,
+            "num_requests": stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered,
+            "num_groups": len(self._core.parts.kv_cache_config.kv_cache_groups),
+            "num_remembered": self._core.parts.scheduler.handoffs._connector._scheduler.num_requests,
+        }
+
+    def figures(self) -> dict[str, Any]:
+        totals = self._core.stats().totals
+        return {
+            "num_loads": totals.num_transfers,
+            "num_failures": totals.num_failed_transfers,
+            "num_bytes": totals.transferred_bytes,
+            "num_preemptions": totals.num_preemptions,
+        }
+
+
+if __name__ == "__main__":
+    obey(ReferenceHost(json.loads(sys.argv[2])), int(sys.argv[1]))

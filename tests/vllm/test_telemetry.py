@@ -1,0 +1,55 @@
+"""kvferry's figures through vLLM's own channels."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+MECHANISMS = {"shm": "mapped", "zeromq": "tcp"}
+
+
+@pytest.fixture(scope="session", params=MECHANISMS)
+def transport(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def running_pair(request, transport):
+    return request.getfixturevalue(f"{transport}_pair")
+
+
+def test_the_mechanism_is_visible(pair, prompt, transport):
+    """Over shared memory, blocks are read out of the pool that vLLM itself computes in."""
+    labels = {"transport": transport, "mechanism": MECHANISMS[transport]}
+    before = pair.decode.metric("kvferry_transfers_total", **labels)
+    pair.hand_over(prompt(100))
+    assert pair.decode.metric("kvferry_transfers_total", **labels) == before + 1
+
+
+def test_each_transfer_is_measured(pair, prompt):
+    before = {name: pair.decode.metric(name) for name in FIGURES}
+    pair.hand_over(prompt(100))
+    assert all(pair.decode.metric(name) > value for name, value in before.items())
+
+
+FIGURES = (
+    "kvferry_loads_total",
+    "kvferry_loaded_bytes_total",
+    "kvferry_transfer_seconds_count",
+    "kvferry_transfer_bytes_sum",
+    "kvferry_transfer_regions_sum",
+)
+
+
+def test_both_sides_count(pair, prompt):
+    before = pair.prefill.metric("kvferry_offers_delivered_total")
+    pair.hand_over(prompt(100))
+    pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
+    assert pair.prefill.metric("kvferry_offers_delivered_total") == before + 1
+
+
+def test_stats_reach_the_log_line(pair, prompt):
+    pair.hand_over(prompt(100))
+    pair.decode.order("log_stats")
+    assert "KV Transfer metrics: num_transfers=" in pair.decode.log
