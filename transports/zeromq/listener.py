@@ -17,9 +17,10 @@ from typing import Final
 
 import zmq
 
+from .._tcp import bind_first, is_wildcard
 from ..errors import ConfigurationError, PeerLostError
 from .links import RECEIVE_BATCH, Arrival, Context, Link, Loss, Monitor, Parts, configure, offer, receive
-from .options import Address, ZeroMQOptions, is_wildcard
+from .options import Address, ZeroMQOptions
 from .security import CurveKeys
 
 __all__ = ["AcceptedLink", "Listener", "advertised_host", "bind"]
@@ -33,30 +34,12 @@ def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
     Raises:
         ConfigurationError: the host is not ours, no port is free, or the congestion control is not there.
     """
-    try:
-        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigurationError(f"bind_host={host!r}: {error}", key="bind_host", value=host) from error
-    family, _, _, _, address = found[0]
-    for port in ports:
-        bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if options.congestion_control:
-                bound.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion_control.encode()
-                )
-            bound.bind((address[0], port, *address[2:]))
-            bound.listen(_BACKLOG)
-        except OSError as error:
-            bound.close()
-            reason = error
-        else:
-            return bound
-    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}, the last one"
-    raise ConfigurationError(
-        f"cannot listen on {host} port {tried}: {reason}", key="port", value=ports[0]
-    ) from reason
+
+    def prepare(bound: socket.socket) -> None:
+        if options.congestion_control:
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion_control.encode())
+
+    return bind_first(host, ports, _BACKLOG, prepare)
 
 
 class AcceptedLink(Link):

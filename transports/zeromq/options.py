@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import Self, get_type_hints
 from urllib.parse import parse_qsl, urlsplit
 
 from .._options import require_int
+from .._tcp import authority, ports_of, require_seconds, require_type
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ConfigurationError
 
-__all__ = ["SCHEME", "Address", "ZeroMQOptions", "is_loopback", "is_wildcard"]
+__all__ = ["SCHEME", "Address", "ZeroMQOptions"]
 
 SCHEME = "zeromq"
 
@@ -66,10 +66,8 @@ class ZeroMQOptions:
 
     def __post_init__(self) -> None:
         for key, kind in get_type_hints(type(self)).items():
-            if kind in (bool, str) and not isinstance(value := getattr(self, key), kind):
-                raise ConfigurationError(
-                    f"{key} must be a {kind.__name__}, got {value!r}", key=key, value=value
-                )
+            if kind in (bool, str):
+                require_type(key, getattr(self, key), kind)
         if self.curve not in _CURVE_CHOICES:
             known = ", ".join(_CURVE_CHOICES)
             raise ConfigurationError(f"curve={self.curve!r}; allowed: {known}", key="curve", value=self.curve)
@@ -79,8 +77,8 @@ class ZeroMQOptions:
         require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
         require_int("num_guards", self.num_guards, 1, 1 << 24)
         require_int("io_threads", self.io_threads, 1, 16)
-        _require_seconds("peer_timeout_s", self.peer_timeout_s, 0.4, 3600)
-        _require_seconds("handshake_timeout_s", self.handshake_timeout_s, 0.1, 3600)
+        require_seconds("peer_timeout_s", self.peer_timeout_s, 0.4, 3600)
+        require_seconds("handshake_timeout_s", self.handshake_timeout_s, 0.1, 3600)
         if self.slice_bytes * self.window_slices > _MAX_WINDOW_BYTES:
             raise ConfigurationError(
                 f"slice_bytes * window_slices is at most {_MAX_WINDOW_BYTES}",
@@ -90,30 +88,8 @@ class ZeroMQOptions:
         self.ports()
 
     def ports(self) -> range:
-        """The ports to try, in order.
-
-        Raises:
-            ConfigurationError: `port_range` is malformed, or set beside `port`.
-        """
-        if not self.port_range:
-            return range(self.port, self.port + 1)
-        low, dash, high = self.port_range.partition("-")
-        if self.port or not (
-            dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536
-        ):
-            raise ConfigurationError(
-                f"port_range={self.port_range!r} must be 'low-high' within 1-65535, and port must not be set",
-                key="port_range",
-                value=self.port_range,
-            )
-        return range(int(low), int(high) + 1)
-
-
-def _require_seconds(key: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigurationError(
-            f"{key} must be {low} to {high} seconds, got {value!r}", key=key, value=value
-        )
+        """The ports to try, in order. Raises ConfigurationError: see `ports_of`."""
+        return ports_of(self.port, self.port_range)
 
 
 @dataclass(frozen=True)
@@ -159,21 +135,8 @@ class Address:
 
     @property
     def _authority(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return authority(self.host, self.port)
 
 
 def _malformed(text: str) -> ConfigurationError:
     return ConfigurationError(f"not a {SCHEME}://host:port address: {text!r}", key="address", value=text)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what is sent to `host` never leaves this machine. A name other than `localhost` may."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether `host` is an IP address that means every interface."""
-    return ipaddress.ip_address(host).is_unspecified

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .._copy import copy_regions
+from .._slices import SliceLimits, SlicePlan
 from ..base import Event, TransferEnded
 from ..errors import (
     ChecksumError,
@@ -24,55 +25,7 @@ from .options import ZeroMQOptions
 from .serving import ZERO_COPY_BYTES, checksum_of
 from .wire import MAX_ROWS, Fetch, Hello, Slice, Stale
 
-__all__ = ["Peer", "Reads", "SlicePlan"]
-
-
-@dataclass(frozen=True)
-class SlicePlan:
-    """A read, cut into rows no longer than a slice, and the rows grouped into slices.
-
-    Attributes:
-        rows: `(num_rows, 2)`: remote offset, num_bytes.
-        targets: `(num_rows,)` local addresses.
-        bounds: `(num_slices + 1,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`.
-    """
-
-    rows: Int64Array
-    targets: AddressArray
-    bounds: Int64Array
-
-    @classmethod
-    def of(cls, pairs: RegionPairs, targets: AddressArray, slice_bytes: int) -> SlicePlan:
-        """Cut a read. `targets`: `(num_regions,)` local addresses of the regions."""
-        num_pieces = -(-pairs.lengths // slice_bytes)
-        region = np.repeat(np.arange(len(pairs)), num_pieces)
-        nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-        skipped = nth * slice_bytes
-        lengths = np.minimum(slice_bytes, pairs.lengths[region] - skipped)
-        rows = np.stack([pairs.remote_offsets[region] + skipped, lengths], axis=1)
-        return cls(rows, targets[region] + skipped.astype(np.uint64), _bounds(lengths, slice_bytes))
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def rows_of(self, index: int) -> Int64Array:
-        return self.rows[self.bounds[index] : self.bounds[index + 1]]
-
-    def targets_of(self, index: int) -> AddressArray:
-        return self.targets[self.bounds[index] : self.bounds[index + 1]]
-
-
-def _bounds(lengths: Int64Array, slice_bytes: int) -> Int64Array:
-    """Where slices begin: a large row is one by itself, small ones share, up to about `slice_bytes`."""
-    num_rows = len(lengths)
-    if not num_rows:
-        return np.zeros(1, dtype=np.int64)
-    is_large = lengths >= ZERO_COPY_BYTES
-    filled = (np.cumsum(lengths) - 1) // slice_bytes
-    counted = np.arange(num_rows) // MAX_ROWS
-    begins = np.ones(num_rows, dtype=bool)
-    begins[1:] = is_large[1:] | is_large[:-1] | (np.diff(filled) > 0) | (np.diff(counted) > 0)
-    return np.append(np.flatnonzero(begins), num_rows).astype(np.int64)
+__all__ = ["Peer", "Reads"]
 
 
 @dataclass
@@ -115,6 +68,7 @@ class Reads:
 
     def __init__(self, options: ZeroMQOptions, events: list[Event]) -> None:
         self._options = options
+        self._limits = SliceLimits(options.slice_bytes, ZERO_COPY_BYTES, MAX_ROWS)
         self._ids = itertools.count(1)
         self._events = events
 
@@ -122,7 +76,7 @@ class Reads:
         self, peer: Peer, pairs: RegionPairs, targets: AddressArray, guard: Guard, timeout_s: float
     ) -> int:
         """Begin a read whose regions were checked. Returns its id."""
-        plan = SlicePlan.of(pairs, targets, self._options.slice_bytes)
+        plan = SlicePlan.of(pairs, targets, self._limits)
         now = time.monotonic()
         transfer = _Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
         peer.transfers[transfer.transfer_id] = transfer

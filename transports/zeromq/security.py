@@ -16,8 +16,9 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from .._tcp import is_loopback
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
-from .options import Address, ZeroMQOptions, is_loopback
+from .options import Address, ZeroMQOptions
 
 __all__ = ["Authenticator", "CurveKeys", "Security"]
 
