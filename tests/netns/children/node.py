@@ -1,6 +1,6 @@
 """A node without a model that lives in a network namespace and does what it is told over a pipe.
 
-Usage: node.py FD OPTIONS    the pipe's descriptor; `kv_connector_extra_config` as JSON
+Usage: node.py FD CONNECTOR OPTIONS    the pipe's descriptor; a name; `kv_connector_extra_config` as JSON
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Program:
         """Blocks that belong to nobody."""
         return len(set(self._node.free_blocks))
 
-    def counters(self) -> dict[str, float]:
-        """What happened since the node started."""
-        return dict(self._node.stats.counters)
+    def routes(self) -> list[tuple[str, str]]:
+        """Of each transfer into this node, the transport that was used, and why."""
+        return [(record.transport, record.reason) for record in self._node.stats.transfers]
 
     def _digest(self, blocks: list[int]) -> str:
         return hashlib.sha256(self._node.contents(blocks).numpy().tobytes()).hexdigest()
@@ -63,8 +63,8 @@ class Program:
 def main() -> None:
     torch.set_num_threads(1)
     pipe = Connection(int(sys.argv[1]))
-    options = json.loads(sys.argv[2])
-    config = engine_config("zeromq", block_size=SHAPE.block_size, kv_connector_extra_config=options)
+    connector, options = sys.argv[2], json.loads(sys.argv[3])
+    config = engine_config(connector, block_size=SHAPE.block_size, kv_connector_extra_config=options)
     with pipe, ModelFreeNode(config, SHAPE) as node:
         program = Program(node)
         pipe.send(None)
