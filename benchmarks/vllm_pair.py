@@ -120,6 +120,11 @@ class Engine:
         (first_at, _), (finished_at, answer) = await asyncio.gather(first, finished)
         return first_at, finished_at, answer
 
+    def free(self) -> None:
+        """Let every thread run on every core: NixlConnector ties its engines to one core, the same one for all."""
+        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), range(os.cpu_count() or 1))
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -258,6 +263,7 @@ async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -
             systems.append(System(name, *engines))
             print(f"{name}: both engines run", flush=True)
             for engine in engines:
+                engine.free()
                 engine.signal(signal.SIGSTOP)
         yield [System("one node", None, systems[0].decode), *systems]
 
@@ -294,6 +300,7 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
             **asdict(shape),
             "system": name,
             "ttft_s": statistics.median(sample.ttft_s for sample in own),
+            "best_ttft_s": min(sample.ttft_s for sample in own),
             "itl_s": statistics.median(sample.itl_s for sample in own),
             "ttft_ratio": statistics.median(a.ttft_s / b.ttft_s for a, b in zip(own, alone, strict=True)),
             "added_s": statistics.median(a.ttft_s - b.ttft_s for a, b in zip(own, alone, strict=True)),
@@ -306,10 +313,13 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} at a time")
-    print(f"  {'':<16} {'TTFT ms':>9} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7}")
+    print(
+        f"  {'':<16} {'TTFT ms':>9} {'best':>7} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7}"
+    )
     for row in rows:
         print(
-            f"  {row['system']:<16} {row['ttft_s'] * 1e3:>9.1f} {row['ttft_ratio']:>6.2f} {row['added_s'] * 1e3:>9.1f} "
+            f"  {row['system']:<16} {row['ttft_s'] * 1e3:>9.1f} {row['best_ttft_s'] * 1e3:>7.1f} "
+            f"{row['ttft_ratio']:>6.2f} {row['added_s'] * 1e3:>9.1f} "
             f"{row['itl_s'] * 1e3:>7.1f} {row['itl_ratio']:>6.2f} {row['num_bytes'] / 1e6:>7.1f}",
             flush=True,
         )
