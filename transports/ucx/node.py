@@ -61,7 +61,11 @@ class Node:
             self._local.events.append(PeerLost(peer_id, error))
             return peer_id
         greeting = Greeting(peer_id, channel, incoming=False, timeout_s=timeout_s)
-        greeting.workers.append(Worker(self._local.options))
+        try:
+            greeting.workers.append(Worker(self._local.options))
+        except KVTransferError:
+            greeting.close()
+            raise
         channel.send(self._local.hello(greeting.workers[0], ""))
         self._greetings[peer_id] = greeting
         self._watch(peer_id, channel)
