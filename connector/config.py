@@ -109,12 +109,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over ranks."""
+    """How the model is spread over ranks.
+
+    Attributes:
+        epoch: Random number of this start of the node, which all its ranks are told; 0: there is one rank, and it
+            draws the number.
+    """
 
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     pipeline_parallel_rank: int = 0
+    epoch: int = 0
 
     @property
     def world_size(self) -> int:

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .kv_cache_specs import KVCacheConfig
 
-__all__ = ["HandoffWorker", "RunningHandoffs"]
+__all__ = ["HandoffWorker", "RunningHandoffs", "new_epoch"]
 
 #: How much longer than a read, which has a deadline of its own, the end of the handoff thread may take.
 _CLOSE_GRACE_S = 5.0
+
+
+def new_epoch() -> int:
+    """Draw the number of a start of a node, which no other start has."""
+    return 1 + secrets.randbelow(MAX_EPOCH)
 
 
 class RunningHandoffs:
@@ -57,7 +62,7 @@ class RunningHandoffs:
         rank = config.parallel.tensor_parallel_rank
         identity = Identity(
             engine_id=config.kv_transfer.engine_id,
-            epoch=1 + secrets.randbelow(MAX_EPOCH),
+            epoch=config.parallel.epoch or new_epoch(),
             digest=digest(registration.fields),
             fields=registration.fields,
             layout=registration.layout,

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
-from ..worker_half import HandoffWorker
+from ..worker_half import HandoffWorker, new_epoch
 from .config import HostOptions, engine_config, kv_cache_config
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
@@ -171,17 +171,21 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    transfer = engine_config(vllm_config, tensor_parallel_rank=0).kv_transfer
+    transfer = engine_config(vllm_config).kv_transfer
     assert transfer is not None
     return SchedulerSide(HandoffScheduler(transfer, kv_cache_config(config)))
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_tp_group
 
+    ranks = get_tp_group()
+    epoch = ranks.broadcast_object(
+        new_epoch()
+    )  # a start of the node is one start, whatever the number of ranks
     options = HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     half = HandoffWorker(
-        engine_config(vllm_config, get_tensor_model_parallel_rank()),
+        engine_config(vllm_config, ranks.rank_in_group, epoch),
         kv_cache_config(config),
         create_transport(options.transport, options.connector.transport),
         options.connector.address,

@@ -59,7 +59,7 @@ class HostOptions:
         return cls(transport, ConnectorOptions.from_mapping(rest))
 
 
-def engine_config(vllm_config: Any, tensor_parallel_rank: int) -> EngineConfig:
+def engine_config(vllm_config: Any, tensor_parallel_rank: int = 0, epoch: int = 0) -> EngineConfig:
     """Translate the part of vLLM's configuration that a handoff depends on.
 
     Raises:
@@ -76,7 +76,7 @@ def engine_config(vllm_config: Any, tensor_parallel_rank: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(_model_name(model), _dtype_name(model.dtype), model.max_model_len),
         cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
-        parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank),
+        parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank, epoch=epoch),
         kv_transfer=KVTransferConfig(
             kv_connector=transfer.kv_connector,
             kv_role=transfer.kv_role,
