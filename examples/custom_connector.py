@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from kvferry.connector import (
     ConnectorRequest,
@@ -69,7 +71,7 @@ class FileConnector(KVConnectorBase):
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size
         tokens = list(request.prompt_token_ids[: num_blocks * self._block_size])
         key = repr((self.config.model.model, self.config.model.dtype, self._block_size, tokens))
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pt", num_blocks
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors", num_blocks
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
@@ -113,20 +115,20 @@ class FileConnector(KVConnectorBase):
         for path, blocks in orders.loads.values():
             try:
                 self._load(path, blocks)
-            except (OSError, RuntimeError, KeyError):  # gone, cut short, or of another model
+            except (OSError, SafetensorError, RuntimeError, KeyError):  # gone, cut short, or of another model
                 self._failed_blocks.update(blocks)
         for request_id, (path, blocks) in orders.saves.items():
             self._save(path, blocks)
             self._saved.add(request_id)
 
     def _load(self, path: Path, blocks: list[int]) -> None:
-        pages = torch.load(path, weights_only=True)
+        pages = load_file(path)
         for name, cache in self._kv_caches.items():
             cache[blocks] = pages[name][-len(blocks) :]
 
     def _save(self, path: Path, blocks: list[int]) -> None:
         unfinished = path.with_suffix(f".{os.getpid()}")
-        torch.save({name: cache[blocks] for name, cache in self._kv_caches.items()}, unfinished)
+        save_file({name: cache[blocks].contiguous() for name, cache in self._kv_caches.items()}, unfinished)
         unfinished.rename(path)  # so that nobody ever loads half a file
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
