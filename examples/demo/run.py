@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
+    # A script's background job starts with interrupts ignored; what it started must end all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _run(parse_arguments(arguments))
     except (StartupError, LaunchError) as error:
