@@ -12,8 +12,8 @@ from ..transports.errors import ConfigurationError
 from ..transports.regions import Pool, Segment
 from .handoff.messages import PROTOCOL_VERSION
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
-from .layout import KVLayout, LayerLayout, layer_layout_of_view
-from .slots import WHOLE, Shard, SlotArray, slot_array_of_view
+from .planning.layout import KVLayout, LayerLayout, layer_layout_of_view
+from .planning.slots import WHOLE, Shard, SlotArray, slot_array_of_view
 
 if TYPE_CHECKING:
     import torch

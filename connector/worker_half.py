@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
-from .compatibility import digest
 from .handoff.config import HandoffConfig
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
@@ -18,6 +17,7 @@ from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
 from .metadata import HandoffMetadata, WorkerAddress
 from .outcomes import Outcomes, Report
+from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
 from .stats import KVConnectorStats
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...transports.errors import KVTransferError
-from ..layout import KVLayout, per_layer_layout, uniform_layout
+from ..planning.layout import KVLayout, per_layer_layout, uniform_layout
 from .events import BlockTables, Identity, RemoteOffer, StartRead
 from .node import NodeProtocol
 

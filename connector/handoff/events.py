@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...transports.errors import KVTransferError
 from ...transports.regions import Guard, RegionPairs
-from ..layout import KVLayout
+from ..planning.layout import KVLayout
 from .messages import Message
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...transports.errors import RegionError
-from ..plan import BlockPairs
+from ..planning.plan import BlockPairs
 from .events import BlockTables, GroupBlocks, LocalBlocks
 
 __all__ = ["pair_blocks"]

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ...transports.errors import IncompatiblePeerError, ProtocolError
-from ..compatibility import require_compatible
-from ..layout import KVLayout
-from ..plan import Planner
+from ..planning.compatibility import require_compatible
+from ..planning.layout import KVLayout
+from ..planning.plan import Planner
 from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, Send
 from .messages import PROTOCOL_VERSION, Hello, Welcome

@@ -24,7 +24,7 @@ from ...transports.errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from .. import compatibility
+from ..planning import compatibility
 from ._simulated import (
     BLOCK_SIZE,
     NUM_BLOCKS,

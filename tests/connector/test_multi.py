@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector import KVConnectorOutput, KVConnectorRole, MultiConnector
-from kvferry.connector.multi_accounting import Ledger, OwedReports
+from kvferry.connector.multi.accounting import Ledger, OwedReports
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.transports.errors import ConfigurationError, ConnectorError, InvalidTransferParamsError
 

@@ -18,8 +18,8 @@ from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.params import parse_transfer_params
+from kvferry.connector.planning.slots import Shard, SlotArray
 from kvferry.connector.registration import describe_caches, layout_name
-from kvferry.connector.slots import Shard, SlotArray
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.base import Event

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector import compatibility
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import Identity
-from kvferry.connector.layout import uniform_layout
+from kvferry.connector.planning import compatibility
+from kvferry.connector.planning.layout import uniform_layout
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.compatibility import digest, require_compatible
+from kvferry.connector.planning.compatibility import digest, require_compatible
 from kvferry.transports.errors import IncompatiblePeerError
 
 FIELDS: dict[str, str | int] = {"model": "m", "cache_dtype": "float16", "block_size": 16, "zebra": 1}

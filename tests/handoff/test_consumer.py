@@ -33,7 +33,7 @@ from kvferry.connector.handoff.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.connector.layout import uniform_layout
+from kvferry.connector.planning.layout import uniform_layout
 from kvferry.transports.errors import (
     ConfigurationError,
     IncompatiblePeerError,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvferry.connector.layout import (
+from kvferry.connector.planning.layout import (
     KVLayout,
     layer_layout_of_view,
     per_layer_layout,
     uniform_layout,
 )
-from kvferry.connector.slots import Shard, SlotArray, slot_array_of_view
+from kvferry.connector.planning.slots import Shard, SlotArray, slot_array_of_view
 from kvferry.transports.errors import ConfigurationError, ProtocolError
 
 NAMES = ["layers.0", "layers.1", "layers.2"]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvferry.connector.layout import (
+from kvferry.connector.planning.layout import (
     KVLayout,
     LayerLayout,
     layer_layout_of_view,
     per_layer_layout,
     uniform_layout,
 )
-from kvferry.connector.plan import BlockPairs, Planner, plan
-from kvferry.connector.slots import Shard
+from kvferry.connector.planning.plan import BlockPairs, Planner, plan
+from kvferry.connector.planning.slots import Shard
 from kvferry.transports.errors import IncompatiblePeerError, RegionError
 
 NAMES = [f"layers.{index}" for index in range(4)]

@@ -28,7 +28,7 @@ from kvferry.connector.handoff.messages import (
     Welcome,
 )
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.layout import KVLayout
+from kvferry.connector.planning.layout import KVLayout
 from kvferry.transports.errors import KVTransferStateError
 
 TABLES = ((4, 5, 6),)

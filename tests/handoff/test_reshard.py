@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvferry.connector.layout import KVLayout, LayerLayout, layer_layout_of_view
-from kvferry.connector.plan import Planner
-from kvferry.connector.reshard import GroupTables, ReshardPlanner
-from kvferry.connector.slots import Shard, slot_array_of_view
+from kvferry.connector.planning.layout import KVLayout, LayerLayout, layer_layout_of_view
+from kvferry.connector.planning.plan import Planner
+from kvferry.connector.planning.reshard import GroupTables, ReshardPlanner
+from kvferry.connector.planning.slots import Shard, slot_array_of_view
 from kvferry.transports.errors import RegionError
 from kvferry.transports.regions import RegionPairs
 

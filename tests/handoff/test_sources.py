@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.layout import KVLayout, layer_layout_of_view
-from kvferry.connector.slots import Shard, slot_array_of_view
-from kvferry.connector.sources import choose_sources
+from kvferry.connector.planning.layout import KVLayout, layer_layout_of_view
+from kvferry.connector.planning.slots import Shard, slot_array_of_view
+from kvferry.connector.planning.sources import choose_sources
 from kvferry.transports.errors import IncompatiblePeerError
 
 NUM_BLOCKS = 4

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from ..transports.errors import ProtocolError
-from .checks import Check, checked_fields, integer, text
+from ...transports.errors import ProtocolError
+from ..checks import Check, checked_fields, integer, text
 
 __all__ = ["WHOLE", "Shard", "SlotArray", "slot_array_of_view"]
 

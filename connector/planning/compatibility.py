@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ..transports.errors import IncompatiblePeerError
+from ...transports.errors import IncompatiblePeerError
 
 __all__ = ["FIELD_ORDER", "digest", "require_compatible"]
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
-from .base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
-from .factory import KVConnectorFactory
-from .multi_accounting import Ledger, MultiHandshakeMetadata, MultiMetadata, OwedReports
-from .multi_params import ChildRequest, join_params, split_params
-from .stats import KVConnectorStats
+from ...transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
+from ..base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from ..factory import KVConnectorFactory
+from ..stats import KVConnectorStats
+from .accounting import Ledger, MultiHandshakeMetadata, MultiMetadata, OwedReports
+from .params import ChildRequest, join_params, split_params
 
 if TYPE_CHECKING:
     import torch
 
-    from .base import ConnectorRequest, SchedulerOutput
-    from .config import EngineConfig
-    from .kv_cache_specs import KVCacheConfig
-    from .output import KVConnectorOutput
+    from ..base import ConnectorRequest, SchedulerOutput
+    from ..config import EngineConfig
+    from ..kv_cache_specs import KVCacheConfig
+    from ..output import KVConnectorOutput
 
 __all__ = ["ChildOptions", "MultiConnector"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..transports.errors import IncompatiblePeerError
+from ...transports.errors import IncompatiblePeerError
 from .layout import KVLayout, LayerLayout
 from .slots import Shard, SlotArray
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .base import KVConnectorHandshakeMetadata, KVConnectorMetadata
-from .output import KVConnectorOutput
+from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from ..output import KVConnectorOutput
 
 __all__ = ["Ledger", "MultiHandshakeMetadata", "MultiMetadata", "OwedReports"]
 

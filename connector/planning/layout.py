@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import cast
 
-from ..transports.errors import ConfigurationError, ProtocolError
-from .checks import Check, array, checked_fields, integer, integers, text
+from ...transports.errors import ConfigurationError, ProtocolError
+from ..checks import Check, array, checked_fields, integer, integers, text
 from .slots import WHOLE, Shard, SlotArray
 
 __all__ = ["KVLayout", "LayerLayout", "layer_layout_of_view", "per_layer_layout", "uniform_layout"]

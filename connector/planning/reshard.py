@@ -17,8 +17,8 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from ..transports.errors import IncompatiblePeerError, RegionError
-from ..transports.regions import RegionPairs
+from ...transports.errors import IncompatiblePeerError, RegionError
+from ...transports.regions import RegionPairs
 from .layout import KVLayout, LayerLayout
 from .plan import RegionTable, merged, page_table, repeated
 from .slots import SlotArray

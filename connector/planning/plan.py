@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..transports.errors import IncompatiblePeerError, RegionError
-from ..transports.regions import RegionPairs
+from ...transports.errors import IncompatiblePeerError, RegionError
+from ...transports.regions import RegionPairs
 from .layout import KVLayout, LayerLayout
 
 __all__ = ["BlockPairs", "Planner", "RegionTable", "merged", "page_table", "plan", "repeated"]

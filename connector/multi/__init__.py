@@ -1,0 +1,7 @@
+"""Several connectors on one node, in order: the first that can serve a load loads, all of them save."""
+
+from __future__ import annotations
+
+from .connector import ChildOptions, MultiConnector
+
+__all__ = ["ChildOptions", "MultiConnector"]
