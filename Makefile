@@ -14,6 +14,8 @@ PACKAGES := connector transports runner_mixin
 CONNECTOR ?= shm
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
+TEST_WORKERS ?= 2
 
 .PHONY: help
 help: ## list the targets
@@ -35,7 +37,7 @@ demo: $(READY) ## a prompt, prefilled by one process and answered by another
 
 .PHONY: test
 test: $(READY) ## every test that this machine can run
-	$(BIN)/python -m pytest -m "" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY) ## the tests without the slow ones
