@@ -11,7 +11,6 @@ from kvferry.connector.base import KVConnectorBase, KVConnectorRole
 from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from kvferry.connector.factory import KVConnectorFactory
 from kvferry.connector.kv_cache_specs import KVCacheConfig
-from kvferry.runner_mixin import state
 from kvferry.runner_mixin.kv_cache import (
     KVCacheManager,
     get_request_block_hasher,
@@ -21,12 +20,12 @@ from kvferry.runner_mixin.kv_cache import (
 from kvferry.transports.errors import ConfigurationError
 
 from .attention import IMPLEMENTATION, attention_layers
+from .executor import Executor, SingleProcessExecutor
 from .memory import plan_pool
 from .request import BlockHasher
-from .runner import ModelRunner
 from .scheduler import Scheduler
-from .settings import EngineSettings, Layout
-from .weights import LoadedModel, load_model, model_folder
+from .settings import EngineSettings
+from .weights import ModelDescription, describe_model, load_model, model_folder
 
 __all__ = ["Parts", "assemble"]
 
@@ -38,15 +37,15 @@ class Parts:
     Attributes:
         config: What was decided from the settings.
         connector_name: Class of the connector, empty without one.
-        resources: Closing it shuts the connector down.
+        resources: Closing it shuts the connector down, and ends what the executor started.
     """
 
-    loaded: LoadedModel
+    model: ModelDescription
     config: EngineConfig
     kv_cache_config: KVCacheConfig
     manager: KVCacheManager
     scheduler: Scheduler
-    runner: ModelRunner
+    executor: Executor
     hasher: BlockHasher
     connector_name: str
     resources: ExitStack
@@ -66,63 +65,51 @@ def assemble(settings: EngineSettings) -> Parts:
         # Before the model is loaded: a wrong name should not take that long to be told.
         KVConnectorFactory.get_connector_class(settings.kv_transfer)
     dtype = _dtype(settings.dtype, device)
-    loaded = load_model(model_folder(settings.model), dtype, device, IMPLEMENTATION)
-    config = _engine_config(settings, loaded, dtype)
+    model = describe_model(model_folder(settings.model))
+    config = _engine_config(settings, model, dtype)
+    weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
     config, pool = plan_pool(config, device, may_shorten=settings.max_model_len == 0)
     with ExitStack() as resources:
-        runner = _runner(config, pool, loaded, settings.layout, resources)
-        connector = _scheduler_half(config, pool, resources)
+        executor = SingleProcessExecutor(config, pool, weights, settings.layout)
+        resources.callback(executor.close)
+        connector = _scheduler_half(config, pool, executor, resources)
         if settings.hash_seed:
             init_none_hash(sha256, settings.hash_seed)
         manager = KVCacheManager(
             pool, config.model.max_model_len, enable_prefix_caching=settings.enable_prefix_caching
         )
         return Parts(
-            loaded=loaded,
+            model=model,
             config=config,
             kv_cache_config=pool,
             manager=manager,
             scheduler=Scheduler(config, manager, connector),
-            runner=runner,
+            executor=executor,
             hasher=get_request_block_hasher(settings.block_size, sha256),
             connector_name="" if connector is None else type(connector).__name__,
             resources=resources.pop_all(),
         )
 
 
-def _runner(
-    config: EngineConfig, pool: KVCacheConfig, loaded: LoadedModel, layout: Layout, resources: ExitStack
-) -> ModelRunner:
-    """The runner with its pool, and the worker half of the connector installed."""
-    runner = ModelRunner(config, loaded.model, loaded.model.device)
-    if config.kv_transfer is not None:
-        resources.callback(runner.ensure_kv_transfer_shutdown)
-        state.ensure_kv_transfer_initialized(config, pool)
-    runner.initialize_kv_cache(pool, layout)
-    runner.warm_up()
-    return runner
-
-
 def _scheduler_half(
-    config: EngineConfig, pool: KVCacheConfig, resources: ExitStack
+    config: EngineConfig, pool: KVCacheConfig, executor: Executor, resources: ExitStack
 ) -> KVConnectorBase | None:
     if config.kv_transfer is None:
         return None
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, pool)
     resources.callback(connector.shutdown)
-    metadata = state.get_kv_transfer_group().get_handshake_metadata()
-    if metadata is not None:
-        connector.set_handshake_metadata({config.parallel.tensor_parallel_rank: metadata})
+    if executor.handshake_metadata:
+        connector.set_handshake_metadata(executor.handshake_metadata)
     return connector
 
 
-def _engine_config(settings: EngineSettings, loaded: LoadedModel, dtype: torch.dtype) -> EngineConfig:
+def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: torch.dtype) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
-            model=loaded.identity,
+            model=model.identity,
             dtype=str(dtype).removeprefix("torch."),
-            max_model_len=_max_model_len(settings, loaded),
-            layers=attention_layers(loaded.text_config),
+            max_model_len=_max_model_len(settings, model),
+            layers=attention_layers(model.text_config),
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
@@ -138,8 +125,8 @@ def _engine_config(settings: EngineSettings, loaded: LoadedModel, dtype: torch.d
     )
 
 
-def _max_model_len(settings: EngineSettings, loaded: LoadedModel) -> int:
-    trained: int = loaded.text_config.max_position_embeddings
+def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
+    trained: int = model.text_config.max_position_embeddings
     if settings.max_model_len > trained:
         raise ConfigurationError(
             f"max_model_len={settings.max_model_len}: the model was trained for {trained} tokens",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.stats import TransferRecord as ConnectorTransferRecord
@@ -38,7 +36,6 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._ledger = Ledger()
-        self._ranks = KVOutputAggregator(self.parts.config.parallel.world_size)
 
     @property
     def max_model_len(self) -> int:
@@ -63,7 +60,7 @@ class EngineCore:
         unique_id = f"{source.request_id}-{self._num_added}"
         request = Request(unique_id, source, self.parts.hasher, arrival_s)
         self.parts.scheduler.add(request)
-        model = self.parts.loaded
+        model = self.parts.model
         self._answers[source.request_id] = Answer(
             request, model.tokenizer, model.eos_token_ids, self.max_model_len
         )
@@ -73,7 +70,7 @@ class EngineCore:
             raise InvalidRequestError(f"request id {source.request_id!r} is in use", param="request_id")
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        vocab_size = self.parts.loaded.text_config.vocab_size
+        vocab_size = self.parts.model.text_config.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in source.prompt_token_ids):
             raise InvalidRequestError(
                 f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
@@ -121,12 +118,9 @@ class EngineCore:
             only looked after transfers, and the next one may wait a moment.
         """
         plan = self.parts.scheduler.plan()
-        result = self.parts.runner.execute(plan)
+        result = self.parts.executor.execute(plan)
         if result.kv_connector_output is not None:
-            # Several ranks would bring a report each; this engine is one rank.
-            report = self._ranks.aggregate([result.kv_connector_output])
-            self._note_transfers(report)
-            result = replace(result, kv_connector_output=report)
+            self._note_transfers(result.kv_connector_output)
         outcome = self.parts.scheduler.update(plan, result)
         outputs = [self._piece(request) for request in outcome.new_tokens]
         for request, why in outcome.failed:

@@ -85,7 +85,7 @@ class Engine:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return self._started().parts.loaded.tokenizer
+        return self._started().parts.model.tokenizer
 
     @property
     def max_model_len(self) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from kvferry.transports.errors import ConfigurationError
 
@@ -20,7 +21,7 @@ from .default_model import default_model_folder
 from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
 
-__all__ = ["LoadedModel", "load_model", "model_folder", "model_identity"]
+__all__ = ["ModelDescription", "describe_model", "load_model", "model_folder", "model_identity"]
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _SAMPLE_BYTES = 64 << 10
@@ -28,15 +29,16 @@ _NUM_SAMPLES = 16
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run.
+class ModelDescription:
+    """What there is to know of a model without its weights.
 
     Attributes:
         identity: Equal on two nodes exactly if configuration and (a sample of) the weights are.
         eos_token_ids: Tokens that end an answer.
     """
 
-    model: PreTrainedModel
+    folder: Path
+    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     identity: str
     eos_token_ids: frozenset[int]
@@ -44,7 +46,7 @@ class LoadedModel:
     @property
     def text_config(self) -> PretrainedConfig:
         """The configuration of the decoder."""
-        config: PretrainedConfig = self.model.config.get_text_config(decoder=True)
+        config: PretrainedConfig = self.config.get_text_config(decoder=True)
         return config
 
 
@@ -66,10 +68,22 @@ def model_folder(model: str) -> Path:
     return folder
 
 
+def describe_model(folder: Path) -> ModelDescription:
+    """Read everything of a folder but the weights.
+
+    Raises:
+        ConfigurationError: the folder's files do not describe a decoder-only language model; `key` is `"model"`.
+    """
+    config = _load_config(folder)
+    return ModelDescription(
+        folder, config, _load_tokenizer(folder), model_identity(folder), _eos_token_ids(folder, config)
+    )
+
+
 def load_model(
     folder: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str
-) -> LoadedModel:
-    """Load model and tokenizer of a folder; nothing is fetched from elsewhere.
+) -> PreTrainedModel:
+    """Load the model of a folder; nothing is fetched from elsewhere.
 
     Raises:
         ConfigurationError: the folder's files do not make a decoder-only language model; `key` is `"model"`.
@@ -92,10 +106,8 @@ def load_model(
     if absent:
         # transformers fills such weights with random numbers; an engine must not serve those.
         raise _broken(folder, f"{len(absent)} weights are missing or have another shape, e.g. {absent[0]}")
-    model.eval().requires_grad_(False)
-    return LoadedModel(
-        model.to(device), _load_tokenizer(folder), model_identity(folder), _eos_token_ids(model)
-    )
+    placed: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+    return placed
 
 
 def model_identity(folder: Path) -> str:
@@ -147,9 +159,12 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else model.config.eos_token_id
+def _eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    eos = generation.eos_token_id
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])

@@ -166,7 +166,7 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
 
     def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
         if family not in loaded:
-            loaded[family] = load_model(tiny_model(family), torch.float32, torch.device("cpu"), "eager").model
+            loaded[family] = load_model(tiny_model(family), torch.float32, torch.device("cpu"), "eager")
         ids = torch.tensor([list(prompt)])
         out = loaded[family].generate(
             ids,

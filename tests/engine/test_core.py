@@ -104,7 +104,8 @@ def test_an_answer_ends_at_max_tokens_at_the_longest_sequence_at_the_end_token_a
 
 def test_the_end_token_ends_an_answer_unless_told_otherwise(make_node: Any) -> None:
     node = make_node()
-    node.core.parts.loaded.model.lm_head.weight[256] = 100.0  # whatever came, the end follows or its opposite
+    model = node.core.parts.executor.runner._model
+    model.lm_head.weight[256] = 100.0  # whatever came, the end follows or its opposite
     answers = [node.answer([n, n + 1], max_tokens=6, ignore_eos=False) for n in range(0, 40, 4)]
     ended = [answer for answer in answers if answer[-1] == 256]
     assert ended

@@ -168,7 +168,7 @@ def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_so(
         outputs = engine.generate(_request("a", 1, 2, max_tokens=300))
         await anext(outputs)
         core = engine._started()
-        monkeypatch.setattr(core.parts.runner, "_model", None)
+        monkeypatch.setattr(core.parts.executor.runner, "_model", None)
         with pytest.raises(EngineDeadError, match="NoneType"):
             await _all(outputs)
         with pytest.raises(EngineDeadError, match="NoneType"):

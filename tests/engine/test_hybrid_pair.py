@@ -96,7 +96,7 @@ def test_one_kind_may_make_several_groups(kinds: str, make_pair: Any, drive: Any
     write_tiny_model(tmp_path, "gemma3", num_hidden_layers=len(kinds), layer_types=layer_types)
     prefill, decode = make_pair("gemma3", model=str(tmp_path))
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
-    model = load_model(tmp_path, torch.float32, torch.device("cpu"), "eager").model
+    model = load_model(tmp_path, torch.float32, torch.device("cpu"), "eager")
     assert decode.tokens("a") == _generated(model, PROMPT, 40)
     assert len(decode.core.parts.kv_cache_config.kv_cache_groups) == 4
     assert last.metrics.transfer.num_blocks == NUM_BLOCKS + 3 * IN_WINDOW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from engine.core import EngineCore
 from engine.settings import DEFAULT_MODEL, EngineSettings
 from engine.types import GenerationRequest, SamplingParams
-from engine.weights import LoadedModel, load_model, model_folder
+from engine.weights import load_model, model_folder
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +34,14 @@ def core() -> Iterator[EngineCore]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> LoadedModel:
-    return load_model(model_folder(DEFAULT_MODEL), torch.float32, torch.device("cpu"), "sdpa")
+def tokenizer(core: EngineCore) -> Any:
+    return core.parts.model.tokenizer
 
 
 def test_prompts_answered_together_are_answered_as_transformers_does(
-    core: EngineCore, plain: LoadedModel
+    core: EngineCore, tokenizer: Any
 ) -> None:
-    prompts = {text: tuple(plain.tokenizer.encode(text)) for text in PROMPTS}
+    prompts = {text: tuple(tokenizer.encode(text)) for text in PROMPTS}
     for text, prompt in prompts.items():
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         core.add(GenerationRequest(text, prompt, sampling), time.monotonic())
@@ -48,9 +49,10 @@ def test_prompts_answered_together_are_answered_as_transformers_does(
     while core.has_work:
         for output in core.step()[1]:
             answers[output.request_id] += output.new_token_ids
+    plain = load_model(model_folder(DEFAULT_MODEL), torch.float32, torch.device("cpu"), "sdpa")
     for text, prompt in prompts.items():
         ids = torch.tensor([prompt])
-        whole = plain.model.generate(
+        whole = plain.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NUM_TOKENS,
@@ -58,12 +60,12 @@ def test_prompts_answered_together_are_answered_as_transformers_does(
             eos_token_id=None,
         )
         assert answers[text] == whole[0, len(prompt) :].tolist(), text
-    assert plain.tokenizer.decode(answers[PROMPTS[0]]).startswith(" Paris")
+    assert tokenizer.decode(answers[PROMPTS[0]]).startswith(" Paris")
 
 
-def test_a_chat_is_answered_and_ends_by_itself(core: EngineCore, plain: LoadedModel) -> None:
+def test_a_chat_is_answered_and_ends_by_itself(core: EngineCore, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    prompt = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     core.add(GenerationRequest("chat", tuple(prompt), sampling), time.monotonic())
     text, reason = "", None

@@ -13,7 +13,7 @@ import torch
 from engine.default_model import default_model_folder
 from engine.settings import DEFAULT_MODEL, EngineSettings
 from engine.testing import write_tiny_model
-from engine.weights import load_model, model_folder, model_identity
+from engine.weights import describe_model, load_model, model_folder, model_identity
 from kvferry.transports.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -25,13 +25,16 @@ def copy(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
 
 
 def _load(folder: Path) -> None:
-    load_model(model_folder(str(folder)), torch.float32, CPU, "eager")
+    path = model_folder(str(folder))
+    describe_model(path)
+    load_model(path, torch.float32, CPU, "eager")
 
 
 def test_a_good_folder_loads(copy: Path) -> None:
-    loaded = load_model(model_folder(str(copy)), torch.float32, CPU, "eager")
-    assert loaded.eos_token_ids == {256}
-    assert loaded.tokenizer.decode(loaded.tokenizer.encode("héllo")) == "héllo"
+    _load(copy)
+    model = describe_model(copy)
+    assert model.eos_token_ids == {256}
+    assert model.tokenizer.decode(model.tokenizer.encode("héllo")) == "héllo"
 
 
 def test_a_missing_folder_is_named() -> None:
