@@ -13,12 +13,12 @@ from .attention.backend import (
     MetadataBuilder,
     MultipleOf,
 )
+from .attention.building import build_attn_metadata
 from .attention.layer import AttentionLayer
 from .attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
     StepBatch,
-    build_attn_metadata,
     compute_slot_mapping,
 )
 from .attention.selection import (

@@ -8,7 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.kv_cache_specs import KVCacheConfig
 from kvferry.runner_mixin import state
-from kvferry.runner_mixin.attention.metadata import build_attn_metadata
+from kvferry.runner_mixin.attention.building import build_attn_metadata
 from kvferry.runner_mixin.forward_context import ForwardContext, set_forward_context
 from kvferry.runner_mixin.kv_caches import init_attn_backend, init_kv_cache
 from kvferry.runner_mixin.layouts import init_kv_cache_for_connector

@@ -6,22 +6,15 @@ Tokens of a step lie request after request in one flat run of `num_tokens`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from ..block_sizes import expand_block_table
-
-if TYPE_CHECKING:
-    from .backend import MetadataBuilder
 
 __all__ = [
     "AttentionMetadata",
     "CommonAttentionMetadata",
     "StepBatch",
-    "build_attn_metadata",
     "compute_slot_mapping",
 ]
 
@@ -117,39 +110,6 @@ class AttentionMetadata:
     """
 
     common: CommonAttentionMetadata
-
-
-def build_attn_metadata(
-    metadata_builders: Sequence[MetadataBuilder],
-    batch: StepBatch,
-    block_tables: Sequence[torch.Tensor],
-    slot_mappings: Sequence[torch.Tensor],
-) -> dict[str, AttentionMetadata]:
-    """Build one step's metadata, once a group; the layers of a group share the object.
-
-    Args:
-        metadata_builders: As `init_attn_backend` made them.
-        batch: The step's requests.
-        block_tables: Per KV cache group, `(num_reqs, max_blocks)` int32 on the device: the manager's block ids.
-        slot_mappings: Per KV cache group, `(num_tokens,)` int64 on the device.
-
-    Returns:
-        Layer name → metadata.
-    """
-    shared = {f.name: getattr(batch, f.name) for f in fields(StepBatch)}
-    metadata: dict[str, AttentionMetadata] = {}
-    for builder in metadata_builders:
-        group = builder.group
-        table = block_tables[group.kv_cache_group_id]
-        common = CommonAttentionMetadata(
-            **shared,
-            block_table=expand_block_table(
-                table, group.kv_cache_spec.block_size // builder.kernel_block_size
-            ),
-            slot_mapping=slot_mappings[group.kv_cache_group_id],
-        )
-        metadata.update(dict.fromkeys(group.layer_names, builder.build(common)))
-    return metadata
 
 
 def compute_slot_mapping(block_table: torch.Tensor, batch: StepBatch, block_size: int) -> torch.Tensor:
