@@ -1,0 +1,61 @@
+"""Who is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .contender import Contender
+from .memory import MemcpyReader, own_nothing
+from .mooncake import MooncakeReader, own_mooncake
+from .nixl import NixlReader, own_nixl
+from .ours import OurReader, own_ours
+from .sockets import SocketReader, own_sockets
+
+__all__ = ["MEMCPY", "SOCKETS", "all_contenders", "ours"]
+
+MEMCPY = "memcpy"
+SOCKETS = "plain sockets"
+
+#: A stopped process says nothing while it is another's turn.
+_PATIENT = {"handshake_timeout_s": 3600}
+_PATIENT_OVER_NETWORK = {**_PATIENT, "peer_timeout_s": 3600}
+
+
+def ours(name: str, scheme: str, options: Mapping[str, Any], *, in_arena: bool = True) -> Contender:
+    """One of kvferry's transports with some options."""
+    patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
+    described = {"scheme": scheme, "transport": {**patient, **options}, "in_arena": in_arena}
+    return Contender(name, own_ours, OurReader, described, "ucxx-cu12" if scheme == "ucx" else "")
+
+
+def _nixl(name: str, transports: str, *, progress_thread: bool) -> Contender:
+    environment = {"NIXL_LOG_LEVEL": "FATAL", **({"UCX_TLS": transports} if transports else {})}
+    options = {"progress_thread": progress_thread}
+    return Contender(name, own_nixl, NixlReader, options, "nixl-cu12", environment)
+
+
+def all_contenders(secret_file: Path, congestion_control: str) -> list[Contender]:
+    """Every contender, installed or not.
+
+    Args:
+        secret_file: What both ends of an encrypted connection share.
+        congestion_control: Of every TCP connection that can be told; empty keeps the system's.
+    """
+    plain = {"congestion_control": congestion_control}
+    curve = {**plain, "curve": "on", "shared_secret_file": str(secret_file)}
+    return [
+        Contender(MEMCPY, own_nothing, MemcpyReader),
+        Contender(SOCKETS, own_sockets, SocketReader, plain),
+        ours("kvferry shm", "shm", {}),
+        ours("kvferry shm, no arena", "shm", {}, in_arena=False),
+        ours("kvferry zeromq, unchecked", "zeromq", {**plain, "checksums": False}),
+        ours("kvferry zeromq", "zeromq", plain),
+        ours("kvferry zeromq, CURVE", "zeromq", curve),
+        ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}),
+        _nixl("NIXL, cma", "", progress_thread=False),
+        _nixl("NIXL, tcp", "tcp", progress_thread=False),
+        _nixl("NIXL, tcp, progress thread", "tcp", progress_thread=True),
+        Contender("Mooncake, tcp", own_mooncake, MooncakeReader, {}, "mooncake-transfer-engine-non-cuda"),
+    ]

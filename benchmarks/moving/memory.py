@@ -1,0 +1,44 @@
+"""The yardstick: one `memcpy` of as many bytes, by one thread, from and to places that were not touched lately."""
+
+from __future__ import annotations
+
+import ctypes
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.transports import RegionPairs
+
+from .contender import Reader, Setup, pool_memory
+
+__all__ = ["MemcpyReader", "own_nothing"]
+
+
+def own_nothing(setup: Setup, told: Connection) -> None:
+    """A memcpy has no other side."""
+    told.send(None)
+    told.recv()
+
+
+class MemcpyReader(Reader):
+    """Copies within its own process. It puts the bytes of all regions in one place: it is told of no regions."""
+
+    def __init__(self, setup: Setup, address: Any) -> None:
+        self.pool = np.frombuffer(pool_memory(setup.pool_bytes), dtype=np.int64)
+        self._source = np.frombuffer(pool_memory(setup.pool_bytes), dtype=np.int64)
+        self._random = np.random.default_rng(0)
+
+    def read(self, pairs: RegionPairs) -> str:
+        num_bytes = pairs.num_bytes
+        to, of = self._random.integers(0, self.pool.nbytes - num_bytes, 2).tolist()
+        ctypes.memmove(
+            self.pool.ctypes.data + (to & ~4095), self._source.ctypes.data + (of & ~4095), num_bytes
+        )
+        return "memcpy"
+
+    def check(self, pairs: RegionPairs) -> None:
+        """Nothing was read."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,88 @@
+"""NIXL over UCX, as its users call it: descriptor lists prepared once, a request by index for each read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.transports import RegionPairs
+
+from .contender import TIMEOUT_S, Reader, Setup, pool_memory
+
+__all__ = ["NixlReader", "own_nixl"]
+
+
+class _Agent:
+    """An agent with a registered pool. The option `progress_thread` says who makes progress."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=setup.options["progress_thread"]))
+        self._memory = pool_memory(setup.pool_bytes)
+        self.pool = np.frombuffer(self._memory, dtype=np.int64)
+        self.address = self.pool.ctypes.data
+        self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
+
+
+def own_nixl(setup: Setup, told: Connection) -> None:
+    """Without a progress thread the owner has to poll, or nothing moves over TCP."""
+    node = _Agent("owner", setup)
+    node.pool[:] = np.arange(len(node.pool))
+    told.send((node.agent.get_agent_metadata(), node.address))
+    if setup.options["progress_thread"]:
+        told.recv()
+    while not told.poll():
+        node.agent.get_new_notifs()
+
+
+class NixlReader(Reader):
+    """The reading end."""
+
+    def __init__(self, setup: Setup, address: tuple[bytes, int]) -> None:
+        metadata, self._remote_address = address
+        self._node = _Agent("reader", setup)
+        self._agent = self._node.agent
+        self.pool = self._node.pool
+        self._owner = self._agent.add_remote_agent(metadata)
+        self._prepared: dict[int, tuple[Any, Any]] = {}
+
+    def read(self, pairs: RegionPairs) -> str:
+        region_bytes = int(pairs.lengths[0])
+        if region_bytes not in self._prepared:
+            self._prepared[region_bytes] = self._prepare(region_bytes)
+        local, remote = self._prepared[region_bytes]
+        local_indices, remote_indices = ((at // region_bytes).astype(np.int32) for at in pairs.table.T[:2])
+        request = self._agent.make_prepped_xfer("READ", local, local_indices, remote, remote_indices)
+        _until_done(self._agent.transfer(request), lambda: self._agent.check_xfer_state(request))
+        backend = self._agent.query_xfer_backend(request)
+        self._agent.release_xfer_handle(request)
+        return f"nixl:{backend}"
+
+    def close(self) -> None:
+        """The end of the process is the end of it."""
+
+    def _prepare(self, region_bytes: int) -> tuple[Any, Any]:
+        """Name every region of both pools."""
+        at = np.arange(self.pool.nbytes // region_bytes, dtype=np.uint64) * region_bytes
+
+        def described(base: int) -> np.ndarray:
+            return np.stack([at + base, np.full_like(at, region_bytes), np.zeros_like(at)], axis=1)
+
+        local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", described(self._node.address), "DRAM")
+        remote = self._agent.prep_xfer_dlist(self._owner, described(self._remote_address), "DRAM")
+        return local, remote
+
+
+def _until_done(state: str, look: Callable[[], str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while state == "PROC":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no end within {TIMEOUT_S} s")
+        state = look()
+    if state != "DONE":
+        raise RuntimeError(f"NIXL says {state}")

@@ -1,0 +1,90 @@
+"""What was measured, as figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .contender import Contender
+from .field import MEMCPY, SOCKETS
+from .processes import Timing
+from .rounds import Measured
+from .shapes import Shape
+
+__all__ = ["Result", "results_of"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender and one shape.
+
+    Attributes:
+        to_memcpy: How many times as fast as memcpy in the same round: median of the rounds; 0 if it was not measured.
+        to_memcpy_quartiles: The first and the third.
+        to_sockets: How many times as fast as plain sockets, likewise.
+        cpu_s_per_gb: Processor time of both processes, for 10**9 bytes.
+    """
+
+    contender: str
+    version: str
+    mechanism: str
+    model: str
+    layout: str
+    num_blocks: int
+    num_regions: int
+    num_bytes: int
+    num_rounds: int
+    p50_ms: float
+    gb_per_s: float
+    to_memcpy: float
+    to_memcpy_quartiles: tuple[float, float]
+    to_sockets: float
+    cpu_s_per_gb: float
+
+
+def results_of(contenders: Sequence[Contender], shapes: Sequence[Shape], measured: Measured) -> list[Result]:
+    """All that was measured, shape by shape."""
+    return [
+        _result(contender, shape, measured)
+        for shape in shapes
+        for contender in contenders
+        if (contender.name, shape) in measured.turns
+    ]
+
+
+def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
+    turns = measured.turns[contender.name, shape]
+    reads = [read for turn in turns for read in turn]
+    p50_s = statistics.median(read.seconds for read in reads)
+    low, to_memcpy, high = _ratios(turns, measured.turns.get((MEMCPY, shape), []))
+    return Result(
+        contender=contender.name,
+        version=contender.version,
+        mechanism=reads[0].mechanism,
+        model=shape.model,
+        layout=shape.layout,
+        num_blocks=shape.num_blocks,
+        num_regions=shape.num_regions,
+        num_bytes=shape.num_bytes,
+        num_rounds=len(turns),
+        p50_ms=p50_s * 1e3,
+        gb_per_s=shape.num_bytes / p50_s / 1e9,
+        to_memcpy=to_memcpy,
+        to_memcpy_quartiles=(low, high),
+        to_sockets=_ratios(turns, measured.turns.get((SOCKETS, shape), []))[1],
+        cpu_s_per_gb=statistics.fmean(read.cpu_seconds for read in reads) / shape.num_bytes * 1e9,
+    )
+
+
+def _ratios(turns: list[list[Timing]], others: list[list[Timing]]) -> tuple[float, float, float]:
+    """Quartiles of how many times as fast as another one's a turn was."""
+    if not others:
+        return 0.0, 0.0, 0.0
+    ratios = [_typical(other) / _typical(turn) for turn, other in zip(turns, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _typical(turn: list[Timing]) -> float:
+    return statistics.median(read.seconds for read in turn)

@@ -1,0 +1,117 @@
+"""Rounds: in each, everybody moves every shape once, so that what disturbs the machine disturbs all of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.transports import RegionPairs
+
+from .contender import Contender
+from .processes import FailedError, Running, Timing
+from .shapes import Shape
+
+__all__ = ["MIN_ROUNDS", "Measured", "Progress", "measure"]
+
+#: So many rounds are counted whatever time they take; before them comes one that only warms up.
+MIN_ROUNDS = 3
+
+#: A turn moves about as much, so that a small transfer is measured often.
+_TURN_BYTES = 32 << 20
+_MAX_READS = 16
+
+#: Told what is going on.
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """What was seen.
+
+    Attributes:
+        turns: For each contender and shape, and each round, the reads of one turn.
+        left_out: Why a contender is not among them.
+    """
+
+    turns: dict[tuple[str, Shape], list[list[Timing]]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        self.turns = {key: turns for key, turns in self.turns.items() if key[0] != name}
+
+
+def measure(
+    contenders: Sequence[Contender], shapes: Sequence[Shape], pool_bytes: int, seconds: float, say: Progress
+) -> Measured:
+    """Measure for about `seconds`, after a round that only warms up."""
+    measured = Measured()
+    with ExitStack() as stack:
+        running = _start(contenders, pool_bytes, measured, stack, say)
+        for number, where in _rounds(seconds):
+            for name, shape, reads in _turns(running, shapes, pool_bytes, number):
+                say(f"{where}: {name}, {shape}")
+                try:
+                    turn = running[name].turn(reads)
+                except FailedError as error:
+                    running.pop(name).close()
+                    measured.leave_out(name, str(error))
+                else:
+                    if number:
+                        measured.turns.setdefault((name, shape), []).append(turn[1:])
+    return measured
+
+
+def _start(
+    contenders: Sequence[Contender], pool_bytes: int, measured: Measured, stack: ExitStack, say: Progress
+) -> dict[str, Running]:
+    """Start all that can be started; `stack` ends them."""
+    running: dict[str, Running] = {}
+    for contender in contenders:
+        say(f"starting {contender.name}")
+        try:
+            _require_installed(contender)
+            running[contender.name] = Running(contender, pool_bytes)
+        except FailedError as error:
+            measured.leave_out(contender.name, str(error))
+        else:
+            stack.callback(running[contender.name].close)
+    return running
+
+
+def _require_installed(contender: Contender) -> None:
+    try:
+        contender.version  # noqa: B018 - it raises
+    except importlib.metadata.PackageNotFoundError:
+        raise FailedError(f"{contender.distribution} is not installed") from None
+
+
+def _rounds(seconds: float) -> Iterator[tuple[int, str]]:
+    """The numbers of rounds, from 0, and where we are in words."""
+    began, number = time.monotonic(), 0
+    while number <= MIN_ROUNDS or time.monotonic() - began < seconds:
+        yield (
+            number,
+            f"round {number}, {time.monotonic() - began:.0f} of {seconds:.0f} s" if number else "warming up",
+        )
+        number += 1
+
+
+def _turns(
+    running: Mapping[str, Running], shapes: Sequence[Shape], pool_bytes: int, number: int
+) -> Iterator[tuple[str, Shape, list[RegionPairs]]]:
+    """Who moves what in a round. Nobody always comes after the same one; all move the same blocks.
+
+    The first read of a turn is one region, and not counted: who was stopped has to wake up.
+    """
+    for index, shape in enumerate(shapes):
+        random = np.random.default_rng((number, index))
+        count = max(1, min(_MAX_READS, _TURN_BYTES // shape.num_bytes))
+        reads = [shape.pairs(pool_bytes, random) for _ in range(count)]
+        for name in random.permutation(list(running)).tolist():
+            yield name, shape, [RegionPairs(reads[0].table[:1]), *reads]

@@ -1,0 +1,71 @@
+"""`benchmarks/transports.py` measures what it says, and says it in a table, in JSON lines and in a plot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, object]], Path]:
+    """A run of next to nothing: the table, the JSON lines, the plot."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    json_file, plot_file = folder / "lines.json", folder / "plot.svg"
+    tiny = ["--seconds", "0", "--blocks", "2", "--pool-mib", "4", "--shapes", "smollm2-135m, 2"]
+    variant = ["--only", "none of them", "--variant", "kvferry, mapped", "shm", '{"num_guards": 64}']
+    command = [sys.executable, "benchmarks/transports.py", *tiny, *variant]
+    ended = subprocess.run(
+        [*command, "--json", str(json_file), "--plot", str(plot_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, [json.loads(line) for line in json_file.read_text().splitlines()], plot_file
+
+
+def test_one_line_of_json_tells_the_machine_and_each_other_one_a_result(run):
+    _, lines, _ = run
+    assert lines[0]["record"] == "machine"
+    assert {"processor", "cores", "load", "congestion_control", "huge_pages"} <= lines[0].keys()
+    results = lines[1:]
+    assert [(r["record"], r["contender"], r["layout"]) for r in results] == [
+        ("result", contender, layout)
+        for layout in ("uniform", "per-layer")
+        for contender in ("memcpy", "plain sockets", "kvferry, mapped")
+    ]
+
+
+def test_every_result_is_a_ratio_to_memcpy_and_to_plain_sockets(run):
+    _, lines, _ = run
+    for result in lines[1:]:
+        assert result["num_bytes"] == 2 * 30 * (12 << 10)
+        assert result["num_regions"] == (2 if result["layout"] == "uniform" else 60)
+        assert result["num_rounds"] >= 3
+        low, high = result["to_memcpy_quartiles"]
+        assert 0 < low <= result["to_memcpy"] <= high
+        assert min(result[key] for key in ("p50_ms", "gb_per_s", "to_sockets", "cpu_s_per_gb")) > 0
+        if result["contender"] == "memcpy":
+            assert result["to_memcpy"] == 1
+
+
+def test_the_mechanism_that_really_moved_the_bytes_is_named(run):
+    _, lines, _ = run
+    mechanisms = {result["contender"]: result["mechanism"] for result in lines[1:]}
+    assert mechanisms == {"memcpy": "memcpy", "plain sockets": "tcp", "kvferry, mapped": "mapped"}
+
+
+def test_the_table_and_the_plot_name_every_contender(run):
+    table, lines, plot_file = run
+    plot = "".join(ElementTree.parse(plot_file).getroot().itertext())
+    for result in lines[1:]:
+        assert result["contender"] in table
+        assert result["contender"] in plot
