@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvferry.connector.base import KVConnectorBase, KVConnectorRole
-from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from kvferry.connector.factory import KVConnectorFactory
 from kvferry.connector.kv_cache_specs import KVCacheConfig
+from kvferry.connector.worker_half import new_epoch
 from kvferry.runner_mixin.kv_cache import (
     KVCacheManager,
     get_request_block_hasher,
@@ -22,6 +23,8 @@ from kvferry.transports.errors import ConfigurationError
 from .attention import IMPLEMENTATION, attention_layers
 from .executor import Executor, SingleProcessExecutor
 from .memory import plan_pool
+from .parallel.executor import MultiProcessExecutor
+from .parallel.sharding import layers_of_rank, require_divisible
 from .request import BlockHasher
 from .scheduler import Scheduler
 from .settings import EngineSettings
@@ -66,11 +69,10 @@ def assemble(settings: EngineSettings) -> Parts:
         KVConnectorFactory.get_connector_class(settings.kv_transfer)
     dtype = _dtype(settings.dtype, device)
     model = describe_model(model_folder(settings.model))
-    config = _engine_config(settings, model, dtype)
-    weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
-    config, pool = plan_pool(config, device, may_shorten=settings.max_model_len == 0)
+    if settings.tensor_parallel_size > 1:
+        require_divisible(model.text_config, settings.tensor_parallel_size)
     with ExitStack() as resources:
-        executor = SingleProcessExecutor(config, pool, weights, settings.layout)
+        config, pool, executor = _start(settings, model, _engine_config(settings, model, dtype), device)
         resources.callback(executor.close)
         connector = _scheduler_half(config, pool, executor, resources)
         if settings.hash_seed:
@@ -91,6 +93,23 @@ def assemble(settings: EngineSettings) -> Parts:
         )
 
 
+def _start(
+    settings: EngineSettings, model: ModelDescription, config: EngineConfig, device: torch.device
+) -> tuple[EngineConfig, KVCacheConfig, Executor]:
+    """Plan the pool and load the model, here or in worker processes."""
+    may_shorten = settings.max_model_len == 0
+    if settings.tensor_parallel_size == 1:
+        dtype = getattr(torch, config.model.dtype)
+        # Before the pool is planned: what the weights need is not free.
+        weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
+        config, pool = plan_pool(config, device, may_shorten=may_shorten)
+        return config, pool, SingleProcessExecutor(config, pool, weights, settings.layout)
+    config, pool = plan_pool(config, device, may_shorten=may_shorten)
+    config = replace(config, cache=replace(config.cache, num_blocks_override=pool.num_blocks))
+    executor = MultiProcessExecutor(config, model.folder, settings.layout, settings.num_threads)
+    return config, pool, executor
+
+
 def _scheduler_half(
     config: EngineConfig, pool: KVCacheConfig, executor: Executor, resources: ExitStack
 ) -> KVConnectorBase | None:
@@ -104,16 +123,17 @@ def _scheduler_half(
 
 
 def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: torch.dtype) -> EngineConfig:
+    num_ranks = settings.tensor_parallel_size
     return EngineConfig(
         model=ModelConfig(
             model=model.identity,
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
-            layers=attention_layers(model.text_config),
+            layers=layers_of_rank(attention_layers(model.text_config), num_ranks),
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
-            memory_utilization=settings.memory_utilization,
+            memory_utilization=settings.memory_utilization / num_ranks,  # they share one machine's memory
             enable_prefix_caching=settings.enable_prefix_caching,
             hash_seed=settings.hash_seed,
             num_blocks_override=settings.num_blocks,
@@ -121,6 +141,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
         ),
+        parallel=ParallelConfig(num_ranks, epoch=new_epoch() if num_ranks > 1 else 0),
         kv_transfer=settings.kv_transfer,
     )
 

@@ -110,12 +110,23 @@ class EngineCore:
         """Whether a request waits for another node's KV cache."""
         return bool(self.parts.scheduler.handoffs.loading)
 
+    def check(self) -> None:
+        """Make sure, while there is nothing to do, that a step would work.
+
+        Raises:
+            EngineDeadError: a worker process is gone.
+        """
+        self.parts.executor.check()
+
     def step(self) -> tuple[int, list[RequestOutput]]:
         """Run one step.
 
         Returns:
             `(num_tokens, outputs)`: tokens computed, and what clients get. With no token computed, the step
             only looked after transfers, and the next one may wait a moment.
+
+        Raises:
+            EngineDeadError: a worker process is gone.
         """
         plan = self.parts.scheduler.plan()
         result = self.parts.executor.execute(plan)

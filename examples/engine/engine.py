@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
+#: With nothing to do at all: between two looks whether everything that will be needed is still there.
+_CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +170,9 @@ class Engine:
         try:
             self._loop(core)
             error = EngineDeadError("the engine was closed")
+        except EngineDeadError as cause:
+            logger.error("%s; every request fails", cause)
+            error = cause
         except Exception as cause:
             logger.exception("the step loop died; every request fails")
             error = EngineDeadError(f"the step loop died: {type(cause).__name__}: {cause}")
@@ -180,12 +185,14 @@ class Engine:
     def _loop(self, core: EngineCore) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            orders = self._take_orders(None if not core.has_work else pause_s)
+            orders = self._take_orders(pause_s if core.has_work else _CHECK_INTERVAL_S)
             if self._closing:
                 self._deliver(core.abort_all())
                 return
             for order in orders:
                 order(core)
+            if not core.has_work:
+                core.check()
             num_tokens, outputs = core.step() if core.has_work else (0, [])
             self._stats = core.stats()
             self._deliver(outputs)
@@ -195,8 +202,8 @@ class Engine:
                 longest = _LONGEST_PAUSE_LOADING_S if core.is_loading else _LONGEST_PAUSE_S
                 pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), longest)
 
-    def _take_orders(self, timeout_s: float | None) -> list[Callable[[EngineCore], None]]:
-        """Take what other threads asked for; wait for it up to `timeout_s`, for ever if None."""
+    def _take_orders(self, timeout_s: float) -> list[Callable[[EngineCore], None]]:
+        """Take what other threads asked for; wait for it up to `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s)
             orders, self._inbox = self._inbox, []

@@ -3,7 +3,7 @@
     EngineError
     ├─ InvalidRequestError(ValueError)   the request cannot be served; nothing was allocated for it
     │  └─ PromptTooLongError             names the lengths
-    └─ EngineDeadError(RuntimeError)     the engine is closed, or its step loop died
+    └─ EngineDeadError(RuntimeError)     the engine is closed, its step loop died, or a worker process did
 
 A setting that cannot work is a `ConfigurationError`; malformed `kv_transfer_params` are a `ConnectorError`.
 """
@@ -44,4 +44,4 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The engine no longer runs: it was closed, or its step loop died of the error given as cause."""
+    """The engine no longer runs: it was closed, its step loop died of the error given as cause, or a worker is gone."""

@@ -35,7 +35,8 @@ class EngineSettings:
         max_num_seqs: Requests of one step.
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random.
-        num_threads: Threads of PyTorch; 0: its own choice.
+        num_threads: Threads of PyTorch, in each process; 0: its own choice.
+        tensor_parallel_size: Worker processes over which the model is spread; 1: it runs in this process.
         kv_transfer: The connector and its options; None on a node that hands nothing over.
 
     Raises:
@@ -56,6 +57,7 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     hash_seed: str = ""
     num_threads: int = 0
+    tensor_parallel_size: int = 1
     kv_transfer: KVTransferConfig | None = None
 
     def __post_init__(self) -> None:
@@ -70,10 +72,17 @@ class EngineSettings:
             "max_num_batched_tokens": 1,
             "max_num_seqs": 1,
             "num_threads": 0,
+            "tensor_parallel_size": 1,
         }
         for field in fields(self):
             if field.name in minima:
                 _require_at_least(field.name, getattr(self, field.name), minima[field.name])
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
+                key="tensor_parallel_size",
+                value=self.tensor_parallel_size,
+            )
         if self.num_blocks == 1:
             raise ConfigurationError("num_blocks=1: it must be 0 or at least 2", key="num_blocks", value=1)
         if not 0.0 < self.memory_utilization <= 1.0:

@@ -132,6 +132,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         help="threads of PyTorch; 0 is its own choice (default: 0)",
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="worker processes over which the model is spread, on the CPU (default: 1, none)",
+    )
+    group.add_argument(
         "--max-model-len",
         type=int,
         default=0,
@@ -208,6 +215,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         enable_prefix_caching=not options.no_prefix_caching,
         hash_seed=options.hash_seed,
         num_threads=options.threads,
+        tensor_parallel_size=options.tensor_parallel_size,
         kv_transfer=kv_transfer,
     )
 

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from engine.engine import Engine
+from engine.errors import EngineDeadError
 from web.launcher_link import Link
 from web.serving import SHUTDOWN_DEADLINE_S, StartupError, leave_now, serving, stop_event
 
@@ -62,7 +63,8 @@ async def _start(engine: Engine, stop: asyncio.Event) -> None:
         leave_now(0)  # a model that loads cannot be interrupted, and nobody depends on this process yet
     try:
         ready.result()
-    except (ValueError, ImportError) as error:  # a setting that cannot work, or a backend that is not there
+    except (ValueError, ImportError, EngineDeadError) as error:
+        # A setting that cannot work, a backend that is not there, or a worker process that was killed.
         raise StartupError(str(error)) from error
 
 

@@ -1,0 +1,80 @@
+"""`MultiProcessExecutor`: the model spread over worker processes, driven from the scheduler's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.connector.aggregator import KVOutputAggregator
+from kvferry.connector.base import KVConnectorHandshakeMetadata
+from kvferry.connector.config import EngineConfig
+from kvferry.runner_mixin.outputs import ModelRunnerOutput
+
+from ..settings import Layout
+from ..step import StepPlan
+from .group import WorkerGroup
+from .messages import Ready, Start, StepDone
+from .steps import StepSender
+
+__all__ = ["MultiProcessExecutor"]
+
+#: To import PyTorch, and to load and cut a model, on a busy machine.
+START_TIMEOUT_S = 300.0
+#: A step that takes longer is taken for a worker that hangs.
+STEP_TIMEOUT_S = 120.0
+
+
+class MultiProcessExecutor:
+    """One worker process a rank, each with its part of the model and of the pool.
+
+    Args:
+        config: Of rank 0; the other ranks' differ in the rank alone.
+        model_folder: The model's files. Each worker reads all of it and keeps its part.
+        layout: See `ModelRunner.initialize_kv_cache`.
+        num_threads: Threads of PyTorch in each worker; 0: a fair share of the machine's.
+
+    Raises:
+        ConfigurationError: the model or a connector option cannot work. Nothing is left over.
+        EngineDeadError: a worker did not come up. Nothing is left over.
+    """
+
+    def __init__(self, config: EngineConfig, model_folder: Path, layout: Layout, num_threads: int) -> None:
+        num_ranks = config.parallel.tensor_parallel_size
+        threads = num_threads or max(1, (os.cpu_count() or 1) // num_ranks)
+        self._sender = StepSender()
+        self._reports = KVOutputAggregator(num_ranks)
+        self._group = WorkerGroup(num_ranks)
+        starts = [
+            Start(_config_of_rank(config, rank), str(model_folder), layout, threads)
+            for rank in range(num_ranks)
+        ]
+        ready = self._group.ask(starts, Ready, START_TIMEOUT_S)
+        self.handshake_metadata: Mapping[int, KVConnectorHandshakeMetadata] = {
+            rank: reply.handshake_metadata
+            for rank, reply in enumerate(ready)
+            if reply.handshake_metadata is not None
+        }
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers, by rank."""
+        return [worker.pid for worker in self._group.workers]
+
+    def execute(self, plan: StepPlan) -> ModelRunnerOutput:
+        step = self._sender.step(plan)
+        replies = self._group.ask([step] * len(self._group.workers), StepDone, STEP_TIMEOUT_S)
+        report = self._reports.aggregate([reply.output.kv_connector_output for reply in replies])
+        # All ranks computed the same logits; the first one's draw counts where tokens are drawn.
+        return replace(replies[0].output, kv_connector_output=report)
+
+    def check(self) -> None:
+        self._group.check()
+
+    def close(self) -> None:
+        self._group.stop()
+
+
+def _config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    return replace(config, parallel=replace(config.parallel, tensor_parallel_rank=rank))

@@ -1,0 +1,71 @@
+"""A step on its way to the workers: only what they do not know yet, and the whole of it again over there."""
+
+from __future__ import annotations
+
+import math
+
+from ..request import Request
+from ..step import ScheduledRequest, StepPlan
+from ..types import GenerationRequest
+from .messages import Step, StepItem
+
+__all__ = ["StepMirror", "StepSender"]
+
+
+class StepSender:
+    """The scheduler's side. Remembers how many tokens of each request the workers were told of."""
+
+    def __init__(self) -> None:
+        self._num_told: dict[str, int] = {}
+
+    def step(self, plan: StepPlan) -> Step:
+        """Say what is new in a step. Every step goes through here, in order."""
+        for request_id in plan.finished_req_ids:
+            self._num_told.pop(request_id, None)
+        return Step(
+            items=tuple(self._item(item) for item in plan.scheduled),
+            finished_req_ids=frozenset(plan.finished_req_ids),
+            preempted_req_ids=frozenset(plan.preempted_req_ids),
+            kv_connector_metadata=plan.kv_connector_metadata,
+        )
+
+    def _item(self, item: ScheduledRequest) -> StepItem:
+        request = item.request
+        num_told = self._num_told.get(request.request_id, 0)
+        self._num_told[request.request_id] = request.num_tokens
+        return StepItem(
+            request_id=request.request_id,
+            num_computed_tokens=request.num_computed_tokens,
+            num_new_tokens=item.num_new_tokens,
+            block_ids=tuple(tuple(table) for table in item.block_ids),
+            num_known_tokens=num_told,
+            new_token_ids=tuple(request.all_token_ids[num_told:]),
+            sampling=None if num_told else request.source.sampling,
+        )
+
+
+class StepMirror:
+    """The worker's side: the scheduler's requests, as far as a model runner looks at them."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    def plan(self, step: Step) -> StepPlan:
+        """The step as the scheduler planned it."""
+        for request_id in step.finished_req_ids:
+            self._requests.pop(request_id, None)
+        return StepPlan(
+            scheduled=tuple(self._scheduled(item) for item in step.items),
+            finished_req_ids=set(step.finished_req_ids),
+            preempted_req_ids=set(step.preempted_req_ids),
+            kv_connector_metadata=step.kv_connector_metadata,
+        )
+
+    def _scheduled(self, item: StepItem) -> ScheduledRequest:
+        if item.sampling is not None:
+            source = GenerationRequest(item.request_id, item.new_token_ids, item.sampling)
+            self._requests[item.request_id] = Request(item.request_id, source, lambda _: [], -math.inf)
+        request = self._requests[item.request_id]
+        request.all_token_ids[item.num_known_tokens :] = item.new_token_ids
+        request.num_computed_tokens = item.num_computed_tokens
+        return ScheduledRequest(request, item.num_new_tokens, tuple(list(table) for table in item.block_ids))

@@ -1,0 +1,140 @@
+"""The worker process: `python -m engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from kvferry.connector.base import KVConnectorHandshakeMetadata
+from kvferry.runner_mixin import state
+
+from ..attention import IMPLEMENTATION
+from ..executor import start_runner
+from ..memory import plan_pool
+from ..runner import ModelRunner
+from ..weights import load_model
+from .channel import Channel
+from .messages import Failed, Ready, Start, Step, StepDone
+from .sharding import shard
+from .steps import StepMirror
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+#: The ranks come to each of their meetings within this time, or something is wrong with one of them.
+MEETING_TIMEOUT_S = 300.0
+
+
+class Inbox:
+    """Reads ahead, so that the end of the scheduler's process is noticed whatever this process does meanwhile."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def take(self) -> object:
+        """Wait for the next message."""
+        return self._messages.get()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._channel.receive())
+        except (EOFError, OSError, ValueError):
+            # Nobody is left to work for. The main thread may be in a meeting that never takes place.
+            os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one rank until told to stop; returns the exit status."""
+    link_fd, rendezvous_fd = map(int, arguments)
+    # A terminal's Ctrl-C goes to all its processes; this one ends when the scheduler's process says so, or ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=link_fd))
+    inbox = Inbox(channel)
+    try:
+        with ExitStack() as resources:
+            runner = _start(inbox.take(), rendezvous_fd, resources)
+            channel.send(Ready(_handshake_metadata()))
+            _serve(runner, inbox, channel)
+    except _RefusedError as refusal:
+        channel.send(Failed(str(refusal), refusal.key, is_refusal=True))
+        return 2
+    except Exception as error:
+        logger.exception("the worker ends")
+        channel.send(Failed(f"{type(error).__name__}: {error}", "", is_refusal=False))
+        return 1
+    return 0
+
+
+class _RefusedError(Exception):
+    """The worker cannot start as asked."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def _start(start: object, rendezvous_fd: int, resources: ExitStack) -> ModelRunner:
+    assert isinstance(start, Start), start
+    try:
+        return _load(start, rendezvous_fd, resources)
+    except (ValueError, ImportError) as error:  # a setting that cannot work, or a backend that is not there
+        raise _RefusedError(str(error), str(getattr(error, "key", ""))) from error
+
+
+def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner:
+    rank, num_ranks = start.config.parallel.tensor_parallel_rank, start.config.parallel.tensor_parallel_size
+    logging.basicConfig(format=f"%(asctime)s worker {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(start.num_threads)
+    dtype = getattr(torch, start.config.model.dtype)
+    model = load_model(Path(start.folder), dtype, torch.device("cpu"), IMPLEMENTATION)
+    shard(model, rank, num_ranks)
+    _meet(rank, num_ranks, rendezvous_fd)
+    config, pool = plan_pool(start.config, model.device, may_shorten=False)
+    return start_runner(config, pool, model, start.layout, resources)
+
+
+def _meet(rank: int, num_ranks: int, rendezvous_fd: int) -> None:
+    """Connect with the other ranks, over loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A file of no folder: nothing remains of it, whoever dies when.
+    store = torch.distributed.FileStore(  # type: ignore[attr-defined]
+        f"/proc/self/fd/{rendezvous_fd}", num_ranks
+    )
+    timeout = datetime.timedelta(seconds=MEETING_TIMEOUT_S)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+    )
+
+
+def _handshake_metadata() -> KVConnectorHandshakeMetadata | None:
+    return state.get_kv_transfer_group().get_handshake_metadata() if state.has_kv_transfer_group() else None
+
+
+def _serve(runner: ModelRunner, inbox: Inbox, channel: Channel) -> None:
+    mirror = StepMirror()
+    while isinstance(step := inbox.take(), Step):
+        channel.send(StepDone(runner.execute(mirror.plan(step))))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Without the libraries' own ends, which wait for ranks that may be gone.
+    os._exit(status)
