@@ -37,7 +37,7 @@ demo: $(READY) ## a prompt, prefilled by one process and answered by another
 
 .PHONY: test
 test: $(READY) ## every test that this machine can run
-	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY) ## the tests without the slow ones

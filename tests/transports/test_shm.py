@@ -20,7 +20,7 @@ class TestSharedMemory(TransportConformance):
 
 class TestSharedMemoryWithSocketFilesAndTwoCopiers(TransportConformance):
     @pytest.fixture
-    def create(self, tmp_path: Path) -> Callable[[Mapping[str, object]], Transport]:
+    def create(self, socket_dir: Path) -> Callable[[Mapping[str, object]], Transport]:
         return lambda options: SharedMemoryTransport(
-            {"socket_dir": str(tmp_path), "copy_threads": 2, "num_guards": 64, **options}
+            {"socket_dir": str(socket_dir), "copy_threads": 2, "num_guards": 64, **options}
         )

@@ -81,17 +81,17 @@ def test_the_default_socket_has_no_file_and_goes_with_the_transport() -> None:
     assert name not in Path("/proc/net/unix").read_text()
 
 
-def test_a_socket_file_is_private_and_goes_with_the_transport(tmp_path: Path) -> None:
-    transport, address = listening({"socket_dir": str(tmp_path)})
+def test_a_socket_file_is_private_and_goes_with_the_transport(socket_dir: Path) -> None:
+    transport, address = listening({"socket_dir": str(socket_dir)})
     path = Path(address.removeprefix("shm://"))
-    assert path.parent == tmp_path
+    assert path.parent == socket_dir
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     transport.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(socket_dir.iterdir()) == []
 
 
-def test_a_dead_socket_file_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
+def test_a_dead_socket_file_is_replaced_and_a_live_one_is_not(socket_dir: Path) -> None:
+    path = socket_dir / "node.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     transport, address = listening({}, f"shm://{path}")
@@ -103,18 +103,18 @@ def test_a_dead_socket_file_is_replaced_and_a_live_one_is_not(tmp_path: Path) ->
         transport.close()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "precious"
+def test_a_file_that_is_no_socket_is_left_alone(socket_dir: Path) -> None:
+    path = socket_dir / "precious"
     path.write_text("data")
     with pytest.raises(ConfigurationError):
         listening({}, f"shm://{path}")
     assert path.read_text() == "data"
 
 
-def test_a_socket_file_of_a_successor_is_not_removed(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
+def test_a_socket_file_of_a_successor_is_not_removed(socket_dir: Path) -> None:
+    path = socket_dir / "node.sock"
     transport, _ = listening({}, f"shm://{path}")
-    path.rename(tmp_path / "moved.sock")
+    path.rename(socket_dir / "moved.sock")
     path.write_text("another's")
     transport.close()
     assert path.read_text() == "another's"
