@@ -17,7 +17,7 @@ from .base import (
     TransferEnded,
     Transport,
 )
-from .regions import Guard, Pool, RegionPairs, Segment
+from .regions import Guard, Pool, RegionPairs, Regions, Segment
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -30,6 +30,7 @@ __all__ = [
     "PeerLost",
     "Pool",
     "RegionPairs",
+    "Regions",
     "Route",
     "Segment",
     "TransferEnded",

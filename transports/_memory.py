@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from .regions import Guard, Segment
 __all__ = [
     "HUGE_PAGE_BYTES",
     "MAX_GUARD_VALUE",
+    "NUM_OWN_WORDS",
     "WORD_BYTES",
     "FileMapping",
     "MappedArena",
@@ -34,6 +36,9 @@ __all__ = [
 HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
 MAX_GUARD_VALUE = 2**63 - 1
+
+#: Words of a table behind those of its owner's, for the transport's own use.
+NUM_OWN_WORDS = 1024
 
 _MADV_POPULATE_WRITE = 23
 
@@ -149,12 +154,27 @@ class MappedArena(Arena):
 
 
 class WordTable(GuardTable):
-    """A guard table at the start of a writable mapping."""
+    """A guard table at the start of a writable mapping of `bytes_for(num_guards)`.
+
+    Attributes:
+        num_words: The owner's guards and the transport's own words, which peers check likewise.
+    """
 
     def __init__(self, mapping: Memory, num_guards: int) -> None:
         self.num_guards = num_guards
+        self.num_words = num_guards + NUM_OWN_WORDS
         self._mapping = mapping  # keeps the words mapped
         self.address = address_of(mapping)
+
+    @staticmethod
+    def bytes_for(num_guards: int) -> int:
+        """The size of a table's mapping."""
+        return (num_guards + NUM_OWN_WORDS) * WORD_BYTES
+
+    @classmethod
+    def anonymous(cls, num_guards: int) -> Self:
+        """A table in memory that no other process can map."""
+        return cls(mmap.mmap(-1, cls.bytes_for(num_guards)), num_guards)
 
     def set(self, index: int, value: int) -> None:
         require_guard(Guard(index, value), self.num_guards)
@@ -164,9 +184,21 @@ class WordTable(GuardTable):
         require_guard(Guard(index, 1), self.num_guards)
         store_word(self.address + index * WORD_BYTES, 0)
 
+    def store(self, word: Guard) -> None:
+        """Make one of the transport's own words hold its value."""
+        store_word(self.address + word.index * WORD_BYTES, word.value)
+
+    def wipe(self, word: Guard) -> None:
+        """Make every later check of one of the transport's own words fail."""
+        store_word(self.address + word.index * WORD_BYTES, 0)
+
+    def holds(self, guard: Guard) -> bool:
+        """Whether the guard holds now."""
+        return guard_holds(self.address, guard)
+
     def clear_all(self) -> None:
-        """Make every later check of every guard fail."""
-        ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
+        """Make every later check of every word fail."""
+        ctypes.memset(self.address, 0, self.num_words * WORD_BYTES)
         store_word(self.address, 0)  # for its fence
 
 

@@ -8,6 +8,7 @@ and each shows as it would with a mechanism that works in the background.
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import secrets
 import threading
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ._copy import copy_regions
-from ._memory import WORD_BYTES, MappedArena, WordTable, guard_holds, require_available, require_guard
+from ._memory import MappedArena, WordTable, require_available, require_guard
 from ._options import parse_options, require_int
+from ._writes import Writes
 from .base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -41,7 +43,7 @@ from .errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from .regions import Guard, Pool, RegionPairs
+from .regions import Guard, Pool, RegionPairs, Regions
 
 __all__ = ["InProcTransport", "InProcessOptions"]
 
@@ -88,12 +90,23 @@ class _Read:
     deadline: float
 
 
+@dataclass(frozen=True)
+class _WriteFrame:
+    """One side's transport says to the other's something about a write."""
+
+    peer_id: int
+    frame: bytes
+
+
+_Arrival = Connected | MessageReceived | PeerLost | _WriteFrame
+
+
 @dataclass
 class _Inbox:
     """What other threads put down for the owner; `changed` guards it and the transport's links."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    events: deque[Event] = field(default_factory=deque)
+    arrived: deque[_Arrival] = field(default_factory=deque)
     is_woken: bool = False
 
 
@@ -105,9 +118,7 @@ class InProcTransport(Transport):
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         self._options = parse_options(InProcessOptions, options, self.scheme)
-        self.guards = WordTable(
-            mmap.mmap(-1, self._options.num_guards * WORD_BYTES), self._options.num_guards
-        )
+        self.guards = WordTable.anonymous(self._options.num_guards)
         self._pools: list[Pool] = []
         self._addresses: list[str] = []
         self._ids = itertools.count(1)
@@ -115,6 +126,7 @@ class InProcTransport(Transport):
         self._inbox = _Inbox()
         self._reads: deque[_Read] = deque()
         self._ended: list[Event] = []
+        self._writes = Writes(self, self.guards, self._ended)
         self._is_closed = False
         self._memory_in_use = threading.Lock()  # held while a peer copies out of our pool
 
@@ -184,11 +196,23 @@ class InProcTransport(Transport):
     def disconnect(self, peer_id: int) -> None:
         with self._inbox.changed:
             link = self._links.pop(peer_id, None)
-        if link is None:
-            return
-        self._end_reads(peer_id, TransportClosedError("this side dropped the peer"))
+        if link is not None:
+            self._part(peer_id, link, TransportClosedError("this side dropped the peer"))
+
+    def _part(self, peer_id: int, link: _Link, error: KVTransferError) -> None:
+        for read in [read for read in self._reads if read.peer_id == peer_id]:
+            self._reads.remove(read)
+            self._report(self._outcome(read, error))
+        self._writes.end_all(peer_id, error)
         if not link.is_lost:
             link.remote._lose(link.remote_id, PeerLostError("the peer closed the connection"))
+
+    def _drop(self, peer_id: int, error: KVTransferError) -> PeerLost:
+        """The peer has to go. Returns what the owner hears of it."""
+        with self._inbox.changed:
+            link = self._links.pop(peer_id)
+        self._part(peer_id, link, PeerLostError(f"the peer was dropped: {error}"))
+        return PeerLost(peer_id, error)
 
     def _lose(self, peer_id: int, error: KVTransferError) -> None:
         """The other side is going. From any thread."""
@@ -223,22 +247,20 @@ class InProcTransport(Transport):
             link.queued_bytes += len(message)
             self._put(MessageReceived(peer_id, bytes(message)))
 
-    # -- reads ---------------------------------------------------------------------------------------
+    # -- transfers -----------------------------------------------------------------------------------
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        local, link = self._pool(), self._link(peer_id)
-        local.addresses(pairs.local_offsets, pairs.lengths)
-        link.remote._pools[0].addresses(pairs.remote_offsets, pairs.lengths)
-        require_guard(guard, link.remote.guards.num_guards)
+        self._require_possible(peer_id, pairs, guard)
         now = time.monotonic()
         transfer_id = next(self._ids)
         self._reads.append(_Read(transfer_id, peer_id, pairs, guard, now, now + timeout_s))
         return transfer_id
 
-    def _end_reads(self, peer_id: int, error: KVTransferError) -> None:
-        for read in [read for read in self._reads if read.peer_id == peer_id]:
-            self._reads.remove(read)
-            self._ended.append(self._outcome(read, error))
+    def _require_possible(self, peer_id: int, pairs: RegionPairs, guard: Guard) -> None:
+        local, link = self._pool(), self._link(peer_id)
+        local.addresses(pairs.local_offsets, pairs.lengths)
+        link.remote._pools[0].addresses(pairs.remote_offsets, pairs.lengths)
+        require_guard(guard, link.remote.guards.num_words)
 
     def _outcome(self, read: _Read, error: KVTransferError | None) -> TransferEnded:
         seconds = time.monotonic() - read.started
@@ -258,43 +280,86 @@ class InProcTransport(Transport):
                 remote._pools[0].addresses(pairs.remote_offsets, lengths),
                 lengths,
             )
-            if not guard_holds(remote.guards.address, read.guard):
+            if not remote.guards.holds(read.guard):
                 return StaleRegionError(f"guard {read.guard.index} no longer holds {read.guard.value}")
         if time.monotonic() >= read.deadline:
             return TransferTimeoutError("the read did not end in time")
         return None
 
+    def can_write(self, peer_id: int) -> bool:
+        return peer_id in self._links
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        pool = self._pool()
+        self._link(peer_id)
+        self._writes.accept(peer_id, guard, regions, pool)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        self._require_possible(peer_id, pairs, guard)
+        transfer_id = next(self._ids)
+        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
+        return transfer_id
+
+    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
+        """See `_writes.Host`."""
+        link = self._links.get(peer_id)
+        if link is not None and not link.is_lost:
+            link.remote._put(_WriteFrame(link.remote_id, frame))
+
     # -- the owner's loop ----------------------------------------------------------------------------
 
     def wait_events(self, timeout_s: float) -> list[Event]:
         self._require_open()
+        patience_s = min(self._writes.deadlines(), default=math.inf) - time.monotonic()
         with self._inbox.changed:
-            self._inbox.changed.wait_for(self._is_ready, max(0.0, timeout_s))
+            self._inbox.changed.wait_for(self._is_ready, max(0.0, min(timeout_s, patience_s)))
             self._inbox.is_woken = False
-            arrived = [event for event in self._inbox.events if self._take(event)]
-            self._inbox.events.clear()
-        ended, self._ended = self._ended, []
+            arrived = [arrival for arrival in self._inbox.arrived if self._take(arrival)]
+            self._inbox.arrived.clear()
+        events: list[Event] = []
+        for arrival in arrived:
+            events += self._handle(arrival)
+        for peer_id, error in self._writes.expire(time.monotonic()):
+            events.append(self._drop(peer_id, error))
         while self._reads:
             read = self._reads.popleft()
-            ended.append(self._outcome(read, self._run(read)))
-        for event in arrived:
-            if isinstance(event, PeerLost):
-                self._links.pop(event.peer_id, None)
-        return ended + arrived
+            self._report(self._outcome(read, self._run(read)))
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended + events
+
+    def _handle(self, arrival: _Arrival) -> list[Event]:
+        """What the owner hears of an arrival."""
+        if arrival.peer_id not in self._links:
+            return []
+        match arrival:
+            case _WriteFrame(peer_id, frame):
+                try:
+                    self._writes.on_frame(peer_id, frame)
+                except ProtocolError as error:
+                    return [self._drop(peer_id, error)]
+                return []
+            case PeerLost(peer_id, error):
+                self._part(peer_id, self._links.pop(peer_id), PeerLostError(f"the peer was lost: {error}"))
+        return [arrival]
+
+    def _report(self, ended: TransferEnded) -> None:
+        if not self._writes.take_read(ended):
+            self._ended.append(ended)
 
     def _is_ready(self) -> bool:
-        return bool(self._inbox.is_woken or self._inbox.events or self._reads or self._ended)
+        return bool(self._inbox.is_woken or self._inbox.arrived or self._reads or self._ended)
 
-    def _take(self, event: Event) -> bool:
-        """Whether the owner still knows the peer that an event is about."""
-        link = self._links.get(event.peer_id) if not isinstance(event, TransferEnded) else None
-        if link is not None and isinstance(event, MessageReceived):
-            link.queued_bytes -= len(event.message)
+    def _take(self, arrival: _Arrival) -> bool:
+        """Whether the owner still knows the peer that an arrival is about."""
+        link = self._links.get(arrival.peer_id)
+        if link is not None and isinstance(arrival, MessageReceived):
+            link.queued_bytes -= len(arrival.message)
         return link is not None
 
-    def _put(self, event: Event) -> None:
+    def _put(self, arrival: _Arrival) -> None:
         with self._inbox.changed:
-            self._inbox.events.append(event)
+            self._inbox.arrived.append(arrival)
             self._inbox.changed.notify_all()
 
     def wake(self) -> None:

@@ -2,7 +2,8 @@
 
 A *pool* is the memory that one process registers: one or more segments of addresses, seen as a single
 run of offsets. A *region* is `num_bytes` bytes at an offset of a pool. *Region pairs* say which remote
-region goes into which local one. Nothing here knows a token, a layer or a request.
+region goes into which local one, or, in a write, the other way round. Nothing here knows a token, a layer or a
+request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from .errors import RegionError
 
-__all__ = ["Guard", "Pool", "RegionPairs", "Segment"]
+__all__ = ["Guard", "Pool", "RegionPairs", "Regions", "Segment"]
 
 Int64Array = npt.NDArray[np.int64]
 AddressArray = npt.NDArray[np.uint64]
@@ -34,7 +35,8 @@ class Guard:
     """A word of the peer's guard table that must hold `value` after the bytes were copied.
 
     The owner of the memory clears the word before it gives the memory another meaning, so bytes that
-    were copied while the word still held `value` are the bytes that were promised.
+    were copied while the word still held `value` are the bytes that were promised; or, in a write, are
+    where they were wanted.
     """
 
     index: int
@@ -86,12 +88,33 @@ class Pool:
         return self._bases[index] + (offsets - self._starts[index]).astype(np.uint64)
 
 
-class RegionPairs:
-    """Which remote regions go into which local ones.
+class Regions:
+    """Regions of one pool.
 
     Attributes:
-        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. Local regions of
-            one transfer do not overlap.
+        table: `(num_regions, 2)` int64: offset, number of bytes. They may touch and overlap.
+    """
+
+    def __init__(self, table: Int64Array) -> None:
+        if table.ndim != 2 or table.shape[1] != 2 or table.dtype != np.int64:
+            raise RegionError(f"regions are (num_regions, 2) int64, got {table.dtype} {table.shape}")
+        self.table = table
+
+    @property
+    def offsets(self) -> Int64Array:
+        return self.table[:, 0]
+
+    @property
+    def lengths(self) -> Int64Array:
+        return self.table[:, 1]
+
+
+class RegionPairs:
+    """Which remote regions go into which local ones; in a write, which remote ones the local ones go into.
+
+    Attributes:
+        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. The regions that one
+            transfer writes into do not overlap.
     """
 
     def __init__(self, table: Int64Array) -> None:

@@ -44,7 +44,7 @@ class LocalMemory:
     """The guard table, the arenas and the registered pool of this process."""
 
     def __init__(self, num_guards: int) -> None:
-        self._guard_file = SharedFile("kvferry-guards", num_guards * WORD_BYTES)
+        self._guard_file = SharedFile("kvferry-guards", WordTable.bytes_for(num_guards))
         self.guards = WordTable(self._guard_file.mapping, num_guards)
         self._files: list[SharedFile] = []
         self._registered: list[_Registered] = []

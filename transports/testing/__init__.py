@@ -11,7 +11,7 @@ transport what it did.
 
 from __future__ import annotations
 
-from .harness import Link, Node, World, pairs_of
+from .harness import Link, Node, World, pairs_of, regions_of
 from .suite import TransportConformance
 
-__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of"]
+__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of", "regions_of"]

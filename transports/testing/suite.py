@@ -10,6 +10,7 @@ from ..base import Transport
 from .harness import HELD, POOL_BYTES, Link, World
 from .peers import LoopPromises, MessagePromises, PeerPromises
 from .reads import GuardPromises, MemoryPromises, ReadPromises
+from .writes import WritePromises
 
 __all__ = ["TransportConformance"]
 
@@ -17,9 +18,15 @@ Create = Callable[[Mapping[str, object]], Transport]
 
 
 class TransportConformance(
-    MemoryPromises, ReadPromises, GuardPromises, MessagePromises, PeerPromises, LoopPromises
+    MemoryPromises,
+    ReadPromises,
+    GuardPromises,
+    WritePromises,
+    MessagePromises,
+    PeerPromises,
+    LoopPromises,
 ):
-    """All promises. A backend overrides `create`."""
+    """All promises. A backend overrides `create`; what it does not do (`can_write`) is skipped."""
 
     @pytest.fixture
     def create(self) -> Create:

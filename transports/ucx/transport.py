@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._memory import WORD_BYTES, MappedArena, WordTable, require_available
+from .._memory import MappedArena, WordTable, require_available
 from .._options import parse_options
 from .._poller import Poller
 from ..base import MAX_MESSAGE_BYTES, Arena, Event, Transport
@@ -43,8 +43,7 @@ class UCXTransport(Transport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         self._options = parse_options(UCXOptions, options, SCHEME)
         require_network(self._options)
-        num_guards = self._options.num_guards
-        self._words = WordTable(mmap.mmap(-1, num_guards * WORD_BYTES), num_guards)
+        self._words = WordTable.anonymous(self._options.num_guards)
         self.guards = self._words
         self._poller = Poller()
         self._events: list[Event] = []

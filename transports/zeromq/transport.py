@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._memory import WORD_BYTES, MappedArena, WordTable, require_available
+from .._memory import MappedArena, WordTable, require_available
 from .._options import parse_options
 from ..base import MAX_MESSAGE_BYTES, Arena, Event, Transport
 from ..errors import KVTransferStateError, ProtocolError, TransportClosedError
@@ -43,8 +43,7 @@ class ZeroMQTransport(Transport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         self._options = parse_options(ZeroMQOptions, options, SCHEME)
         self._security = Security(self._options)
-        num_guards = self._options.num_guards
-        self._words = WordTable(mmap.mmap(-1, num_guards * WORD_BYTES), num_guards)
+        self._words = WordTable.anonymous(self._options.num_guards)
         self.guards = self._words
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = threading.Lock()
