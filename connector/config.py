@@ -19,6 +19,7 @@ __all__ = [
     "LoadFailurePolicy",
     "ModelConfig",
     "ParallelConfig",
+    "RecurrentLayerConfig",
     "SchedulerConfig",
 ]
 
@@ -59,6 +60,21 @@ class AttentionLayerConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentLayerConfig:
+    """One recurrent layer, as far as what it keeps depends on it. Shapes are this rank's.
+
+    Attributes:
+        name: The layer's name; its number is the only integer in it, e.g. `"model.layers.3.mamba"`.
+        state_shapes: Shape of each state tensor of one request.
+        state_dtypes: Name of the element type of each, e.g. `"float32"`.
+    """
+
+    name: str
+    state_shapes: tuple[tuple[int, ...], ...]
+    state_dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model, as far as its KV cache depends on it.
 
@@ -67,12 +83,19 @@ class ModelConfig:
         dtype: Name of the activation dtype, e.g. `"float32"`.
         max_model_len: Longest sequence, prompt and answer together, in tokens.
         layers: Its attention layers, in the order in which they run.
+        recurrent_layers: Its recurrent layers, likewise.
+        num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0: not the
+            same for all, or unknown. Then no two ranks are taken to keep the same head.
+        num_layers: Layers that keep a cache, over all pipeline stages; 0: each rank keeps all of them.
     """
 
     model: str
     dtype: str
     max_model_len: int
     layers: tuple[AttentionLayerConfig, ...] = ()
+    recurrent_layers: tuple[RecurrentLayerConfig, ...] = ()
+    num_kv_heads: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +147,13 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the node: stage by stage, in each stage by tensor-parallel rank."""
+        return self.pipeline_parallel_rank * self.tensor_parallel_size + self.tensor_parallel_rank
 
 
 @dataclass(frozen=True)

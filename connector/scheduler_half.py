@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from .kv_cache_specs import MambaSpec
 from .metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
 
@@ -48,11 +49,16 @@ class HandoffScheduler:
     A request with an offer to load goes: claimed at its arrival, so that the handshake is done and the lease
     renewed while it queues; loaded when its blocks are allocated, or dropped when they turn out to be here
     already or the request ends. It is loaded once at most: after a failure the engine recomputes.
+
+    A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers only a prompt
+    with nothing computed behind it, and loads only an offer that ends before its prompt's last token, which every
+    engine computes itself: the producer is to be given the prompt without that token.
     """
 
     def __init__(self, config: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         self._block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+        self._has_state = any(isinstance(g.kv_cache_spec, MambaSpec) for g in kv_cache_config.kv_cache_groups)
         self._workers: tuple[WorkerAddress, ...] = ()
         self._claims: dict[str, RemoteOffer] = {}
         self._offers_wanted: set[str] = set()
@@ -97,6 +103,11 @@ class HandoffScheduler:
         """Tokens beyond `num_computed_tokens` that the offer holds, to be loaded asynchronously."""
         offer = self._claims.get(request.request_id)
         if offer is None:
+            return 0, False
+        if self._has_state and offer.num_tokens >= request.num_prompt_tokens:
+            logger.warning(
+                "request %s: the state on offer is past its prompt's last token", request.request_id
+            )
             return 0, False
         num_missing = _num_loadable_tokens(request, offer) - num_computed_tokens
         if num_missing <= 0 or request.num_prompt_tokens - num_computed_tokens <= _TOKENS_COMPUTED_ANYWAY:
@@ -147,6 +158,9 @@ class HandoffScheduler:
         wanted = request_id in self._offers_wanted
         self._offers_wanted.discard(request_id)
         if not wanted or not _has_whole_prompt(request):
+            return False, None
+        if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
+            logger.warning("request %s: its state is past its prompt, which is not offered", request_id)
             return False, None
         tables = tuple(tuple(table) for table in block_ids)
         return True, offer_params(self._order_offer(request_id, tables, request.num_prompt_tokens))

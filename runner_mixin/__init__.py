@@ -55,6 +55,7 @@ from .memory import MemorySnapshot, allocate_pool, request_memory
 from .mixin import KVConnectorModelRunnerMixin
 from .multimodal import gather_mm_placeholders, sanity_check_mm_encoder_outputs, scatter_mm_placeholders
 from .outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from .recurrent import StateMetadata, build_state_metadata
 from .sequence_parallel import is_residual_scattered_for_sp
 from .state import (
     ensure_kv_transfer_initialized,
@@ -86,6 +87,7 @@ __all__ = [
     "MetadataBuilder",
     "ModelRunnerOutput",
     "MultipleOf",
+    "StateMetadata",
     "StepBatch",
     "add_kv_sharing_layers_to_kv_cache_groups",
     "allocate_hybrid_uniform_kv_caches",
@@ -94,6 +96,7 @@ __all__ = [
     "attention_backend_names",
     "bind_kv_cache",
     "build_attn_metadata",
+    "build_state_metadata",
     "compute_slot_mapping",
     "ensure_kv_transfer_initialized",
     "ensure_kv_transfer_shutdown",

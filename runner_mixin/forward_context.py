@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention.metadata import AttentionMetadata
+    from .recurrent import StateMetadata
 
 __all__ = [
     "EMPTY_FORWARD_CONTEXT",
@@ -40,11 +41,13 @@ class ForwardContext:
 
     Attributes:
         layers: Layer name → layer.
-        attn_metadata: Layer name → the step's metadata; layers of one group share one object.
+        attn_metadata: Attention layer's name → the step's metadata; layers of one group share one object.
+        state_metadata: The same for recurrent layers.
     """
 
     layers: Mapping[str, LayerWithCache] = field(default_factory=dict)
     attn_metadata: Mapping[str, AttentionMetadata] = field(default_factory=dict)
+    state_metadata: Mapping[str, StateMetadata] = field(default_factory=dict)
 
 
 #: A step without a forward pass.

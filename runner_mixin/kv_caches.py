@@ -34,6 +34,7 @@ from .binding import (
 )
 from .block_sizes import cached_groups, layer_spec, prepare_kernel_block_sizes
 from .memory import allocate_pool
+from .recurrent import get_recurrent_specs
 from .views import attention_view, pages_view
 
 if TYPE_CHECKING:
@@ -93,19 +94,23 @@ def _floating_dtype(key: str, name: str) -> torch.dtype:
 
 
 def get_kv_cache_spec(config: EngineConfig, kv_cache_dtype: torch.dtype) -> dict[str, KVCacheSpec]:
-    """Say what each decoder layer keeps: everything, a window, or its chunk.
+    """Say what each decoder layer keeps: everything, a window, its chunk, or a state.
 
     Layers of an encoder, and layers that read another's cache, keep nothing and are left out.
 
     Returns:
         Layer name → `FullAttentionSpec`, or `SlidingWindowSpec` when the layer has a window, or
-        `ChunkedLocalAttentionSpec` when it has chunks.
+        `ChunkedLocalAttentionSpec` when it has chunks, or `MambaSpec` when it is recurrent.
+
+    Raises:
+        ConfigurationError: a recurrent layer's state does not fit a page of the attention layers.
     """
-    return {
+    specs: dict[str, KVCacheSpec] = {
         layer.name: _attention_spec(layer, config.cache.block_size, kv_cache_dtype)
         for layer in config.model.layers
         if layer.is_decoder and not layer.kv_sharing_target
     }
+    return specs | get_recurrent_specs(config, specs)
 
 
 def _attention_spec(layer: AttentionLayerConfig, block_size: int, dtype: torch.dtype) -> AttentionSpec:

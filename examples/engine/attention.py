@@ -24,6 +24,9 @@ __all__ = ["IMPLEMENTATION", "PagedLayer", "attention_layers"]
 #: The name under which transformers knows it.
 IMPLEMENTATION = "kvferry_paged"
 
+#: Kinds of layers that keep a state, or nothing at all; `recurrent.py` sees to the former.
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "mlp", "moe"})
+
 #: What some models also pass, and would silently do without.
 _NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
 
@@ -81,6 +84,7 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
         return tuple(
             _attention_layer(config.per_layer_config[index], index, kind, targets.get(index, ""))
             for index, kind in enumerate(_layer_types(config))
+            if kind not in _WITHOUT_ATTENTION
         )
     except AttributeError as error:
         raise ConfigurationError(
@@ -125,13 +129,13 @@ def _sharing_targets(config: PretrainedConfig) -> dict[int, str]:
 
 
 def _window(config: PretrainedConfig, index: int, kind: str) -> int | None:
-    if kind in ("full_attention", "chunked_attention"):
+    if kind in ("full_attention", "chunked_attention", "hybrid"):
         return None
     if kind == "sliding_attention":
         return int(config.sliding_window)
     raise ConfigurationError(
         f"layer {index} of this {config.model_type} model is of kind {kind!r}; "
-        "this engine runs full, sliding-window and chunked attention",
+        "this engine runs full, sliding-window and chunked attention, and recurrent layers",
         key="model",
         value=config.model_type,
     )

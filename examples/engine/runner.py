@@ -6,7 +6,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from kvferry.connector.config import EngineConfig
-from kvferry.connector.kv_cache_specs import KVCacheConfig
+from kvferry.connector.kv_cache_specs import KVCacheConfig, MambaSpec
 from kvferry.runner_mixin import state
 from kvferry.runner_mixin.attention.building import build_attn_metadata
 from kvferry.runner_mixin.forward_context import ForwardContext, set_forward_context
@@ -14,10 +14,12 @@ from kvferry.runner_mixin.kv_caches import init_attn_backend, init_kv_cache
 from kvferry.runner_mixin.layouts import init_kv_cache_for_connector
 from kvferry.runner_mixin.mixin import KVConnectorModelRunnerMixin
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from kvferry.runner_mixin.recurrent import build_state_metadata
 from kvferry.transports.errors import ConfigurationError
 
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
+from .recurrent import RecurrentLayer, find_mixers
 from .sampling import sample
 from .settings import Layout
 from .step import StepPlan
@@ -48,10 +50,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             layout: `"uniform"`: the one that the connector prefers; `"per-layer"`: a buffer for each layer.
         """
         attention = init_attn_backend(kv_cache_config, self.config, self.device)
-        layers = {
+        layers: dict[str, PagedLayer | RecurrentLayer] = {
             layer.name: PagedLayer(layer, attention.attn_backends[layer.name])
             for layer in self.config.model.layers
         }
+        layers |= self._recurrent_layers(kv_cache_config)
         if layout == "uniform":
             cache_dtype = self.config.cache.cache_dtype
             init_kv_cache_for_connector(
@@ -68,6 +71,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         )
         self._layers = layers
         self._metadata_builders = attention.metadata_builders
+        self._kv_cache_config = kv_cache_config
+
+    def _recurrent_layers(self, kv_cache_config: KVCacheConfig) -> dict[str, RecurrentLayer]:
+        mixers = find_mixers(self._model)
+        return {
+            name: RecurrentLayer.install(name, group.kv_cache_spec, mixers[name], self._model)
+            for group in kv_cache_config.kv_cache_groups
+            if isinstance(group.kv_cache_spec, MambaSpec)
+            for name in group.layer_names
+        }
 
     def warm_up(self) -> None:
         """Run the model once over a few tokens, so that what it cannot do is told now and the first request is quick.
@@ -89,7 +102,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 key="model",
                 value=name,
             ) from error
-        unused = [layer.config.name for layer in self._layers.values() if layer.num_calls == 0]
+        unused = [name for name, layer in self._layers.items() if layer.num_calls == 0]
         if unused:
             raise ConfigurationError(
                 f"{unused[0]} of this model does not use the attention interface of transformers: "
@@ -116,7 +129,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         metadata = build_attn_metadata(
             self._metadata_builders, inputs.batch, inputs.block_tables, inputs.slot_mappings
         )
-        return ForwardContext(self._layers, metadata)
+        states = build_state_metadata(self._kv_cache_config, inputs.batch, inputs.block_tables)
+        return ForwardContext(self._layers, metadata, states)
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs) -> list[int]:

@@ -6,8 +6,15 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
-from kvferry.connector import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVConnectorOutput
+from kvferry.connector import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVConnectorOutput,
+    MambaSpec,
+)
 from kvferry.connector.config import KVRole
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.metadata import OfferOrder, WorkerAddress
@@ -23,6 +30,15 @@ from kvferry.transports.errors import (
 BLOCK_SIZE = 4
 WORKER = WorkerAddress("inproc://p", epoch=77, rank=0)
 OFFER_PARAMS = {"do_remote_decode": True}
+#: A group with attention and one with a recurrent state.
+WITH_STATE = KVCacheConfig(
+    num_blocks=40,
+    kv_cache_tensors=(),
+    kv_cache_groups=(
+        KVCacheGroupSpec(("layers.0",), FullAttentionSpec(BLOCK_SIZE, 2, 8, torch.float32)),
+        KVCacheGroupSpec(("layers.1",), MambaSpec(BLOCK_SIZE, ((3,),), (torch.float32,))),
+    ),
+)
 
 
 def scheduler(role: KVRole = "kv_both", kv_cache_config: KVCacheConfig | None = None) -> HandoffScheduler:
@@ -256,6 +272,36 @@ class TestConsumer:
         orders = node.build_connector_meta()
         assert orders.offers["d-1"].block_ids == ((20, 21, 22),)
         assert not orders.drops
+
+
+class TestRecurrentState:
+    """A state that stands for all tokens so far is offered and loaded for exactly the tokens that it stands for."""
+
+    def test_a_prompt_that_was_computed_on_is_not_offered(self) -> None:
+        producer = scheduler(kv_cache_config=WITH_STATE)
+        producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
+        request = Request("p-1", 10, OFFER_PARAMS, num_computed_tokens=11, finish_reason="stop")
+        assert producer.request_finished(request, [[7, 8, 9], [5]]) == (False, None)
+        assert producer.build_connector_meta().is_empty()
+
+    @pytest.mark.parametrize(
+        ("num_prompt", "num_offered", "expected"),
+        [(10, 9, 9), (10, 4, 4), (10, 10, 0), (9, 10, 0), (1, 1, 0)],
+    )
+    def test_only_a_state_from_before_the_last_prompt_token_is_loaded(
+        self, num_prompt: int, num_offered: int, expected: int
+    ) -> None:
+        consumer = scheduler(kv_cache_config=WITH_STATE)
+        request = arrived(consumer, num_prompt, num_offered)
+        assert consumer.get_num_new_matched_tokens(request, 0) == (expected, expected > 0)
+        if expected:
+            consumer.update_state_after_alloc(request, [[20, 21, 22], [23]], expected)
+            attention, state = consumer.build_connector_meta().loads["d-1"]
+            assert state == GroupBlocks(0, (23,))
+            assert attention == GroupBlocks(0, (20, 21, 22)[: -(-expected // BLOCK_SIZE)])
+        else:
+            consumer.update_state_after_alloc(request, [[20, 21, 22], [23]], 0)
+            assert consumer.build_connector_meta().drops == ("d-1",)
 
 
 def test_orders_travel_between_processes() -> None:

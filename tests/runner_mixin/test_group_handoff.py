@@ -186,8 +186,8 @@ class Node(KVConnectorModelRunnerMixin):
         return out, params
 
     def load(self, params: dict[str, object], producer: Node) -> TokenRequest:
-        """Load the prompt, and be where its last token is to be computed."""
-        request = TokenRequest("a", PROMPT, params)
+        """Load what was offered, which a state makes end before the prompt's last token; be one token before that."""
+        request = TokenRequest("a", PROMPT + 1, params)
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (PROMPT, True)
         assert self.manager.allocate_slots(request, 0, num_external_tokens=PROMPT)
