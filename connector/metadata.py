@@ -54,7 +54,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
     Attributes:
         address: What peers connect to.
         epoch: Random number of this start of the node; peers refuse any other.
-        rank: The worker's tensor-parallel rank.
+        rank: The worker's number in its node; see `ParallelConfig.rank`.
     """
 
     address: str

@@ -18,7 +18,7 @@ from .planning.slots import WHOLE, Shard, SlotArray, slot_array_of_view
 if TYPE_CHECKING:
     import torch
 
-    from .config import EngineConfig, ParallelConfig
+    from .config import EngineConfig
 
 __all__ = ["NO_FIELDS", "Registration", "describe_caches", "layout_name"]
 
@@ -56,7 +56,8 @@ def describe_caches(
             any, the inside of pages is the engine's secret.
 
     Raises:
-        ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config`.
+        ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config` or the
+            model's number of heads.
     """
     specs = _specs_by_layer(kv_cache_config)
     caches = {name: cache for name, cache in kv_caches.items() if name in specs}
@@ -74,7 +75,7 @@ def describe_caches(
     layers = tuple(
         replace(
             _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool),
-            shard=_shard(specs[name][1], config.parallel),
+            shard=_shard(specs[name][1], config),
             slots=None if host_fields else _slots(cache, specs[name][1], kv_cache_config.num_blocks),
         )
         for name, cache in caches.items()
@@ -82,7 +83,7 @@ def describe_caches(
     used = [spec for _, spec in specs.values()]
     layout = KVLayout(kv_cache_config.num_blocks, pool.num_bytes, layers)
     cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
-    fields = _fields(config, kv_cache_config, used, len(layers), cache_dtypes)
+    fields = _fields(config, kv_cache_config, used, config.model.num_layers or len(layers), cache_dtypes)
     return Registration(pool, layout, {**host_fields, **fields})
 
 
@@ -139,16 +140,29 @@ def _layer_layout(
     )
 
 
-def _shard(spec: KVCacheSpec, parallel: ParallelConfig) -> Shard:
+def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
     """Which heads, or which part of a state, this rank keeps.
 
-    Ranks with one head each may be several to a head; the spec does not say. They are told apart by their number,
-    so that such a rank fits only its like on a node of as many ranks.
+    Ranks with one head each may be several to a head. The spec does not say; the model does, if it is asked. Else they
+    are told apart by their number, so that such a rank fits only its like on a node of as many ranks.
+
+    Raises:
+        ConfigurationError: so many heads of this rank cannot come from as many heads of the model.
     """
     if isinstance(spec, AttentionSpec) and spec.use_mla:
         return WHOLE
-    num = spec.num_kv_heads if isinstance(spec, AttentionSpec) else 1
-    return Shard(parallel.tensor_parallel_rank * num, num, parallel.tensor_parallel_size * num)
+    rank, num_ranks = config.parallel.tensor_parallel_rank, config.parallel.tensor_parallel_size
+    if not isinstance(spec, AttentionSpec):
+        return Shard(rank, 1, num_ranks)
+    num, total = spec.num_kv_heads, config.model.num_kv_heads or num_ranks * spec.num_kv_heads
+    is_split, is_replicated = num * num_ranks == total, num == 1 and total < num_ranks and not num_ranks % total
+    if not is_split and not is_replicated:
+        raise ConfigurationError(
+            f"num_kv_heads={total} of the model are not {num} on each of {num_ranks} ranks",
+            key="num_kv_heads",
+            value=total,
+        )
+    return Shard(rank * total // num_ranks, num, total)
 
 
 def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> SlotArray | None:
@@ -206,7 +220,7 @@ def _fields(
         "cache_dtype": cache_dtypes,
         "num_groups": len(kv_cache_config.kv_cache_groups),
         "num_layers": num_layers,
-        "num_kv_heads": _joined(_shard(spec, config.parallel).total for spec in attention),
+        "num_kv_heads": _joined(_shard(spec, config).total for spec in attention),
         "head_size": _joined(spec.head_size for spec in attention),
         "byte_order": sys.byteorder,
     }
