@@ -25,6 +25,7 @@ from .executor import Executor, SingleProcessExecutor
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
+from .recurrent import recurrent_layers
 from .request import BlockHasher
 from .scheduler import Scheduler
 from .settings import EngineSettings
@@ -130,6 +131,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
             layers=layers_of_rank(attention_layers(model.text_config), num_ranks),
+            recurrent_layers=recurrent_layers(model.config, dtype),
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
@@ -147,7 +149,9 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
 
 
 def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
-    trained: int = model.text_config.max_position_embeddings
+    trained: int | None = getattr(model.text_config, "max_position_embeddings", None)
+    if trained is None:
+        return _untold_model_len(settings)
     if settings.max_model_len > trained:
         raise ConfigurationError(
             f"max_model_len={settings.max_model_len}: the model was trained for {trained} tokens",
@@ -155,6 +159,17 @@ def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
             value=settings.max_model_len,
         )
     return settings.max_model_len or trained
+
+
+def _untold_model_len(settings: EngineSettings) -> int:
+    """A recurrent model has no longest sequence of its own."""
+    if settings.max_model_len == 0:
+        raise ConfigurationError(
+            "max_model_len=0: the model does not say how long a sequence it was trained for; set max_model_len",
+            key="max_model_len",
+            value=0,
+        )
+    return settings.max_model_len
 
 
 def _device(name: str) -> torch.device:
