@@ -43,6 +43,9 @@ _GRACE_S = 1.0
 #: A target reads for one peer at most this many requests at a time.
 _MAX_INCOMING = 4096
 
+#: A peer for which more is queued does not take the answers to what it writes.
+_MAX_QUEUED_BYTES = 128 << 20
+
 
 class Host(Protocol):
     """What the transport does for its writes."""
@@ -195,17 +198,23 @@ class Writes:
 
     # -- both ----------------------------------------------------------------------------------------
 
-    def on_frame(self, peer_id: int, frame: bytes) -> None:
+    def on_frame(self, peer_id: int, frame: bytes, queued_bytes: int) -> None:
         """A frame came from a peer.
 
+        Args:
+            queued_bytes: What waits for the peer to take it.
+
         Raises:
-            ProtocolError: it is none, or asks for what was not accepted. Nothing was written.
+            ProtocolError: it is none; or it asks for what was not accepted, or for more than it takes answers.
+                Nothing was written.
         """
         incoming = decode(frame)
-        if isinstance(incoming, Request):
-            self._on_request(peer_id, incoming)
-        else:
+        if isinstance(incoming, Answer):
             self._on_answer(peer_id, incoming)
+        elif queued_bytes > _MAX_QUEUED_BYTES:
+            raise ProtocolError(f"the peer writes, and takes no answer: {queued_bytes} bytes are queued")
+        else:
+            self._on_request(peer_id, incoming)
 
     def end_all(self, peer_id: int, error: KVTransferError) -> None:
         """A peer is gone: end the writes to it, and accept none of it. Reads made for it end by themselves."""

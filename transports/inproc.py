@@ -335,7 +335,7 @@ class InProcTransport(Transport):
         match arrival:
             case _WriteFrame(peer_id, frame):
                 try:
-                    self._writes.on_frame(peer_id, frame)
+                    self._writes.on_frame(peer_id, frame, queued_bytes=0)
                 except ProtocolError as error:
                     return [self._drop(peer_id, error)]
                 return []

@@ -7,7 +7,7 @@ A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The firs
 
 With it come `1 + num_files` read-only descriptors: the guard table, then the files. A segment lies at offset
 `start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. Every later frame
-is one control message.
+is one control message, or says something about a write (`_write_frames`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import enum
 import struct
 from dataclasses import dataclass
 
+from .._memory import NUM_OWN_WORDS
+from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 
@@ -33,14 +35,14 @@ __all__ = [
     "encode_hello",
 ]
 
-VERSION = 1
+VERSION = 2
 
 #: Of a segment that is in no file.
 FOREIGN = -1
 
 MAX_FILES = 128
 MAX_SEGMENTS = 8192
-MAX_GUARDS = 1 << 24
+MAX_GUARDS = (1 << 24) + NUM_OWN_WORDS
 
 _MAGIC = b"kvferry\0"
 _FRAME = struct.Struct("<IB")
@@ -51,11 +53,13 @@ _SEGMENT = struct.Struct("<iQQ")
 class FrameKind(enum.IntEnum):
     HELLO = 1
     MESSAGE = 2
+    WRITE = 3
 
 
 _MAX_FRAME_BYTES = {
     FrameKind.HELLO: _HEAD.size + MAX_SEGMENTS * _SEGMENT.size,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
+    FrameKind.WRITE: MAX_FRAME_BYTES,
 }
 
 
@@ -70,7 +74,7 @@ class SharedSegment:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is there: the size of the guard table, how many files follow it, and the pool's segments."""
+    """Who is there: the size of the guard table, the transport's own words included, how many files follow it, and the pool's segments."""
 
     num_guards: int
     num_files: int

@@ -63,7 +63,7 @@ class LocalMemory:
         if len(pool.segments) > MAX_SEGMENTS:
             raise ConfigurationError(f"a pool has at most {MAX_SEGMENTS} segments", key="pool")
         segments = tuple(self._describe(segment) for segment in pool.segments)
-        hello = Hello(self.guards.num_guards, len(self._files), segments)
+        hello = Hello(self.guards.num_words, len(self._files), segments)
         self._registered.append(_Registered(pool, hello))
 
     def _describe(self, segment: Segment) -> SharedSegment:

@@ -87,9 +87,9 @@ class Connection:
             )
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` has something to do once the socket can be written."""
-        return bool(self._unsent)
+    def num_unsent(self) -> int:
+        """Bytes that `flush` sends once the socket can be written."""
+        return len(self._unsent)
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
         """Send the first frame, with descriptors. Raises PeerLostError: the peer is gone."""
@@ -112,10 +112,14 @@ class Connection:
             raise PeerLostError("the peer closed the connection")
         if self._unsent and len(self._unsent) + len(message) > self._max_queued_bytes:
             raise BackpressureError(f"{len(self._unsent)} bytes wait for the peer to take them")
-        self._unsent += encode_frame(FrameKind.MESSAGE, message)
-        self.flush()
+        self.send(FrameKind.MESSAGE, message)
         if not self._is_writable:
             raise PeerLostError("the peer closed the connection")
+
+    def send(self, kind: FrameKind, body: bytes) -> None:
+        """Send or queue a frame. For a lost peer it is dropped."""
+        self._unsent += encode_frame(kind, body)
+        self.flush()
 
     def flush(self) -> None:
         """Send what waits, as far as the socket takes it. What a lost peer did not take is dropped."""

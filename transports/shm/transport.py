@@ -7,15 +7,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from .._copy import IS_ORDERED
 from .._memory import require_guard
-from .._options import parse_options, require_int
+from .._options import parse_options
 from .._poller import Poller
+from .._writes import Writes
 from ..base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -27,69 +28,22 @@ from ..base import (
 )
 from ..errors import (
     BackendUnavailableError,
-    ConfigurationError,
     KVTransferError,
     PeerLostError,
     ProtocolError,
     TransferTimeoutError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Guard, Pool, RegionPairs, Regions
 from .copier import Copier, Piece, Read, cut
 from .hello import FrameKind, decode_hello, encode_hello
+from .options import SharedMemoryOptions
 from .pools import LocalMemory, RemoteMemory
 from .sockets import Connection, Listener, connect, new_address, parse_address
 
 __all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SharedMemoryOptions:
-    """Options of the transport.
-
-    Attributes:
-        num_guards: Words in the guard table.
-        copy_threads: Threads that copy. One reaches the bus on most machines; two may be faster on large ones.
-        max_queued_bytes: Bytes of messages that wait for one peer, before `send` refuses more.
-        handshake_timeout_s: For how long one who connected may say nothing.
-        socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
-            have no file; they are found within one network namespace.
-        allowed_uids: Users besides our own whose processes we talk to.
-    """
-
-    num_guards: int = 65536
-    copy_threads: int = 1
-    max_queued_bytes: int = 8 << 20
-    handshake_timeout_s: float = 5.0
-    socket_dir: str = ""
-    allowed_uids: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        require_int("num_guards", self.num_guards, 1, 1 << 24)
-        require_int("copy_threads", self.copy_threads, 1, 64)
-        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
-        _require("handshake_timeout_s", self.handshake_timeout_s, _is_positive(self.handshake_timeout_s))
-        _require(
-            "socket_dir", self.socket_dir, isinstance(self.socket_dir, str) and _is_folder(self.socket_dir)
-        )
-        _require("allowed_uids", self.allowed_uids, isinstance(self.allowed_uids, list | tuple))
-        for uid in self.allowed_uids:
-            require_int("allowed_uids", uid, 0, 2**32 - 2)
-
-
-def _require(key: str, value: object, is_valid: bool) -> None:
-    if not is_valid:
-        raise ConfigurationError(f"{key} cannot be {value!r}", key=key, value=value)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _is_folder(path: str) -> bool:
-    return not path or os.path.isdir(path)
 
 
 @dataclass(frozen=True)
@@ -139,6 +93,7 @@ class SharedMemoryTransport(Transport):
         self._peers: dict[int, _Peer] = {}
         self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
         self._events: list[Event] = []
+        self._writes = Writes(self, self.guards, self._events)
 
     def __repr__(self) -> str:
         addresses = " ".join(listener.address for listener in self._listeners)
@@ -201,7 +156,7 @@ class SharedMemoryTransport(Transport):
         self._watch(greeting.peer_id, connection)
 
     def _watch(self, peer_id: int, connection: Connection) -> None:
-        self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.has_unsent)
+        self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.num_unsent > 0)
 
     def _serve(self, peer_id: int) -> None:
         """A socket is ready: take what came, send what waits."""
@@ -221,9 +176,15 @@ class SharedMemoryTransport(Transport):
         greeting = self._greetings.get(peer_id)
         if (kind is FrameKind.HELLO) != (greeting is not None):
             raise ProtocolError(f"the peer sent a {kind.name} frame out of order")
-        if greeting is None:
+        if kind is FrameKind.MESSAGE:
             self._events.append(MessageReceived(peer_id, body))
-            return
+        elif kind is FrameKind.WRITE:
+            self._writes.on_frame(peer_id, body, self._peers[peer_id].connection.num_unsent)
+        elif greeting is not None:
+            self._welcome(greeting, body)
+
+    def _welcome(self, greeting: _Greeting, body: bytes) -> None:
+        peer_id = greeting.peer_id
         memory = _remote_memory(greeting.connection, body)
         del self._greetings[peer_id]
         self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
@@ -245,14 +206,18 @@ class SharedMemoryTransport(Transport):
     def _leave(self, peer: _Peer, error: KVTransferError, farewell: list[Event]) -> None:
         self._poller.unwatch(peer.connection)
         peer.connection.close()
+        self._writes.end_all(peer.peer_id, error)
         for read in peer.reads.values():
             self._copier.cancel(read, error)
         self._leaving.append((peer, farewell))
 
     def disconnect(self, peer_id: int) -> None:
         if peer_id in self._peers:
-            self._events = [event for event in self._events if not _is_of_peer(event, peer_id)]
-            self._leave(self._peers.pop(peer_id), TransportClosedError("this side dropped the peer"), [])
+            self._events[:] = [event for event in self._events if not _is_of_peer(event, peer_id)]
+            peer = self._peers.pop(peer_id)
+            self._leave(peer, TransportClosedError("this side dropped the peer"), [])
+            for read_id in self._writes.reads_for(peer_id):
+                self._copier.wait_for(peer.reads[read_id])
         elif peer_id in self._greetings:
             greeting = self._greetings.pop(peer_id)
             self._poller.unwatch(greeting.connection)
@@ -272,7 +237,7 @@ class SharedMemoryTransport(Transport):
             raise PeerLostError(f"no peer {peer_id} any more")
         return peer
 
-    # -- reads ---------------------------------------------------------------------------------------
+    # -- transfers -----------------------------------------------------------------------------------
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         self._require_open()
@@ -296,12 +261,38 @@ class SharedMemoryTransport(Transport):
             *cut(dst[foreign], src[foreign], pairs.lengths[foreign], is_foreign=True),
         ]
 
+    def can_write(self, peer_id: int) -> bool:
+        return peer_id in self._peers
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        self._require_open()
+        self._peer(peer_id)
+        self._writes.accept(peer_id, guard, regions, self._memory.pool)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        self._require_open()
+        peer = self._peer(peer_id)
+        require_guard(guard, peer.memory.num_guards)
+        self._memory.pool.addresses(pairs.local_offsets, pairs.lengths)
+        peer.memory.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        transfer_id = next(self._ids)
+        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
+        return transfer_id
+
+    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
+        """See `_writes.Host`."""
+        if peer_id in self._peers:
+            connection = self._peers[peer_id].connection
+            connection.send(FrameKind.WRITE, frame)
+            self._watch(peer_id, connection)
+
     def _collect(self) -> None:
-        """Report the reads that ended, then the peers that have left with their last one."""
+        """Report the transfers that ended, then the peers that have left with their last one."""
         for ended in self._copier.take_ended():
             for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
                 peer.reads.pop(ended.transfer_id, None)
-            self._events.append(ended)
+            if not self._writes.take_read(ended):
+                self._events.append(ended)
         for peer, farewell in [entry for entry in self._leaving if not entry[0].reads]:
             peer.memory.close()
             self._events += farewell
@@ -319,12 +310,14 @@ class SharedMemoryTransport(Transport):
             self._expire(time.monotonic())
             self._collect()
             if self._poller.take_woken() or self._events or time.monotonic() >= until:
-                events, self._events = self._events, []
+                events = list(self._events)
+                self._events.clear()
                 return events
 
     def _next_deadline(self) -> float:
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
         deadlines += [read.deadline for peer in self._peers.values() for read in peer.reads.values()]
+        deadlines += self._writes.deadlines()
         return min(deadlines, default=math.inf)
 
     def _expire(self, now: float) -> None:
@@ -334,6 +327,9 @@ class SharedMemoryTransport(Transport):
             for read in peer.reads.values():
                 if read.deadline <= now:
                     self._copier.cancel(read, TransferTimeoutError("the read did not end in time"))
+
+        for peer_id, error in self._writes.expire(now):
+            self._lose(peer_id, error)
 
     def fileno(self) -> int:
         """A descriptor that is readable while `wait_events` has something to do about sockets and copies."""
