@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.connector.output import KVConnectorOutput
-from kvferry.connector.stats import KVConnectorStats
-from kvferry.connector.stats import TransferRecord as ConnectorTransferRecord
 
 from .answers import Answer
 from .assembly import assemble
 from .errors import InvalidRequestError, PromptTooLongError
 from .ledger import Ledger
+from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
-from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, TransferRecord
+from .transfers import RankRecords
+from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput
 
 __all__ = ["EngineCore"]
 
@@ -36,6 +36,7 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
         self._ledger = Ledger()
+        self._records = RankRecords(self.parts.connector_name)
 
     @property
     def max_model_len(self) -> int:
@@ -55,6 +56,8 @@ class EngineCore:
             ConnectorError: its `kv_transfer_params` are malformed.
         """
         self._check(source)
+        if self.parts.config.model.recurrent_layers:
+            source = without_last_prompt_token(source)
         self._num_added += 1
         # A client may use an id again while the blocks of its first use are still on offer to another node.
         unique_id = f"{source.request_id}-{self._num_added}"
@@ -149,16 +152,11 @@ class EngineCore:
         return answer.last_piece(text, reason, self._finish(answer, reason))
 
     def _note_transfers(self, report: KVConnectorOutput) -> None:
-        stats = report.kv_connector_stats
-        if not isinstance(stats, KVConnectorStats):
-            return  # a connector of someone else's, with figures of its own
         loading = self.parts.scheduler.handoffs.loading
-        for theirs in stats.transfers:
-            if theirs.direction == "receive":
-                record = _transfer_record(theirs, self.parts.connector_name)
-                self._ledger.note_transfer(record)
-                if theirs.request_id in loading:
-                    loading[theirs.request_id].figures.transfer = record
+        for request_id, record in self._records.take_ended(report).items():
+            self._ledger.note_transfer(record)
+            if request_id in loading:
+                loading[request_id].figures.transfer = record
 
     # -- figures and the end -------------------------------------------------------------------------
 
@@ -184,19 +182,3 @@ class EngineCore:
     def close(self) -> None:
         """Shut the connector down. Idempotent; handoffs that are not over end as aborted."""
         self.parts.resources.close()
-
-
-def _transfer_record(theirs: ConnectorTransferRecord, connector: str) -> TransferRecord:
-    return TransferRecord(
-        connector=connector,
-        transport=theirs.transport,
-        mechanism=theirs.mechanism,
-        layout=theirs.layout,
-        num_blocks=theirs.num_blocks,
-        num_regions=theirs.num_regions,
-        num_regions_per_layer=theirs.num_regions_per_layer,
-        num_bytes=theirs.num_bytes,
-        seconds=theirs.seconds,
-        error=theirs.error,
-        reason=theirs.reason,
-    )

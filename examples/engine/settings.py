@@ -77,12 +77,7 @@ class EngineSettings:
         for field in fields(self):
             if field.name in minima:
                 _require_at_least(field.name, getattr(self, field.name), minima[field.name])
-        if self.tensor_parallel_size > 1 and self.device != "cpu":
-            raise ConfigurationError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
-                key="tensor_parallel_size",
-                value=self.tensor_parallel_size,
-            )
+        self._require_cpu_for_workers()
         if self.num_blocks == 1:
             raise ConfigurationError("num_blocks=1: it must be 0 or at least 2", key="num_blocks", value=1)
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -97,6 +92,14 @@ class EngineSettings:
                 f"max_num_seqs={self.max_num_seqs}: each request of a step needs a token",
                 key="max_num_batched_tokens",
                 value=self.max_num_batched_tokens,
+            )
+
+    def _require_cpu_for_workers(self) -> None:
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
+                key="tensor_parallel_size",
+                value=self.tensor_parallel_size,
             )
 
 

@@ -128,9 +128,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return folder
 
 
-@pytest.fixture
-def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
-    """Make engine cores on tiny models: small pool, small blocks, small chunks; closed at the end of the test."""
+@contextmanager
+def _nodes(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
     nodes: list[Node] = []
 
     def make(family: str = "llama", **settings: Any) -> Node:
@@ -157,6 +156,20 @@ def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
     for node in nodes:
         with node.at_work() as core:
             core.close()
+
+
+@pytest.fixture
+def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
+    """Make engine cores on tiny models: small pool, small blocks, small chunks; closed at the end of the test."""
+    with _nodes(tiny_model) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_module_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
+    """As `make_node`, for nodes that the tests of a module share."""
+    with _nodes(tiny_model) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,93 @@
+"""A model over several worker processes: the tokens of one process, and nothing that outlives or outwaits another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.testing import wait_until
+from engine.engine import Engine
+from engine.errors import EngineDeadError
+from engine.parallel.group import WorkerGroup
+from engine.parallel.messages import Ready, Stop
+from engine.settings import EngineSettings
+from engine.types import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+#: One token, one block, a block and a token, several chunks; two that share a prefix.
+PROMPTS = [[9], [*range(4)], [*range(20, 25)], [*range(30, 70)], [*range(30, 62), 1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def spread(make_module_node: Any) -> Any:
+    """A node of two ranks that offers and loads."""
+    return make_module_node(connector="shm", role="kv_both", tensor_parallel_size=2, num_threads=1)
+
+
+def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
+    spread: Any, reference: Callable[[str, Sequence[int], int], list[int]]
+) -> None:
+    for index, prompt in enumerate(PROMPTS):
+        spread.add(f"t{index}", prompt, max_tokens=30)
+    spread.run()
+    for index, prompt in enumerate(PROMPTS):
+        assert spread.tokens(f"t{index}") == reference("llama", prompt, 30), prompt
+    assert spread.is_whole
+
+
+def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:
+    group = WorkerGroup(2)
+    os.kill(group.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
+        wait_until(lambda: group.check())
+    assert group.workers == []
+
+
+def test_a_worker_that_does_not_reply_in_time_is_given_up() -> None:
+    group = WorkerGroup(1)
+    os.kill(group.workers[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"ranks \[0\] did not reply in time"):
+        group.ask([Stop()], Ready, 0.01)
+    assert group.workers == []
+
+
+def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
+    group = WorkerGroup(1)
+    (worker,) = group.workers
+    worker.channel.close()
+    assert worker.exit_status(60.0) == 1
+    group.kill()
+
+
+def test_when_a_rank_is_killed_every_request_fails_and_the_engine_says_why(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    engine = Engine(
+        EngineSettings(str(tiny_model("llama")), num_blocks=100, num_threads=1, tensor_parallel_size=2)
+    )
+    engine.start()
+    pids = engine._started().parts.executor.worker_pids
+
+    async def run() -> None:
+        request = GenerationRequest("a", (1, 2, 3), SamplingParams(max_tokens=400, ignore_eos=True))
+        outputs = engine.generate(request)
+        await anext(outputs)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
+            async for _ in outputs:
+                pass
+
+    try:
+        asyncio.run(run())
+        assert not engine.stats().healthy
+        assert "SIGKILL" in engine.stats().error
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        engine.close()

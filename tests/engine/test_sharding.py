@@ -1,0 +1,146 @@
+"""Which part of a model each rank keeps, what cannot be spread, and what crosses between the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from engine.attention import attention_layers
+from engine.core import EngineCore
+from engine.parallel.codec import decode, encode
+from engine.parallel.sharding import layers_of_rank, require_divisible, shard
+from engine.parallel.steps import StepMirror, StepSender
+from engine.request import Request
+from engine.settings import EngineSettings
+from engine.step import ScheduledRequest, StepPlan
+from engine.testing import write_tiny_model
+from engine.types import GenerationRequest, SamplingParams
+from engine.weights import load_model
+from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
+from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.stats import KVConnectorStats, TransferRecord
+from kvferry.transports.errors import ConfigurationError
+
+SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_ranks_together_have_every_weight_and_key_value_heads_only_as_often_as_they_must(
+    num_ranks: int, tiny_model: Callable[[str], Path]
+) -> None:
+    def parts(num: int, rank: int) -> Any:
+        model = load_model(tiny_model("llama"), torch.float32, torch.device("cpu"), "eager")
+        shard(model, rank, num)
+        return model.model.layers[1]
+
+    whole = parts(1, 0)
+    ranks = [parts(num_ranks, rank) for rank in range(num_ranks)]
+
+    def joined(axis: int, get: Callable[[Any], Any]) -> torch.Tensor:
+        return torch.cat([get(rank).weight for rank in ranks], axis)
+
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        axis = 1 if name == "down_proj" else 0
+        assert torch.equal(joined(axis, lambda r, n=name: getattr(r.mlp, n)), getattr(whole.mlp, name).weight)
+    assert torch.equal(joined(0, lambda rank: rank.self_attn.q_proj), whole.self_attn.q_proj.weight)
+    assert torch.equal(joined(1, lambda rank: rank.self_attn.o_proj), whole.self_attn.o_proj.weight)
+    # Two heads: one each for two ranks, each twice for four.
+    head = [whole.self_attn.k_proj.weight[:16], whole.self_attn.k_proj.weight[16:]]
+    assert torch.equal(
+        joined(0, lambda rank: rank.self_attn.k_proj),
+        torch.cat([head[r * 2 // num_ranks] for r in range(num_ranks)]),
+    )
+    layers = attention_layers(AutoConfig.from_pretrained(tiny_model("llama")))
+    assert {layer.num_kv_heads for layer in layers_of_rank(layers, num_ranks)} == {1}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32])
+def test_as_many_ranks_as_divide_the_heads_fit(num_ranks: int) -> None:
+    require_divisible(AutoConfig.for_model("llama", **LLAMA), num_ranks)
+
+
+def test_what_does_not_come_out_even_is_refused_with_what_would(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, num_hidden_layers=1, hidden_size=72, head_dim=8, **SMOLLM2)
+    with pytest.raises(
+        ConfigurationError, match="9 attention heads, 3 key/value heads.*what fits: 1, 3$"
+    ) as error:
+        EngineCore(EngineSettings(str(tmp_path), tensor_parallel_size=2))
+    assert error.value.key == "tensor_parallel_size"
+
+
+def test_a_kind_of_model_that_cannot_be_cut_is_named(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigurationError, match="cannot spread llama4_text models.*experts"):
+        EngineCore(EngineSettings(str(tiny_model("llama4")), tensor_parallel_size=2))
+
+
+def test_workers_are_for_the_cpu() -> None:
+    with pytest.raises(ConfigurationError, match="for the CPU"):
+        EngineSettings(tensor_parallel_size=2, device="cuda")
+
+
+def test_orders_and_reports_cross_as_they_are() -> None:
+    offer = RemoteOffer("engine", 2**63 - 1, "a", 7, ("shm:x", "shm:y"), 40, ((1, 2), (3,)))
+    record = TransferRecord("a", "receive", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
+    for value in (
+        HandoffMetadata(
+            {"b": OfferOrder(1, ((1,),), 4)}, {"a": offer}, {"a": (GroupBlocks(1, (2, 3)),)}, ("c",)
+        ),
+        KVConnectorOutput(
+            {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"loads_total": 1.0})
+        ),
+        SamplingParams(max_tokens=3, stop=("x",)),
+    ):
+        assert decode(encode(value)) == value
+
+
+@dataclass
+class Local:
+    number: int
+
+
+class NoData:
+    pass
+
+
+def test_nothing_but_data_crosses() -> None:
+    with pytest.raises(TypeError, match="NoData cannot be sent"):
+        encode([NoData()])
+    good = encode(Local(1))
+    assert decode(good) == Local(1)
+    with pytest.raises(ValueError, match="no dataclass"):
+        decode(good.replace(b"Local", b"Lokal"))
+    with pytest.raises(ValueError, match="no dataclass"):
+        decode(encode(Local(1)).replace(b"Local", b"pytes"))
+
+
+def test_a_worker_sees_each_step_as_it_was_planned() -> None:
+    sender, mirror = StepSender(), StepMirror()
+    request = Request("a", GenerationRequest("a", (5, 6, 7), SamplingParams(seed=1)), lambda _: [], 0.0)
+
+    def cross(*items: ScheduledRequest, **more: Any) -> StepPlan:
+        return mirror.plan(decode(encode(sender.step(StepPlan(items, **more)))))
+
+    for num_computed, num_new, token in ((0, 2, 0), (2, 1, 8), (3, 1, 9), (0, 5, 10)):
+        request.num_computed_tokens = num_computed
+        item = ScheduledRequest(request, num_new, ([1, 2], [3]))
+        (theirs,) = cross(item, preempted_req_ids={"b"}).scheduled
+        assert (theirs.num_new_tokens, theirs.block_ids, theirs.yields_token) == (
+            num_new,
+            item.block_ids,
+            item.yields_token,
+        )
+        assert theirs.request.all_token_ids == request.all_token_ids
+        assert theirs.request.num_computed_tokens == num_computed
+        assert theirs.request.source.sampling == request.source.sampling
+        if token:
+            request.append_token(token)
+    assert cross(finished_req_ids={"a"}).finished_req_ids == {"a"}
+    assert (sender._num_told, mirror._requests) == ({}, {})
