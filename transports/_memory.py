@@ -29,6 +29,7 @@ __all__ = [
     "advise",
     "guard_holds",
     "prefault",
+    "private_arena",
     "require_available",
     "require_guard",
 ]
@@ -151,6 +152,24 @@ class MappedArena(Arena):
     @property
     def buffer(self) -> memoryview:
         return self._buffer
+
+
+def private_arena(num_bytes: int) -> MappedArena:
+    """Allocate memory of this process alone, pre-faulted, on huge pages where the kernel gives them.
+
+    The kernel copies between them and a socket faster: it looks up one page in place of 512.
+
+    Raises:
+        ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
+    """
+    require_available(num_bytes)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        advise(mapping, mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them
+        pass
+    prefault(mapping)
+    return MappedArena(mapping, num_bytes)
 
 
 class WordTable(GuardTable):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._memory import MappedArena, WordTable, require_available
+from .._memory import WordTable, private_arena
 from .._options import parse_options
 from .._poller import Poller
 from ..base import MAX_MESSAGE_BYTES, Arena, Event, Transport
@@ -56,9 +55,7 @@ class UCXTransport(Transport):
 
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
-        require_available(num_bytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        return MappedArena(mmap.mmap(-1, num_bytes, flags=flags), num_bytes)
+        return private_arena(num_bytes)
 
     def register(self, pool: Pool) -> None:
         self._require_open()

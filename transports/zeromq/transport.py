@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import threading
@@ -10,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._memory import MappedArena, WordTable, require_available
+from .._memory import WordTable, private_arena
 from .._options import parse_options
 from ..base import MAX_MESSAGE_BYTES, Arena, Event, Transport
 from ..errors import KVTransferStateError, ProtocolError, TransportClosedError
@@ -57,9 +56,7 @@ class ZeroMQTransport(Transport):
 
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
-        require_available(num_bytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        return MappedArena(mmap.mmap(-1, num_bytes, flags=flags), num_bytes)
+        return private_arena(num_bytes)
 
     def register(self, pool: Pool) -> None:
         self._require_open()
