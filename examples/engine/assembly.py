@@ -125,13 +125,16 @@ def _scheduler_half(
 
 def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: torch.dtype) -> EngineConfig:
     num_ranks = settings.tensor_parallel_size
+    layers = attention_layers(model.text_config)
+    num_kv_heads = {layer.num_kv_heads for layer in layers}
     return EngineConfig(
         model=ModelConfig(
             model=model.identity,
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
-            layers=layers_of_rank(attention_layers(model.text_config), num_ranks),
+            layers=layers_of_rank(layers, num_ranks),
             recurrent_layers=recurrent_layers(model.config, dtype),
+            num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
