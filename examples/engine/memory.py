@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from kvferry.connector.config import EngineConfig
-from kvferry.connector.kv_cache_specs import KVCacheConfig
+from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from kvferry.runner_mixin.kv_cache.cache_config import (
     get_kv_cache_config,
     get_max_concurrency_for_kv_cache_config,
     unify_kv_cache_configs,
 )
+from kvferry.runner_mixin.kv_cache.grouping import is_kv_cache_page_size_uniform
 from kvferry.runner_mixin.kv_cache.memory_check import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
@@ -46,6 +48,9 @@ def plan_pool(
             long a sequence it would hold.
     """
     specs = get_kv_cache_spec(config, resolve_kv_cache_dtype(config))
+    if not _can_share_blocks(specs):
+        logger.warning("layers differ in how they look back and in size: all keep the whole sequence")
+        config = replace(config, scheduler=replace(config.scheduler, enable_hybrid_kv_cache_manager=False))
     if config.cache.num_blocks_override:
         available = config.cache.num_blocks_override * sum(spec.page_size_bytes for spec in specs.values())
     else:
@@ -65,3 +70,8 @@ def plan_pool(
         max_memory_usage_bytes(config, specs.values()) / 2**20,
     )
     return config, pool
+
+
+def _can_share_blocks(specs: Mapping[str, KVCacheSpec]) -> bool:
+    """Whether one block table serves all layers, or a block of one table fits the layers of another."""
+    return UniformTypeKVCacheSpecs.is_uniform_type(specs.values()) or is_kv_cache_page_size_uniform(specs)

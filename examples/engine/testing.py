@@ -67,6 +67,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "laurel_rank": 8,
         "altup_num_inputs": 2,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 257,
+    },
     "bamba": {
         "model_type": "bamba",
         "attn_layer_indices": [1],

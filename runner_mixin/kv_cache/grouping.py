@@ -102,8 +102,8 @@ def get_kv_cache_groups(config: EngineConfig, kv_cache_spec: LayerSpecs) -> tupl
     a piece of the pool.
 
     Raises:
-        ValueError: layers look back in several ways and their pages differ, or the hybrid manager is off and
-            they cannot all be treated as full attention.
+        ValueError: layers look back in several ways and their pages differ in size, or the hybrid manager is off
+            and they cannot all be treated as full attention.
     """
     if is_kv_cache_type_attention_free(kv_cache_spec):
         return ()
@@ -123,15 +123,15 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: LayerSpecs) -> dict[str, KVCacheS
     """Treat windowed and chunked layers as full attention, which keeps more than they need, in one group.
 
     Raises:
-        ValueError: that does not make all layers one kind: another kind is among them, or several windows.
+        ValueError: that does not make all layers one kind: another kind is among them.
     """
     if is_kv_cache_type_uniform(kv_cache_spec):
         return dict(kv_cache_spec)
     unified = {name: _as_full_attention(spec) for name, spec in kv_cache_spec.items()}
-    if not is_kv_cache_type_uniform(unified):
+    if not UniformTypeKVCacheSpecs.is_uniform_type(unified.values()):
         kinds = sorted({type(spec).__name__ for spec in kv_cache_spec.values()})
         raise ConfigurationError(
-            f"layers of kinds {', '.join(kinds)} cannot all be treated as full attention of one size;"
+            f"layers of kinds {', '.join(kinds)} cannot all be treated as full attention;"
             " enable_hybrid_kv_cache_manager is off",
             key="enable_hybrid_kv_cache_manager",
             value=False,

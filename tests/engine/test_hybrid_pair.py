@@ -12,6 +12,7 @@ import torch
 
 from engine.testing import write_tiny_model
 from engine.weights import load_model
+from kvferry.connector.kv_cache_specs import UniformTypeKVCacheSpecs
 
 LAYOUTS = ["uniform", "per-layer"]
 #: Of the tiny models, in tokens: window, and chunk of chunked attention. The nodes' blocks have 4, their steps 16.
@@ -179,3 +180,20 @@ def _group_of(node: Any, kind: str) -> int:
 
 def _loading(node: Any) -> list[str]:
     return list(node.core.parts.scheduler.handoffs.loading)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_of_unlike_sizes_are_one_group_that_keeps_everything(
+    layout: str, make_pair: Any, drive: Any, reference: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of the one kind does not fit the other, so that windows cannot give blocks back."""
+    prefill, decode = make_pair("gemma4", layout=layout)
+    assert "all keep the whole sequence" in caplog.text
+    last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
+    assert decode.tokens("a") == reference("gemma4", PROMPT, 40)
+    (group,) = decode.core.parts.kv_cache_config.kv_cache_groups
+    assert isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+    sizes = [spec.page_size_bytes for spec in group.kv_cache_spec.kv_cache_specs.values()]
+    assert sizes == [1024, 2048] * 2
+    transfer = last.metrics.transfer
+    assert (transfer.num_blocks, transfer.num_bytes) == (NUM_BLOCKS, NUM_BLOCKS * sum(sizes))

@@ -187,9 +187,28 @@ def test_kinds_that_cannot_become_one_are_an_error(
     full: FullAttentionSpec, windowed: Windowed, chunked: Chunked
 ) -> None:
     state = MambaSpec(4, shapes=((1,),), dtypes=(torch.float32,))
-    for specs in (layers(full, state), layers(windowed(8), windowed(4)), layers(windowed(8), chunked(8))):
+    for specs in (layers(full, state), layers(windowed(8), chunked(8), state)):
         with pytest.raises(ConfigurationError, match="enable_hybrid_kv_cache_manager is off"):
             unify_hybrid_kv_cache_specs(specs)
+
+
+def test_unlike_windows_and_sizes_make_one_composite_group(
+    make_config: MakeConfig, full: FullAttentionSpec, windowed: Windowed, chunked: Chunked
+) -> None:
+    """As full attention they differ only in what a block costs."""
+    specs = layers(replace(full, num_kv_heads=4), windowed(8), windowed(4), chunked(8))
+    config = make_config(hybrid=False)
+    (group,) = get_kv_cache_groups(config, specs)
+    assert isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+    members = list(group.kv_cache_spec.kv_cache_specs.values())
+    assert {type(member) for member in members} == {FullAttentionSpec}
+    assert [(m.sliding_window, m.attention_chunk_size) for m in members] == [  # type: ignore[attr-defined]
+        (None, None),
+        (8, None),
+        (4, None),
+        (None, 8),
+    ]
+    assert group.kv_cache_spec.page_size_bytes == sum(spec.page_size_bytes for spec in specs.values())
 
 
 # -- blocks ------------------------------------------------------------------------------------------
