@@ -18,7 +18,8 @@ from web.json_body import MAX_BODY_BYTES, parse_json
 
 from .metrics import RouterMetrics
 from .nodes import Node, NodePool
-from .stages import NodeGoneError, check_body, copy_answer, decode_body, open_answer, prefill, prefill_body
+from .prefills import Call, OverlappedPrefill, Prefill, WholePrefill
+from .stages import NodeGoneError, check_body, copy_answer, decode_body, open_answer
 
 __all__ = ["Router"]
 
@@ -34,6 +35,7 @@ class Router:
     node alone, a decode node together with a new prefill, since the first offer went with it.
 
     Args:
+        overlap: A decode begins while its prefill still runs, where the prefill node can say so early.
         silence_timeout_s: A node that sends nothing for so long is taken for gone.
         check_interval_s: Between two questions for a node's health.
     """
@@ -43,6 +45,7 @@ class Router:
         prefill_pool: NodePool,
         decode_pool: NodePool,
         *,
+        overlap: bool,
         silence_timeout_s: float,
         check_interval_s: float,
     ) -> None:
@@ -53,6 +56,8 @@ class Router:
         )
         self._check_interval_s = check_interval_s
         self._metrics = RouterMetrics(self._nodes)
+        kind = OverlappedPrefill if overlap else WholePrefill
+        self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession
 
     @property
@@ -130,31 +135,14 @@ class Router:
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
         tried_decode: set[Node] = set()
+        call = Call(self._session, request.path, body, _headers(request, request_id))
         while True:
-            headers = _headers(request, request_id)
-            params = await self._prefill(request.path, body, headers)
             try:
-                return await self._decode(request, decode_body(body, params), headers, tried_decode)
+                async with self._prefill.prefilled(call) as params:
+                    return await self._decode(request, decode_body(body, params), call.headers, tried_decode)
             except NodeGoneError as error:
                 logger.warning("%s: decode: %s", request_id, error)
                 self._metrics.retries.labels("decode").inc()
-
-    async def _prefill(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> Mapping[str, Any] | None:
-        tried: set[Node] = set()
-        while True:
-            try:
-                with self._prefill_pool.use_one(tried) as node:
-                    params = await prefill(self._session, node, path, prefill_body(body), headers)
-            except NodeGoneError as error:
-                logger.warning("%s: prefill: %s", headers["X-Request-Id"], error)
-                self._metrics.retries.labels("prefill").inc()
-                continue
-            if params is None:
-                logger.warning("%s: %s offered no KV cache", headers["X-Request-Id"], node.url)
-                self._metrics.without_handoff.inc()
-            return params
 
     async def _decode(
         self, request: web.Request, body: Mapping[str, Any], headers: Mapping[str, str], tried: set[Node]

@@ -66,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="between two questions for a node's health (default: %(default)g)",
     )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="begin to decode while the prompt is still computed: its KV cache crosses chunk by chunk",
+    )
     return parser
 
 
@@ -76,6 +81,7 @@ def _run(options: argparse.Namespace) -> None:
     router = Router(
         NodePool("prefill", [_url(text) for text in options.prefill]),
         NodePool("decode", [_url(text) for text in options.decode]),
+        overlap=options.overlap,
         silence_timeout_s=options.silence_timeout_s,
         check_interval_s=options.check_interval_s,
     )

@@ -37,6 +37,11 @@ class RouterMetrics:
             "Requests whose prefill node offered no KV cache, so that the decode node computed it again",
             registry=self._registry,
         )
+        self.lost_prefills = Counter(
+            "kvferry_router_lost_prefills",
+            "Prefills that failed after their decode had begun",
+            registry=self._registry,
+        )
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -21,8 +21,10 @@ __all__ = [
     "check_body",
     "copy_answer",
     "decode_body",
+    "gone_nodes",
     "open_answer",
-    "prefill",
+    "open_prefill",
+    "params_of",
     "prefill_body",
 ]
 
@@ -35,6 +37,8 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+#: In `kv_transfer_params`: offer the prompt while it is computed. A key of ours; nodes that do not know it ignore it.
+OVERLAP = "overlap"
 
 
 class NodeGoneError(Exception):
@@ -55,10 +59,15 @@ def check_body(body: Mapping[str, Any]) -> None:
     Fields(fields.mapping("stream_options")).boolean("include_usage", False)
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as the prefill node gets it: one token, not streamed, keep the blocks."""
+def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
+    """The request as the prefill node gets it: one token, keep the blocks.
+
+    Args:
+        overlap: Ask for a stream that says what the decode node needs as soon as part of the prompt is computed.
+    """
     result = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
-    result |= {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(DO_REMOTE_DECODE)}
+    wish = {**DO_REMOTE_DECODE, OVERLAP: True} if overlap else dict(DO_REMOTE_DECODE)
+    result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": wish}
     if "max_completion_tokens" in result:
         result["max_completion_tokens"] = 1
     return result
@@ -70,27 +79,36 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
     return {**result, "kv_transfer_params": kv_transfer_params} if kv_transfer_params else result
 
 
-async def prefill(
+@contextlib.asynccontextmanager
+async def open_prefill(
     session: aiohttp.ClientSession, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-) -> Mapping[str, Any] | None:
-    """Have a prompt computed.
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Have a prompt computed; leaving the block early aborts it there.
 
-    Returns:
-        The node's `kv_transfer_params`, None when it offers nothing.
+    Yields:
+        The response of a node that accepted the request.
 
     Raises:
         NodeGoneError: another node may do it.
         UpstreamAnswer: the node refused the request: the client's answer.
     """
-    with _gone_nodes(node):
+    with contextlib.ExitStack() as until_accepted:
+        until_accepted.enter_context(gone_nodes(node))
         async with session.post(node.url + path, json=body, headers=headers) as response:
-            payload = await response.read()
-    if 400 <= response.status < 500:
-        raise UpstreamAnswer(response.status, payload)
-    if response.status != 200:
-        raise NodeGoneError(
-            f"{node.url} answered {response.status}: {payload[:200].decode(errors='replace')}"
-        )
+            if response.status != 200:
+                _raise_refusal(node, response.status, await response.read())
+            until_accepted.close()
+            yield response
+
+
+def _raise_refusal(node: Node, status: int, payload: bytes) -> NoReturn:
+    if 400 <= status < 500:
+        raise UpstreamAnswer(status, payload)
+    raise NodeGoneError(f"{node.url} answered {status}: {payload[:200].decode(errors='replace')}")
+
+
+def params_of(payload: bytes) -> Mapping[str, Any] | None:
+    """The `kv_transfer_params` of a whole answer, None when it offers nothing."""
     try:
         params = json.loads(payload)["kv_transfer_params"]
     except (ValueError, KeyError, TypeError):
@@ -122,7 +140,7 @@ async def open_answer(
         NodeGoneError: no byte of the answer came.
     """
     with contextlib.ExitStack() as until_first_byte:
-        until_first_byte.enter_context(_gone_nodes(node))
+        until_first_byte.enter_context(gone_nodes(node))
         async with session.post(node.url + path, json=body, headers=headers) as response:
             is_stream = response.content_type == "text/event-stream"
             first = await (response.content.readany() if is_stream else response.read())
@@ -156,7 +174,7 @@ async def copy_answer(
 
 
 @contextlib.contextmanager
-def _gone_nodes(node: Node) -> Iterator[None]:
+def gone_nodes(node: Node) -> Iterator[None]:
     """Turn what a lost connection raises into `NodeGoneError`, and remember the node as down."""
     try:
         yield

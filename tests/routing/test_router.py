@@ -90,13 +90,13 @@ async def die_in_the_middle(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def routed(
-    prefill: Sequence[FakeNode], decode: Sequence[FakeNode]
+    prefill: Sequence[FakeNode], decode: Sequence[FakeNode], *, overlap: bool = False
 ) -> AsyncIterator[TestClient[Any, Any]]:
     """A client of a router over these nodes, all of which it has found healthy."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
-        router = Router(*pools, silence_timeout_s=10, check_interval_s=60)
+        router = Router(*pools, overlap=overlap, silence_timeout_s=10, check_interval_s=60)
         client = await stack.enter_async_context(TestClient(TestServer(router.application())))
         for pool in pools:
             for node in pool.nodes:
