@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvferry.transports.base import Transport
+from kvferry.transports.regions import Guard
 from kvferry.transports.shm import SharedMemoryTransport
-from kvferry.transports.testing import TransportConformance
+from kvferry.transports.shm.options import SharedMemoryOptions
+from kvferry.transports.testing import TransportConformance, World, pairs_of
 
 
 class TestSharedMemory(TransportConformance):
@@ -22,5 +25,20 @@ class TestSharedMemoryWithSocketFilesAndTwoCopiers(TransportConformance):
     @pytest.fixture
     def create(self, socket_dir: Path) -> Callable[[Mapping[str, object]], Transport]:
         return lambda options: SharedMemoryTransport(
-            {"socket_dir": str(socket_dir), "copy_threads": 2, "num_guards": 64, **options}
+            {"socket_dir": str(socket_dir), "copy_threads": 2, "inline_bytes": 0, "num_guards": 64, **options}
         )
+
+
+def test_a_small_read_is_over_at_once() -> None:
+    """Nobody has to wake up for it: its bytes are in place, and its end is among the very next events."""
+    world = World(SharedMemoryTransport)
+    try:
+        link = world.pair(SharedMemoryOptions().inline_bytes)
+        link.producer.transport.guards.set(1, 7)
+        transport = link.consumer.transport
+        everything = pairs_of((0, 0, SharedMemoryOptions().inline_bytes))
+        transfer_id = transport.start_read(link.producer_id, everything, Guard(1, 7), timeout_s=60)
+        assert np.array_equal(link.consumer.memory(), link.producer.memory())
+        assert [event.transfer_id for event in transport.wait_events(0)] == [transfer_id]
+    finally:
+        world.close()

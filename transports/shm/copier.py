@@ -1,11 +1,13 @@
 """Threads that copy, so that the owner's loop does not wait for bytes.
 
-A read is cut into pieces of a few MiB. Between two of them it can be cancelled, and several threads can work on
-one read. The thread that does the last piece checks the guard.
+A small read is copied by the owner at once: another thread would take longer to wake up. Any other is cut into pieces
+of a few MiB. Between two of them it can be cancelled, and several threads can work on one read. The thread that does
+the last piece checks the guard.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -86,21 +88,28 @@ class Read:
     error: KVTransferError | None = None
 
     @property
-    def mechanism(self) -> str:
-        return "process_vm_readv" if any(piece.is_foreign for piece in self.pieces) else "mapped"
+    def is_foreign(self) -> bool:
+        return any(piece.is_foreign for piece in self.pieces)
 
     @property
+    def mechanism(self) -> str:
+        return "process_vm_readv" if self.is_foreign else "mapped"
+
+    @functools.cached_property
     def num_bytes(self) -> int:
         return sum(int(piece.lengths.sum()) for piece in self.pieces)
 
 
 class Copier:
-    """Runs reads in the order of `submit`; each comes out of `take_ended` exactly once.
+    """Runs reads, the longer ones in the order of `submit`; each comes out of `take_ended` exactly once.
 
-    `on_ended` is called by the copying threads after a read can be taken.
+    Args:
+        inline_bytes: A read of at most so many mapped bytes is run by `submit`, unless others wait.
+        on_ended: Called after a read can be taken, by whichever thread.
     """
 
-    def __init__(self, num_threads: int, on_ended: Callable[[], None]) -> None:
+    def __init__(self, num_threads: int, inline_bytes: int, on_ended: Callable[[], None]) -> None:
+        self._inline_bytes = inline_bytes
         self._on_ended = on_ended
         self._changed = threading.Condition()
         self._waiting: deque[Read] = deque()  # those with pieces that nobody took
@@ -114,11 +123,16 @@ class Copier:
             thread.start()
 
     def submit(self, read: Read) -> None:
-        """Queue a read."""
+        """Queue a read, or run it."""
         with self._changed:
+            is_next = not self._waiting
             self._waiting.append(read)
-            # A thread that finds a second piece to do calls the next one.
-            self._changed.notify()
+            if not is_next or read.is_foreign or read.num_bytes > self._inline_bytes:
+                # A thread that finds a second piece to do calls the next one.
+                self._changed.notify()
+                return
+            taken = self._take_piece()
+        self._run(*taken)
 
     def cancel(self, read: Read, error: KVTransferError) -> None:
         """End a read with `error`: now if nobody copies for it, else after the pieces in flight."""
@@ -185,6 +199,16 @@ class Copier:
         if self._waiting:
             self._changed.notify()
         return read, piece
+
+    def _run(self, read: Read, piece: Piece) -> None:
+        error = self._copy(read, piece)
+        with self._changed:
+            if error is not None:
+                self._stop(read, error)
+            read.num_in_flight -= 1
+            is_over = read.num_in_flight == 0 and read not in self._waiting
+        if is_over:
+            self._end(read)
 
     @staticmethod
     def _copy(read: Read, piece: Piece) -> KVTransferError | None:

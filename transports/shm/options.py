@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .._options import require_int
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ConfigurationError
+from .copier import PIECE_BYTES
 
 __all__ = ["SharedMemoryOptions"]
 
@@ -21,6 +22,8 @@ class SharedMemoryOptions:
     Attributes:
         num_guards: Words in the guard table.
         copy_threads: Threads that copy. One reaches the bus on most machines; two may be faster on large ones.
+        inline_bytes: A read of at most so many bytes is copied by the caller of `start_read`, which takes less time than
+            to wake a copying thread; 0 turns this off.
         max_queued_bytes: Bytes of messages that wait for one peer, before `send` refuses more.
         handshake_timeout_s: For how long one who connected may say nothing.
         socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
@@ -30,6 +33,7 @@ class SharedMemoryOptions:
 
     num_guards: int = 65536
     copy_threads: int = 1
+    inline_bytes: int = 2 << 20
     max_queued_bytes: int = 8 << 20
     handshake_timeout_s: float = 5.0
     socket_dir: str = ""
@@ -38,6 +42,7 @@ class SharedMemoryOptions:
     def __post_init__(self) -> None:
         require_int("num_guards", self.num_guards, 1, 1 << 24)
         require_int("copy_threads", self.copy_threads, 1, 64)
+        require_int("inline_bytes", self.inline_bytes, 0, PIECE_BYTES)
         require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
         _require("handshake_timeout_s", self.handshake_timeout_s, _is_positive(self.handshake_timeout_s))
         _require(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import ClassVar
 
 from .._copy import IS_ORDERED
-from .._memory import require_guard
+from .._memory import require_guard, require_transfer
 from .._options import parse_options
 from .._poller import Poller
 from .._writes import Writes
@@ -86,7 +86,9 @@ class SharedMemoryTransport(Transport):
         self._memory = LocalMemory(self._options.num_guards)
         self.guards = self._memory.guards
         self._poller = Poller()
-        self._copier = Copier(self._options.copy_threads, on_ended=self._poller.interrupt)
+        self._copier = Copier(
+            self._options.copy_threads, self._options.inline_bytes, on_ended=self._poller.interrupt
+        )
         self._ids = itertools.count(1)
         self._listeners: list[Listener] = []
         self._greetings: dict[int, _Greeting] = {}
@@ -272,9 +274,7 @@ class SharedMemoryTransport(Transport):
     def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         self._require_open()
         peer = self._peer(peer_id)
-        require_guard(guard, peer.memory.num_guards)
-        self._memory.pool.addresses(pairs.local_offsets, pairs.lengths)
-        peer.memory.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        require_transfer(self._memory.pool, peer.memory.pool, peer.memory.num_guards, pairs, guard)
         transfer_id = next(self._ids)
         self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
         return transfer_id
