@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ._copy import load_word, store_word
 from .base import Arena, GuardTable
 from .errors import ConfigurationError, RegionError
-from .regions import Guard, Segment
+from .regions import AddressArray, Guard, Pool, RegionPairs, Segment
 
 __all__ = [
     "HUGE_PAGE_BYTES",
@@ -32,6 +32,7 @@ __all__ = [
     "private_arena",
     "require_available",
     "require_guard",
+    "require_transfer",
 ]
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -231,6 +232,26 @@ def require_guard(guard: Guard, num_guards: int) -> None:
         raise RegionError(f"guard {guard.index} is outside a table of {num_guards}")
     if not 0 < guard.value <= MAX_GUARD_VALUE:
         raise RegionError(f"a guard holds 1 to 2**63 - 1, never {guard.value}")
+
+
+def require_transfer(
+    local: Pool, remote: Pool, num_words: int, pairs: RegionPairs, guard: Guard
+) -> AddressArray:
+    """Check all that can be known of a transfer before it begins.
+
+    Args:
+        num_words: Of the peer's table.
+
+    Returns:
+        Where the local regions are, shape `(num_regions,)`.
+
+    Raises:
+        RegionError: a region is outside its pool, or the guard outside the peer's table.
+    """
+    addresses = local.addresses(pairs.local_offsets, pairs.lengths)
+    remote.addresses(pairs.remote_offsets, pairs.lengths)
+    require_guard(guard, num_words)
+    return addresses
 
 
 def guard_holds(table_address: int, guard: Guard) -> bool:
