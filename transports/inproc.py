@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ._copy import copy_regions
-from ._memory import MappedArena, WordTable, require_available, require_guard
+from ._memory import MappedArena, WordTable, require_available, require_transfer
 from ._options import parse_options, require_int
 from ._writes import Writes
 from .base import (
@@ -257,10 +257,8 @@ class InProcTransport(Transport):
         return transfer_id
 
     def _require_possible(self, peer_id: int, pairs: RegionPairs, guard: Guard) -> None:
-        local, link = self._pool(), self._link(peer_id)
-        local.addresses(pairs.local_offsets, pairs.lengths)
-        link.remote._pools[0].addresses(pairs.remote_offsets, pairs.lengths)
-        require_guard(guard, link.remote.guards.num_words)
+        local, remote = self._pool(), self._link(peer_id).remote
+        require_transfer(local, remote._pools[0], remote.guards.num_words, pairs, guard)
 
     def _outcome(self, read: _Read, error: KVTransferError | None) -> TransferEnded:
         seconds = time.monotonic() - read.started

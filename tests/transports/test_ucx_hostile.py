@@ -17,6 +17,7 @@ from kvferry.transports.errors import ProtocolError, VersionMismatchError
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.ucx.options import Address
 from kvferry.transports.ucx.wire import (
+    PROTOCOL_VERSION,
     Answer,
     Fetch,
     FrameReader,
@@ -140,7 +141,9 @@ def test_a_stranger_is_turned_away(node: UCXTransport, said: bytes) -> None:
 
 @needs_ucxx
 def test_another_version_is_told_ours(node: UCXTransport) -> None:
-    heard = hangs_up(node, HELLO.replace(struct.pack("<11sI", b"kvferry-ucx", 1), b"kvferry-ucx\x63\0\0\0"))
+    heard = hangs_up(
+        node, HELLO.replace(struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION), b"kvferry-ucx\x63\0\0\0")
+    )
     ((kind, body),) = FrameReader().feed(heard)
     assert isinstance(decode(kind, body), Hello)
     assert_serves(node)

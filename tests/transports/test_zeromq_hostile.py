@@ -29,7 +29,7 @@ from kvferry.transports.testing import Link, World, pairs_of
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
-from kvferry.transports.zeromq.wire import Fetch, Hello, Message, Slice, Stale, decode
+from kvferry.transports.zeromq.wire import PROTOCOL_VERSION, Fetch, Hello, Message, Slice, Stale, decode
 
 POOL_BYTES = 4 << 20
 HELD = Guard(5, 77)
@@ -93,9 +93,9 @@ def greeting() -> Parts:
     return [HELLO.head(), HELLO.body()]
 
 
-def version_2() -> Parts:
+def next_version() -> Parts:
     head = bytearray(HELLO.head())
-    head[15] = 2  # after the kind and the magic
+    head[15] = PROTOCOL_VERSION + 1  # after the kind and the magic
     return [bytes(head), HELLO.body()]
 
 
@@ -217,16 +217,16 @@ class TestStrangers:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         node.transport.start_connect(f"zeromq://127.0.0.1:{port}", timeout_s=20)
         routing_id, *_ = receive(world, router)
-        router.send_multipart([routing_id, *version_2()])
+        router.send_multipart([routing_id, *next_version()])
         world.serve(lambda: bool(node.of_type(PeerLost)))
         error = node.of_type(PeerLost)[0].error
         assert isinstance(error, VersionMismatchError)
-        assert (error.local, error.remote) == (1, 2)
+        assert (error.local, error.remote) == (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
 
     def test_another_version_learns_ours(self, world: World, raw: Raw) -> None:
         server = world.node(POOL_BYTES)
         client = raw.dial(server.transport.listen(""))
-        client.send_multipart(version_2())
+        client.send_multipart(next_version())
         assert isinstance(decode([memoryview(part) for part in receive(world, client)]), Hello)
         assert server.history == []
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from .._options import parse_options
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
 from ..errors import ConfigurationError, KVTransferError, PeerLostError, TransportClosedError
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Guard, Pool, RegionPairs, Regions
 from ..shm import SharedMemoryTransport
 from .address import SCHEME, AutoAddress, this_host
 from .guards import JoinedGuards
@@ -155,7 +155,25 @@ class AutoTransport(Transport):
         self._require_open()
         peer = self._peer(peer_id)
         theirs = peer.transport.start_read(peer.their_id, pairs, guard, timeout_s=timeout_s)
-        transfer_id = self._transfers[peer.transport, theirs] = next(self._ids)
+        return self._started(peer, theirs)
+
+    def can_write(self, peer_id: int) -> bool:
+        peer = self._peers.get(peer_id)
+        return peer is not None and peer.transport.can_write(peer.their_id)
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        self._require_open()
+        peer = self._peer(peer_id)
+        peer.transport.accept_writes(peer.their_id, guard, regions)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        self._require_open()
+        peer = self._peer(peer_id)
+        theirs = peer.transport.start_write(peer.their_id, pairs, guard, timeout_s=timeout_s)
+        return self._started(peer, theirs)
+
+    def _started(self, peer: _Peer, their_transfer_id: int) -> int:
+        transfer_id = self._transfers[peer.transport, their_transfer_id] = next(self._ids)
         return transfer_id
 
     def route_of(self, peer_id: int) -> Route:

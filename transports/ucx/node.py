@@ -7,10 +7,11 @@ import logging
 import time
 from functools import partial
 
-from .._memory import require_guard
+from .._memory import require_transfer
 from .._poller import Poller
 from .._slices import SlicePlan
-from ..base import Connected, MessageReceived, PeerLost, TransferEnded
+from .._writes import Writes
+from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
 from ..errors import (
     KVTransferError,
     PeerLostError,
@@ -19,13 +20,13 @@ from ..errors import (
     TransportClosedError,
     VersionMismatchError,
 )
-from ..regions import Guard, RegionPairs
+from ..regions import Guard, RegionPairs, Regions
 from .channel import Channel, Listener, dial
 from .library import Worker
 from .options import Address
 from .peers import Greeting, Local, Peer
 from .reads import Transfer, limits_of
-from .wire import Answer, Fetch, Hello, Incoming, Message, Ping, Ready, Refused, decode
+from .wire import Answer, Fetch, Hello, Incoming, Message, Ping, Ready, Refused, WriteFrame, decode
 
 __all__ = ["Node"]
 
@@ -38,6 +39,7 @@ class Node:
     def __init__(self, local: Local, poller: Poller) -> None:
         self._local = local
         self._poller = poller
+        self._writes = Writes(self, local.source.guards, local.events)
         self._ids = itertools.count(1)
         self._listeners: list[Listener] = []
         self._greetings: dict[int, Greeting] = {}
@@ -94,6 +96,7 @@ class Node:
         self._poller.unwatch(peer.channel)
         self._poller.unwatch(peer.worker)
         peer.close(error)
+        self._writes.end_all(peer.peer_id, error)
 
     def _turn_away(self, greeting: Greeting) -> None:
         self._poller.unwatch(greeting.channel)
@@ -108,17 +111,37 @@ class Node:
         """See `Transport.send`."""
         self._peer(peer_id).channel.send_message(message)
 
-    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, timeout_s: float) -> int:
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         """See `Transport.start_read`."""
         peer = self._peer(peer_id)
-        targets = self._local.source.pool.addresses(pairs.local_offsets, pairs.lengths)
-        peer.pool.addresses(pairs.remote_offsets, pairs.lengths)
-        require_guard(guard, peer.num_guards)
+        targets = require_transfer(self._local.source.pool, peer.pool, peer.num_guards, pairs, guard)
         plan = SlicePlan.of(pairs, targets, limits_of(self._local.options))
         now = time.monotonic()
         transfer = Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
         peer.reader.start(transfer)
         return transfer.transfer_id
+
+    def can_write(self, peer_id: int) -> bool:
+        """See `Transport.can_write`."""
+        return peer_id in self._peers
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        """See `Transport.accept_writes`."""
+        self._peer(peer_id)
+        self._writes.accept(peer_id, guard, regions, self._local.source.pool)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        """See `Transport.start_write`."""
+        peer = self._peer(peer_id)
+        require_transfer(self._local.source.pool, peer.pool, peer.num_guards, pairs, guard)
+        transfer_id = next(self._ids)
+        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
+        return transfer_id
+
+    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
+        """See `_writes.Host`."""
+        if peer_id in self._peers:
+            self._peers[peer_id].channel.send(WriteFrame(frame).encode())
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -132,10 +155,17 @@ class Node:
         for peer in self._peers.values():
             self._watch(peer.peer_id, peer.channel)
 
+    def take_events(self) -> list[Event]:
+        """Take what happened so far."""
+        happened = list(self._local.events)
+        self._local.events.clear()
+        return [e for e in happened if not (isinstance(e, TransferEnded) and self._writes.take_read(e))]
+
     def _patience(self, timeout_s: float) -> float:
         """How long nothing can become due."""
         interval_s = self._local.ping_interval_s
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
+        deadlines += self._writes.deadlines()
         for peer in self._peers.values():
             deadlines += peer.deadlines(interval_s)
         due = min(deadlines, default=float("inf")) - time.monotonic()
@@ -162,6 +192,8 @@ class Node:
                 self._lose(peer.peer_id, error)
             else:
                 peer.keep_alive(now, interval_s)
+        for peer_id, reason in self._writes.expire(now):
+            self._lose(peer_id, reason)
         for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
             self._lose(
                 greeting.peer_id, PeerLostError(f"the peer did not answer within {greeting.timeout_s} s")
@@ -236,6 +268,8 @@ class Node:
                 peer.server.answer(incoming)
             case Answer():
                 peer.reader.on_answer(incoming)
+            case WriteFrame():
+                self._writes.on_frame(peer.peer_id, incoming.body, peer.channel.num_unsent)
             case Ping():
                 pass
             case _:
@@ -245,7 +279,7 @@ class Node:
         """The peer is gone, or has to go; the owner hears of it if he ever heard of the peer."""
         greeting = self._greetings.pop(peer_id, None)
         if greeting is None:
-            reason = PeerLostError(f"the peer was lost during the read: {error}")
+            reason = PeerLostError(f"the peer was lost: {error}")
             self._part(self._peers.pop(peer_id), reason)
             self._local.events.append(PeerLost(peer_id, error))
             return

@@ -11,6 +11,7 @@ A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
 | fetch | tag: u64, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
 | sent, stale | tag: u64 |
 | ping | empty |
+| write | see `_write_frames` |
 
 Who connected says hello; the other opens its way to that UCX address, and answers with a hello that names what UCX
 chose; the first does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
@@ -26,6 +27,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
@@ -43,10 +45,11 @@ __all__ = [
     "Ping",
     "Ready",
     "Refused",
+    "WriteFrame",
     "decode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -68,6 +71,7 @@ class _Kind(IntEnum):
     SENT = 6
     STALE = 7
     PING = 8
+    WRITE = 9
 
 
 _FRAME = struct.Struct("<IB")
@@ -85,6 +89,7 @@ _MAX_BODY_BYTES: Mapping[int, int] = {
     _Kind.SENT: _TAG.size,
     _Kind.STALE: _TAG.size,
     _Kind.PING: 0,
+    _Kind.WRITE: MAX_FRAME_BYTES,
 }
 
 
@@ -184,7 +189,17 @@ class Ping:
         return _frame(_Kind.PING, b"")
 
 
-Incoming = Hello | Ready | Refused | Message | Fetch | Answer | Ping
+@dataclass(frozen=True)
+class WriteFrame:
+    """Something about a write."""
+
+    body: bytes
+
+    def encode(self) -> bytes:
+        return _frame(_Kind.WRITE, self.body)
+
+
+Incoming = Hello | Ready | Refused | Message | Fetch | Answer | Ping | WriteFrame
 
 
 class FrameReader:
@@ -264,4 +279,5 @@ _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     _Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
     _Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
     _Kind.PING.value: lambda _: Ping(),
+    _Kind.WRITE.value: WriteFrame,
 }

@@ -6,7 +6,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from .._memory import WordTable, require_guard
+from .._memory import WordTable, require_transfer
+from .._writes import Writes
 from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
 from ..errors import (
     BackpressureError,
@@ -17,13 +18,13 @@ from ..errors import (
     TransportClosedError,
     VersionMismatchError,
 )
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Guard, Pool, RegionPairs, Regions
 from .links import Arrival, Link
 from .options import Address, ZeroMQOptions
 from .reads import Peer, Reads
 from .serving import PoolServer
 from .sockets import Sockets
-from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
+from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, WriteFrame, decode
 
 __all__ = ["Node"]
 
@@ -57,10 +58,11 @@ class Node:
         self._options = options
         self._sockets = sockets
         self._pool = pool
-        self._hello = Hello(guards.num_guards, tuple(segment.num_bytes for segment in pool.segments))
+        self._hello = Hello(guards.num_words, tuple(segment.num_bytes for segment in pool.segments))
         self._server = PoolServer(pool, guards)
         self._events: list[Event] = []
         self._reads = Reads(options, self._events)
+        self._writes = Writes(self, guards, self._events)
         self._pending: dict[int, _Pending] = {}
         self._peers: dict[int, Peer] = {}
 
@@ -84,11 +86,15 @@ class Node:
         """See `Transport.disconnect`."""
         if peer_id in self._peers:
             peer = self._peers.pop(peer_id)
-            self._reads.end_all(peer, TransportClosedError("this side dropped the peer"))
+            self._end_transfers(peer, TransportClosedError("this side dropped the peer"))
             self._sockets.hang_up(peer.link)
         elif peer_id in self._pending:
             self._sockets.hang_up(self._pending.pop(peer_id).link)
         self._events[:] = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
+
+    def _end_transfers(self, peer: Peer, error: KVTransferError) -> None:
+        self._reads.end_all(peer, error)
+        self._writes.end_all(peer.link.peer_id, error)
 
     def _peer(self, peer_id: int) -> Peer:
         if peer_id not in self._peers:
@@ -104,19 +110,39 @@ class Node:
             )
         link.send([Message.head(), message])
 
-    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, timeout_s: float) -> int:
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         """See `Transport.start_read`."""
         peer = self._peer(peer_id)
-        targets = self._pool.addresses(pairs.local_offsets, pairs.lengths)
-        peer.pool.addresses(pairs.remote_offsets, pairs.lengths)
-        require_guard(guard, peer.num_guards)
+        targets = require_transfer(self._pool, peer.pool, peer.num_guards, pairs, guard)
         return self._reads.start(peer, pairs, targets, guard, timeout_s)
+
+    def can_write(self, peer_id: int) -> bool:
+        """See `Transport.can_write`."""
+        return peer_id in self._peers
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        """See `Transport.accept_writes`."""
+        self._peer(peer_id)
+        self._writes.accept(peer_id, guard, regions, self._pool)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        """See `Transport.start_write`."""
+        peer = self._peer(peer_id)
+        require_transfer(self._pool, peer.pool, peer.num_guards, pairs, guard)
+        transfer_id = self._reads.next_id()
+        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
+        return transfer_id
+
+    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
+        """See `_writes.Host`."""
+        if peer_id in self._peers:
+            self._peers[peer_id].link.send([WriteFrame.head(), frame])
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def turn(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s`, handle what happened; whether the wakeup ended the wait."""
-        is_woken = self._sockets.wait(0.0 if self._events else self._patience(timeout_s))
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s`, handle what happened."""
+        self._sockets.wait(0.0 if self._events else self._patience(timeout_s))
         for happened in self._sockets.pump():
             if isinstance(happened, Arrival):
                 self._on_arrival(happened)
@@ -125,17 +151,17 @@ class Node:
         self._expire()
         for peer in self._peers.values():
             peer.link.flush()
-        return is_woken
 
     def take_events(self) -> list[Event]:
         """Take what happened so far."""
-        taken = list(self._events)
+        happened = list(self._events)
         self._events.clear()
-        return taken
+        return [e for e in happened if not (isinstance(e, TransferEnded) and self._writes.take_read(e))]
 
     def _patience(self, timeout_s: float) -> float:
         """How long nothing can become due."""
         deadlines = [pending.deadline for pending in self._pending.values()]
+        deadlines.extend(self._writes.deadlines())
         for peer in self._peers.values():
             if peer.link.queued_bytes:
                 return min(timeout_s, _RETRY_S)
@@ -147,10 +173,10 @@ class Node:
         now = time.monotonic()
         for peer in self._peers.values():
             self._reads.expire(peer, now)
+        for peer_id, error in self._writes.expire(now):
+            self._drop(self._peers[peer_id].link, error)
         for pending in [p for p in self._pending.values() if p.deadline <= now]:
-            error = PeerLostError(f"the peer did not answer within {pending.timeout_s} s")
-            self._sockets.hang_up(pending.link)
-            self._lose(pending.link, error)
+            self._lose(pending.link, PeerLostError(f"the peer did not answer within {pending.timeout_s} s"))
 
     def _on_arrival(self, arrival: Arrival) -> None:
         link = arrival.link
@@ -195,6 +221,8 @@ class Node:
                 self._reads.on_slice(peer, incoming)
             case Stale():
                 self._reads.on_stale(peer, incoming)
+            case WriteFrame():
+                self._writes.on_frame(peer.link.peer_id, bytes(incoming.body), peer.link.queued_bytes)
             case Hello():
                 raise ProtocolError("a connection begins with one hello")
 
@@ -210,7 +238,7 @@ class Node:
         self._pending.pop(link.peer_id, None)
         peer = self._peers.pop(link.peer_id, None)
         if peer is not None:
-            self._reads.end_all(peer, PeerLostError(f"the peer was lost during the read: {error}"))
+            self._end_transfers(peer, PeerLostError(f"the peer was lost: {error}"))
         if peer is not None or not link.incoming:
             self._events.append(PeerLost(link.peer_id, error))
 

@@ -87,6 +87,10 @@ class Reads:
             self._send_fetch(peer, transfer, 0)
         return transfer.transfer_id
 
+    def next_id(self) -> int:
+        """The id of a transfer that is no read."""
+        return next(self._ids)
+
     def _fetch(self, peer: Peer) -> None:
         """Fill the window, one slice of each transfer in turn."""
         while peer.waiting and len(peer.in_flight) < self._options.window_slices:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import zmq
 
+from .._poller import Poller
 from .links import Arrival, Context, DialedLink, Link, Loss, Port
 from .listener import Listener, advertised_host, bind
 from .options import Address, ZeroMQOptions
@@ -24,18 +25,18 @@ class Sockets:
     """Opens connections and tells what arrives over them.
 
     Args:
-        wakeup: A descriptor whose readability ends a `wait`.
+        waker: What ends a `wait`.
     """
 
-    def __init__(self, options: ZeroMQOptions, security: Security, wakeup: int) -> None:
+    def __init__(self, options: ZeroMQOptions, security: Security, waker: Poller) -> None:
         self._options = options
         self._security = security
-        self._wakeup = wakeup
+        self._waker = waker
         self._ids = itertools.count(1)
         _let_malloc_keep_messages()
         self._context: Context = zmq.Context(io_threads=options.io_threads)
         self._poller = zmq.Poller()
-        self._poller.register(wakeup, zmq.POLLIN)
+        self._poller.register(waker, zmq.POLLIN)
         self._ports: list[Port] = []
         self._authenticators: list[Authenticator] = []
 
@@ -88,10 +89,10 @@ class Sockets:
                 self._poller.unregister(socket)
         link.drop()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something may have happened; whether the wakeup was among it."""
-        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
-        return self._wakeup in ready
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something may have happened."""
+        self._poller.poll(max(0, round(timeout_s * 1000)))
+        self._waker.poll(0.0)
 
     def pump(self) -> Iterator[Arrival | Loss]:
         """Take what happened on every connection; never blocks."""

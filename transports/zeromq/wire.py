@@ -7,6 +7,7 @@
 | fetch | kind, transfer_id, index, guard index, guard value, with_checksum | (remote offset, num_bytes) int64 rows |
 | slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end |
 | stale | kind, transfer_id, index | empty |
+| about a write | kind | see `_write_frames` |
 
 Every connection begins with a hello from the side that connected, answered by one from the other. A fetch of no rows
 asks only whether the guard holds. A *settled* slice was still guarded after its bytes had been copied.
@@ -21,6 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
@@ -35,10 +37,11 @@ __all__ = [
     "Message",
     "Slice",
     "Stale",
+    "WriteFrame",
     "decode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one small region.
 MAX_ROWS = 4096
@@ -55,11 +58,12 @@ class _Kind(IntEnum):
     FETCH = 3
     SLICE = 4
     STALE = 5
+    WRITE = 6
 
 
 _GREETING = struct.Struct("<B14sI")
 _HELLO = struct.Struct("<B14sII")
-_MESSAGE = struct.Struct("<B")
+_MESSAGE = _WRITE = struct.Struct("<B")
 _FETCH = struct.Struct("<BQIqq?")
 _SLICE = struct.Struct("<BQI?Q")
 _STALE = struct.Struct("<BQI")
@@ -139,7 +143,18 @@ class Stale:
         return _STALE.pack(_Kind.STALE, self.transfer_id, self.index)
 
 
-Incoming = Hello | Message | Fetch | Slice | Stale
+@dataclass(frozen=True)
+class WriteFrame:
+    """Something about a write."""
+
+    body: memoryview
+
+    @staticmethod
+    def head() -> bytes:
+        return _WRITE.pack(_Kind.WRITE)
+
+
+Incoming = Hello | Message | Fetch | Slice | Stale | WriteFrame
 
 
 def decode(parts: Sequence[memoryview]) -> Incoming:
@@ -205,10 +220,18 @@ def _decode_stale(head: memoryview, body: memoryview) -> Stale:
     return Stale(transfer_id, index)
 
 
+def _decode_write(head: memoryview, body: memoryview) -> WriteFrame:
+    _WRITE.unpack(head)
+    if body.nbytes > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame about a write has at most {MAX_FRAME_BYTES} bytes, got {body.nbytes}")
+    return WriteFrame(body)
+
+
 _DECODERS: Mapping[int, Callable[[memoryview, memoryview], Incoming]] = {
     _Kind.HELLO.value: _decode_hello,
     _Kind.MESSAGE.value: _decode_message,
     _Kind.FETCH.value: _decode_fetch,
     _Kind.SLICE.value: _decode_slice,
     _Kind.STALE.value: _decode_stale,
+    _Kind.WRITE.value: _decode_write,
 }
