@@ -6,7 +6,8 @@ request cross; the *worker* half, one per rank, moves them. They talk only throu
 
 Order of calls, scheduler half, for one request
     `on_new_request` → `get_num_new_matched_tokens` (any number of times) → `update_state_after_alloc` →
-    `build_connector_meta` (every step) → … → `request_finished` (exactly once).
+    `build_connector_meta` (every step) → `request_progressed` (where its prompt takes several steps) → … →
+    `request_finished` (exactly once).
 
 Order of calls, worker half
     once:  `allocate_kv_memory` → `register_kv_caches` or `register_cross_layers_kv_cache` → `get_handshake_metadata`
@@ -270,6 +271,23 @@ class KVConnectorBase(ABC):
             num_external_tokens: Tokens to load, as `get_num_new_matched_tokens` said; 0 when the load is over,
                 or when there was nothing to load.
         """
+
+    def request_progressed(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """A step computed a part of the request's prompt, and not its end: `request.num_computed_tokens` says how much.
+
+        Called after each such step, and again from the beginning if the request lost its blocks and is computed once
+        more; that it lost them, the next `build_connector_meta` tells.
+
+        Args:
+            block_ids: The request's block table so far, one list per KV cache group. The blocks stay the engine's:
+                the request may lose them at any step.
+
+        Returns:
+            `kv_transfer_params` with which a consumer can begin already; at most once per request. None otherwise.
+        """
+        return None
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -53,6 +53,10 @@ class Answer:
             return "stop"
         return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
 
+    def early_piece(self, kv_transfer_params: Mapping[str, Any]) -> RequestOutput:
+        """An output before the first token: what another node needs to begin with the prompt."""
+        return self._output((), "", None, "", kv_transfer_params)
+
     def piece(self, text: str) -> RequestOutput:
         """An output in the middle: the newest token and its text."""
         return self._output((self.request.all_token_ids[-1],), text, None, "", None)

@@ -136,7 +136,11 @@ class EngineCore:
         if result.kv_connector_output is not None:
             self._note_transfers(result.kv_connector_output)
         outcome = self.parts.scheduler.update(plan, result)
-        outputs = [self._piece(request) for request in outcome.new_tokens]
+        outputs = [
+            self._answers[request.source.request_id].early_piece(params)
+            for request, params in outcome.early_params
+        ]
+        outputs += [self._piece(request) for request in outcome.new_tokens]
         for request, why in outcome.failed:
             answer = self._answers[request.source.request_id]
             self._finish(answer, "error")

@@ -87,6 +87,10 @@ class Handoffs:
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
+    def on_progress(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Mapping[str, Any] | None:
+        """Part of the prompt was computed; returns what another node needs to begin with it, if that is news."""
+        return None if self._connector is None else self._connector.request_progressed(request, block_ids)
+
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
         """What the worker half must do in this step."""
         return None if self._connector is None else self._connector.build_connector_meta(output)

@@ -234,10 +234,17 @@ class Scheduler:
                 continue  # it was computed on top of blocks that hold nothing
             request.num_computed_tokens += item.num_new_tokens
             self._manager.cache_blocks(request, request.num_computed_tokens)
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                self._tell_progress(request, outcome)
             for token_id in sampled[request.request_id]:
                 request.append_token(token_id)
                 outcome.new_tokens.append(request)
         return outcome
+
+    def _tell_progress(self, request: Request, outcome: StepOutcome) -> None:
+        params = self.handoffs.on_progress(request, self._manager.get_block_ids(request.request_id))
+        if params is not None:
+            outcome.early_params.append((request, params))
 
     def _apply_report(self, report: KVConnectorOutput, outcome: StepOutcome) -> set[str]:
         """Act on what the worker half said; returns the running requests whose step is void."""

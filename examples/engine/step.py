@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.connector.base import KVConnectorMetadata
 
@@ -55,8 +57,10 @@ class StepOutcome:
 
     Attributes:
         new_tokens: Requests that have a new token, already appended.
+        early_params: Requests whose prompt is not computed yet, and what another node needs to begin with it.
         failed: Requests that cannot go on, and why; they are still to be finished.
     """
 
     new_tokens: list[Request] = field(default_factory=list)
+    early_params: list[tuple[Request, Mapping[str, Any]]] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)

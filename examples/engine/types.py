@@ -132,7 +132,8 @@ class RequestOutput:
         new_token_ids: Tokens since the previous output.
         text_delta: Text since the previous output; a stop text and what follows it never appear.
         error: Why the request ended with `finish_reason` `"error"`, else empty.
-        kv_transfer_params: In the last output of a prefill: what the decode node needs.
+        kv_transfer_params: In the last output of a prefill: what the decode node needs. Already in one before the first
+            token, if the request asked for that and its prompt takes several steps.
     """
 
     request_id: str

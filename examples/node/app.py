@@ -146,6 +146,8 @@ class NodeServer:
                 if output.new_token_ids or output.text_delta or output.finish_reason:
                     await response.write(_event(envelope.chunk(output, is_first=is_first)))
                     is_first = False
+                elif output.kv_transfer_params is not None:
+                    await response.write(_event(envelope.early_chunk(output.kv_transfer_params)))
                 if output.finish_reason:
                     self._metrics.observe(output.metrics)
                     if include_usage:

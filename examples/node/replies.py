@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from engine.types import RequestMetrics, RequestOutput
@@ -91,6 +92,11 @@ class Envelope:
         choice = self._choice(content, list(output.new_token_ids), output.finish_reason)
         tail = ending(output) if output.finish_reason else {}
         return {**self._head(self.wording.chunk_object, [choice]), **tail}
+
+    def early_chunk(self, kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+        """A chunk without text, before all others: what a decode node needs to begin with the prompt."""
+        head = self._head(self.wording.chunk_object, [])
+        return {**head, "kv_transfer_params": dict(kv_transfer_params)}
 
     def usage_chunk(self, metrics: RequestMetrics) -> dict[str, Any]:
         """The chunk after the last piece, for clients that asked for the usage."""
