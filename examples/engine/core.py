@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.transports.errors import KVTransferStateError
 
 from .answers import Answer
 from .assembly import assemble
@@ -184,5 +185,12 @@ class EngineCore:
         return [output for request_id in list(self._answers) for output in self.abort(request_id)]
 
     def close(self) -> None:
-        """Shut the connector down. Idempotent; handoffs that are not over end as aborted."""
+        """Shut the connector down. Idempotent; handoffs that are not over end as aborted.
+
+        A block that was lost or given out twice on the way is logged as an error.
+        """
         self.parts.resources.close()
+        try:
+            self.parts.manager.check_integrity()
+        except KVTransferStateError as error:
+            logger.error("the engine lost track of its blocks: %s", error)

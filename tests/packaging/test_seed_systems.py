@@ -286,8 +286,5 @@ def test_only_these_are_for_other_engines_than_ours() -> None:
         "sanity_check_mm_encoder_outputs",
         "scatter_mm_placeholders",
         "gather_mm_placeholders",
-        "get_all_free_blocks",
-        "MambaSpec",
-        "UniformTypeKVCacheSpecs",
         "EncoderOnlyAttentionSpec",
     }
