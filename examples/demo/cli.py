@@ -37,6 +37,8 @@ class DemoOptions:
         json_path: Where the records go; None: nowhere.
         concurrency: Prompts that are asked at once.
         pair_arguments: Options of prefill and decode node about the connector.
+        num_ranks: Worker processes of prefill and of decode node.
+        router_arguments: Options of the router.
         node_arguments: Options of every node.
     """
 
@@ -49,6 +51,8 @@ class DemoOptions:
     concurrency: int
     start_timeout_s: float
     pair_arguments: tuple[str, ...]
+    num_ranks: tuple[int, int]
+    router_arguments: tuple[str, ...]
     node_arguments: tuple[str, ...]
 
 
@@ -74,6 +78,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
         pair_arguments=_pair_arguments(options),
+        num_ranks=(options.prefill_tensor_parallel_size, options.decode_tensor_parallel_size),
+        router_arguments=("--overlap",) if options.overlap else (),
         node_arguments=_node_arguments(options),
     )
 
@@ -97,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     _add_connector_arguments(parser.add_argument_group("connector"))
-    _add_node_arguments(parser.add_argument_group("nodes"))
+    nodes = parser.add_argument_group("nodes")
+    _add_node_arguments(nodes)
+    _add_machine_arguments(nodes)
     return parser
 
 
@@ -112,6 +120,11 @@ def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("recompute", "fail"),
         default="recompute",
         help="default: %(default)s",
+    )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="let the KV cache cross chunk by chunk, while the rest of the prompt is computed",
     )
 
 
@@ -145,9 +158,6 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="the prefill chunk (default: %(default)s)",
     )
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
-    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    group.add_argument("--threads", type=int, default=0, metavar="N", help="threads of PyTorch in each node")
     group.add_argument(
         "--start-timeout-s",
         type=float,
@@ -155,6 +165,20 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="a node that is not ready by then has failed (default: %(default)g)",
     )
+
+
+def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-tensor-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"worker processes of the {role} node (default: 1, none)",
+        )
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
+    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    group.add_argument("--threads", type=int, default=0, metavar="N", help="threads of PyTorch in each node")
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

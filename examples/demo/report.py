@@ -24,6 +24,7 @@ class RequestReport:
         identical: Both answered, with the same tokens.
         transport: What moved the cache; empty when nothing was moved.
         num_regions: Runs of bytes in which the cache came.
+        exposed_transfer_s: The part of `transfer_s` that no computing hid.
         ttft_s: From the client's request to the first token.
     """
 
@@ -39,6 +40,7 @@ class RequestReport:
     num_regions: int
     kv_bytes: int
     transfer_s: float
+    exposed_transfer_s: float
     transfer_gb_per_s: float
     memcpy_gb_per_s: float
     ttft_s: float
@@ -64,6 +66,7 @@ def report_of(answer: Answer, reference: Answer, connector: str, layout: str) ->
         num_regions=transfer.get("num_regions", 0),
         kv_bytes=kv_bytes,
         transfer_s=transfer_s,
+        exposed_transfer_s=transfer.get("exposed_seconds", 0.0),
         transfer_gb_per_s=kv_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
         memcpy_gb_per_s=memcpy_gb_per_s(kv_bytes) if kv_bytes > 0 else 0.0,
         ttft_s=answer.ttft_s,
@@ -94,6 +97,7 @@ _HEADS = (
     "per layer",
     "MB",
     "ms",
+    "exposed",
     "GB/s",
     "memcpy",
     "TTFT ms",
@@ -111,6 +115,7 @@ def _cells(prompt: str, answer: Answer, report: RequestReport) -> tuple[str, ...
         str(answer.transfer.get("num_regions_per_layer", 0)),
         f"{report.kv_bytes / 1e6:.1f}",
         f"{report.transfer_s * 1e3:.2f}",
+        f"{report.exposed_transfer_s * 1e3:.2f}",
         f"{report.transfer_gb_per_s:.1f}",
         f"{report.memcpy_gb_per_s:.1f}",
         f"{report.ttft_s * 1e3:.0f}",

@@ -81,11 +81,13 @@ def _start(launcher: Launcher, options: DemoOptions) -> tuple[LaunchedProcess, L
     """Start the pair, the router and the single node; returns the last two."""
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
     pair_arguments = (*options.pair_arguments, *options.node_arguments)
-    prefill = launcher.start_node("prefill node", "prefill", *pair_arguments)
-    decode = launcher.start_node("decode node", "decode", *pair_arguments)
+    prefill, decode = (
+        launcher.start_node(f"{role} node", role, *pair_arguments, "--tensor-parallel-size", str(num_ranks))
+        for role, num_ranks in zip(("prefill", "decode"), options.num_ranks, strict=True)
+    )
     single = launcher.start_node("single node", "single", *options.node_arguments)
     launcher.wait_listening([prefill, decode], options.start_timeout_s)
-    router = launcher.start_router("router", [prefill], [decode])
+    router = launcher.start_router("router", [prefill], [decode], *options.router_arguments)
     launcher.wait_ready(
         [prefill, decode, single, router],
         options.start_timeout_s,

@@ -61,6 +61,7 @@ class GenerationRequest:
         request_id: Unique among the requests that are alive on the node.
         kv_transfer_params: What a router or a prefill node said about this request's KV cache.
         cache_salt: The prefix cache serves it only what requests with the same salt left there; empty: no salt.
+        lora_name: The adapter that it runs with; empty: none.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str = ""
+    lora_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class TransferRecord:
         num_regions_per_layer: Runs that the same blocks would have taken with a buffer for each layer.
         num_bytes: Bytes moved.
         seconds: From the start of the read to the last byte.
+        exposed_seconds: The part of it that nothing hid: after the whole prompt was computed and the load was ordered.
         error: Why the load failed, empty when it did not. The figures are then of what was tried.
         reason: Why this transport; empty where there was no choice.
     """
@@ -97,6 +100,7 @@ class TransferRecord:
     num_regions_per_layer: int
     num_bytes: int
     seconds: float
+    exposed_seconds: float
     error: str = ""
     reason: str = ""
 

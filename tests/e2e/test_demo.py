@@ -31,6 +31,7 @@ KEYS = {
     "num_regions",
     "kv_bytes",
     "transfer_s",
+    "exposed_transfer_s",
     "transfer_gb_per_s",
     "memcpy_gb_per_s",
     "ttft_s",
