@@ -13,7 +13,7 @@ from kvferry.connector.config import EngineConfig
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
 from ..settings import Layout
-from ..types import SamplingParams
+from ..types import GenerationRequest
 
 __all__ = ["Failed", "Ready", "Start", "Step", "StepDone", "StepItem", "Stop"]
 
@@ -50,18 +50,18 @@ class StepItem:
     """What a step computes of one request; see `ScheduledRequest`.
 
     Attributes:
-        num_known_tokens: Tokens of the request that the worker was told of before.
+        source: With the first item of the request, its prompt being all tokens so far; else None.
+        num_known_tokens: Tokens of the request that the worker knows, those of `source` among them.
         new_token_ids: Those that follow.
-        sampling: With the first item of the request, else None.
     """
 
     request_id: str
+    source: GenerationRequest | None
+    num_known_tokens: int
+    new_token_ids: tuple[int, ...]
     num_computed_tokens: int
     num_new_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
-    num_known_tokens: int
-    new_token_ids: tuple[int, ...]
-    sampling: SamplingParams | None
 
 
 @dataclass(frozen=True)

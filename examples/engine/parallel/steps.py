@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..request import Request
 from ..step import ScheduledRequest, StepPlan
-from ..types import GenerationRequest
 from .messages import Step, StepItem
 
 __all__ = ["StepMirror", "StepSender"]
@@ -33,14 +33,17 @@ class StepSender:
         request = item.request
         num_told = self._num_told.get(request.request_id, 0)
         self._num_told[request.request_id] = request.num_tokens
+        tokens = tuple(request.all_token_ids[num_told:])
+        # What a connector is told of a request is the scheduler half's business.
+        source = replace(request.source, prompt_token_ids=tokens, kv_transfer_params=None)
         return StepItem(
             request_id=request.request_id,
+            source=None if num_told else source,
+            num_known_tokens=num_told or len(tokens),
+            new_token_ids=tokens if num_told else (),
             num_computed_tokens=request.num_computed_tokens,
             num_new_tokens=item.num_new_tokens,
             block_ids=tuple(tuple(table) for table in item.block_ids),
-            num_known_tokens=num_told,
-            new_token_ids=tuple(request.all_token_ids[num_told:]),
-            sampling=None if num_told else request.source.sampling,
         )
 
 
@@ -62,9 +65,8 @@ class StepMirror:
         )
 
     def _scheduled(self, item: StepItem) -> ScheduledRequest:
-        if item.sampling is not None:
-            source = GenerationRequest(item.request_id, item.new_token_ids, item.sampling)
-            self._requests[item.request_id] = Request(item.request_id, source, lambda _: [], -math.inf)
+        if item.source is not None:
+            self._requests[item.request_id] = Request(item.request_id, item.source, lambda _: [], -math.inf)
         request = self._requests[item.request_id]
         request.all_token_ids[item.num_known_tokens :] = item.new_token_ids
         request.num_computed_tokens = item.num_computed_tokens
