@@ -18,6 +18,7 @@ from engine.parallel.group import WorkerGroup
 from engine.parallel.messages import Ready, Stop
 from engine.settings import EngineSettings
 from engine.types import GenerationRequest, SamplingParams
+from kvferry.connector.config import KVTransferConfig
 
 pytestmark = pytest.mark.slow
 
@@ -66,18 +67,28 @@ def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
     group.kill()
 
 
-def test_when_a_rank_is_killed_every_request_fails_and_the_engine_says_why(
-    tiny_model: Callable[[str], Path],
+def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed_again(
+    make_node: Any, drive: Any, tiny_model: Callable[[str], Path], reference: Any
 ) -> None:
+    prompt = [3, *range(20, 60)]
+    decode = make_node(connector="shm", role="kv_consumer")
     engine = Engine(
-        EngineSettings(str(tiny_model("llama")), num_blocks=100, num_threads=1, tensor_parallel_size=2)
+        EngineSettings(
+            str(tiny_model("llama")),
+            block_size=4,
+            num_blocks=120,
+            num_threads=1,
+            tensor_parallel_size=2,
+            kv_transfer=KVTransferConfig("shm", "kv_producer"),
+        )
     )
     engine.start()
     pids = engine._started().parts.executor.worker_pids
 
     async def run() -> None:
-        request = GenerationRequest("a", (1, 2, 3), SamplingParams(max_tokens=400, ignore_eos=True))
-        outputs = engine.generate(request)
+        whole = [output async for output in engine.generate(_request("a", prompt, 1))]
+        decode.add("a", prompt, max_tokens=9, kv_transfer_params=whole[-1].kv_transfer_params)
+        outputs = engine.generate(_request("b", prompt, 400))
         await anext(outputs)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
@@ -86,8 +97,16 @@ def test_when_a_rank_is_killed_every_request_fails_and_the_engine_says_why(
 
     try:
         asyncio.run(run())
-        assert not engine.stats().healthy
         assert "SIGKILL" in engine.stats().error
+        assert not engine.stats().healthy
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        drive(decode, until=lambda: decode.is_over("a"))
     finally:
         engine.close()
+    assert decode.tokens("a") == reference("llama", prompt, 9)
+    assert decode.core.stats().totals.num_failed_transfers == 1
+
+
+def _request(request_id: str, prompt: Sequence[int], max_tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(request_id, tuple(prompt), sampling, {"do_remote_decode": True})
