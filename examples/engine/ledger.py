@@ -17,6 +17,7 @@ class Ledger:
         self._finished: Counter[FinishReason] = Counter()
         self._counts: Counter[str] = Counter()
         self._transfer_seconds = 0.0
+        self._exposed_seconds = 0.0
 
     def note_token(self) -> None:
         """A token was generated."""
@@ -29,6 +30,7 @@ class Ledger:
             return
         self._counts.update(transfers=1, bytes=record.num_bytes)
         self._transfer_seconds += record.seconds
+        self._exposed_seconds += record.exposed_seconds
 
     def note_finished(self, request: Request, reason: FinishReason) -> None:
         """A request is over."""
@@ -50,5 +52,6 @@ class Ledger:
             num_failed_transfers=self._counts["failed_transfers"],
             transferred_bytes=self._counts["bytes"],
             transfer_seconds=self._transfer_seconds,
+            exposed_transfer_seconds=self._exposed_seconds,
             num_finished=dict(self._finished),
         )

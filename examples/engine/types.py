@@ -162,6 +162,7 @@ class EngineTotals:
         num_failed_transfers: Loads that did not.
         transferred_bytes: Bytes that the loads brought.
         transfer_seconds: Time that they took.
+        exposed_transfer_seconds: The part of it that nothing hid; see `TransferRecord`.
         num_finished: Requests over, by finish reason.
     """
 
@@ -173,6 +174,7 @@ class EngineTotals:
     num_failed_transfers: int = 0
     transferred_bytes: int = 0
     transfer_seconds: float = 0.0
+    exposed_transfer_seconds: float = 0.0
     num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
 
 

@@ -35,6 +35,10 @@ COUNTERS = {
     "kvferry_failed_transfers": ("num_failed_transfers", "KV cache loads that did not"),
     "kvferry_transferred_bytes": ("transferred_bytes", "Bytes of KV cache that came from other nodes"),
     "kvferry_transfer_seconds": ("transfer_seconds", "Seconds those bytes took"),
+    "kvferry_exposed_transfer_seconds": (
+        "exposed_transfer_seconds",
+        "Of these, seconds that no computing hid",
+    ),
 }
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TRANSFER_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
