@@ -22,6 +22,7 @@ from kvferry.transports.errors import ConfigurationError
 
 from .attention import IMPLEMENTATION, attention_layers
 from .executor import Executor, SingleProcessExecutor
+from .lora import adapters_identity, install_adapters
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
@@ -103,6 +104,7 @@ def _start(
         dtype = getattr(torch, config.model.dtype)
         # Before the pool is planned: what the weights need is not free.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
+        install_adapters(weights, settings.lora_modules)
         config, pool = plan_pool(config, device, may_shorten=may_shorten)
         return config, pool, SingleProcessExecutor(config, pool, weights, settings.layout)
     config, pool = plan_pool(config, device, may_shorten=may_shorten)
@@ -129,7 +131,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
     num_kv_heads = {layer.num_kv_heads for layer in layers}
     return EngineConfig(
         model=ModelConfig(
-            model=model.identity,
+            model=model.identity + adapters_identity(settings.lora_modules),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
             layers=layers_of_rank(layers, num_ranks),

@@ -23,6 +23,7 @@ from kvferry.runner_mixin.forward_context import get_forward_context
 from kvferry.runner_mixin.hooks import maybe_transfer_kv_layer
 from kvferry.runner_mixin.recurrent import StateMetadata
 from kvferry.runner_mixin.views import mamba_state_views
+from kvferry.transports.errors import ConfigurationError
 
 from .errors import InvalidRequestError
 from .types import GenerationRequest
@@ -94,19 +95,31 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
 
     Args:
         dtype: Of the weights.
+
+    Raises:
+        ConfigurationError: a layer is said to be recurrent, and keeps its state in a way that this engine does not know.
     """
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not RECURRENT_KINDS & set(kinds):
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    kinds = [kind for kind in layer_types if kind in RECURRENT_KINDS]
+    if not kinds:
         return ()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    mixers = find_mixers(model)
+    if len(mixers) != len(kinds):
+        raise ConfigurationError(
+            f"{len(kinds)} layers of this {config.model_type} model are of kind {kinds[0]!r}, of which this engine "
+            f"knows {len(mixers)} to keep their state as transformers' mixers do",
+            key="model",
+            value=config.model_type,
+        )
     return tuple(
         RecurrentLayerConfig(
             name,
             tuple(tensor.shape for tensor in tensors),
             tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         )
-        for name, tensors in ((name, _probe(mixer, model)) for name, mixer in find_mixers(model).items())
+        for name, tensors in ((name, _probe(mixer, model)) for name, mixer in mixers.items())
     )
 
 

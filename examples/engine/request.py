@@ -58,8 +58,7 @@ class Request:
         may_load: Whether the connector may still be asked for a load; one request loads at most once.
     """
 
-    # What block hashes can depend on beside tokens and salt; this engine serves one model, text only.
-    lora_id: str | None = None
+    # What block hashes can depend on beside tokens, salt and adapter; this engine serves text only.
     mm_features: Sequence[MultiModalFeature] = ()
 
     def __init__(
@@ -83,6 +82,10 @@ class Request:
     @property
     def cache_salt(self) -> str | None:
         return self.source.cache_salt or None
+
+    @property
+    def lora_id(self) -> str | None:
+        return self.source.lora_name or None
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

@@ -19,6 +19,7 @@ from kvferry.transports.errors import ConfigurationError
 
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
+from .lora import set_step_adapters
 from .recurrent import RecurrentLayer, find_mixers
 from .sampling import sample
 from .settings import Layout
@@ -117,7 +118,11 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         if not plan.scheduled:
             return self.kv_connector_no_forward(plan, self.config)
         inputs = self._batch.make_inputs(plan)
-        with set_forward_context(self._context(inputs)), self.maybe_get_kv_connector_output(plan) as report:
+        with (
+            set_forward_context(self._context(inputs)),
+            set_step_adapters(plan),
+            self.maybe_get_kv_connector_output(plan) as report,
+        ):
             tokens = iter(self._forward(inputs))
         return ModelRunnerOutput(
             req_ids=tuple(item.request.request_id for item in plan.scheduled),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from kvferry.connector.config import KVTransferConfig
@@ -37,6 +38,7 @@ class EngineSettings:
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random.
         num_threads: Threads of PyTorch, in each process; 0: its own choice.
         tensor_parallel_size: Worker processes over which the model is spread; 1: it runs in this process.
+        lora_modules: Name → folder of each LoRA adapter that requests can choose.
         kv_transfer: The connector and its options; None on a node that hands nothing over.
 
     Raises:
@@ -58,6 +60,7 @@ class EngineSettings:
     hash_seed: str = ""
     num_threads: int = 0
     tensor_parallel_size: int = 1
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
     kv_transfer: KVTransferConfig | None = None
 
     def __post_init__(self) -> None:
@@ -74,10 +77,11 @@ class EngineSettings:
             "num_threads": 0,
             "tensor_parallel_size": 1,
         }
-        for field in fields(self):
-            if field.name in minima:
-                _require_at_least(field.name, getattr(self, field.name), minima[field.name])
+        for setting in fields(self):
+            if setting.name in minima:
+                _require_at_least(setting.name, getattr(self, setting.name), minima[setting.name])
         self._require_cpu_for_workers()
+        self._check_adapters()
         if self.num_blocks == 1:
             raise ConfigurationError("num_blocks=1: it must be 0 or at least 2", key="num_blocks", value=1)
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -100,6 +104,20 @@ class EngineSettings:
                 f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
                 key="tensor_parallel_size",
                 value=self.tensor_parallel_size,
+            )
+
+    def _check_adapters(self) -> None:
+        if self.lora_modules and self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"lora_modules: a model spread over tensor_parallel_size={self.tensor_parallel_size} processes has no "
+                "adapters in this engine",
+                key="lora_modules",
+            )
+        taken = {"", self.model, self.served_model_name}
+        if bad := taken & self.lora_modules.keys():
+            raise ConfigurationError(
+                f"lora_modules: an adapter cannot be called {bad.pop()!r}, as the model is, or nothing",
+                key="lora_modules",
             )
 
 

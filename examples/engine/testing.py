@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from .progress import quiet_loading
 
-__all__ = ["FAMILIES", "write_tiny_model"]
+__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "write_tiny_model"]
 
 _EOS = "<eos>"
 _COMMON = {
@@ -33,7 +33,7 @@ _COMMON = {
 }
 
 #: Family → what its configuration has beside the common part.
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
+FAMILIES: dict[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
@@ -77,6 +77,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 257,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 24,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+    },
+}
+
+#: The same with recurrent layers. A state fits a block of 16 tokens.
+RECURRENT_FAMILIES: dict[str, Mapping[str, Any]] = {
     "bamba": {
         "model_type": "bamba",
         "attn_layer_indices": [1],
@@ -117,16 +131,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
-    "llama4": {
-        "model_type": "llama4_text",
-        "num_hidden_layers": 4,
-        "attention_chunk_size": 24,
-        "layer_types": ["chunked_attention", "full_attention"] * 2,
-        "no_rope_layers": [1, 0, 1, 0],
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 2,
-        "interleave_moe_layer_step": 2,
-    },
 }
 
 
@@ -137,7 +141,7 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         seed: Of the weights; the same seed writes the same model.
         overrides: Fields of the configuration that should differ.
     """
-    settings = {**_COMMON, **FAMILIES[family], **overrides}
+    settings = {**_COMMON, **(FAMILIES | RECURRENT_FAMILIES)[family], **overrides}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -50,9 +50,11 @@ class Node:
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
         """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token)."""
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
+        lora_name = more.pop("lora_name", "")
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **more})
         with self.at_work() as core:
-            core.add(GenerationRequest(request_id, tuple(prompt), sampling, params, salt), time.monotonic())
+            request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name)
+            core.add(request, time.monotonic())
 
     def step(self) -> None:
         """One step, if there is anything to do."""

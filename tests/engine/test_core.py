@@ -210,7 +210,6 @@ def test_what_cannot_work_is_told_by_name_and_leaves_nothing(
     [
         ("llama", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
         ("llama", {"model_type": "bloom"}, "does not use the attention interface"),
-        ("gemma3", {"model_type": "gemma4_text", "global_head_dim": 32}, "need one page size in bytes"),
     ],
 )
 def test_a_model_that_this_engine_would_compute_wrongly_is_refused(

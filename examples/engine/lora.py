@@ -1,0 +1,192 @@
+"""LoRA adapters: low-rank changes to a model's linear layers, of which each request chooses one, or none.
+
+An adapter is a folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers.modeling_utils import PreTrainedModel
+
+from kvferry.transports.errors import ConfigurationError
+
+from .step import StepPlan
+
+__all__ = ["adapters_identity", "install_adapters", "set_step_adapters"]
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+#: What an adapter may also want; all of it would change the answer, so it is refused rather than left out.
+_NOT_SUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "lora_bias",
+)
+
+#: Of the current step: where an adapter's tokens begin and end, and its name.
+_runs: ContextVar[tuple[tuple[int, int, str], ...]] = ContextVar("kvferry_adapter_runs", default=())
+
+
+@contextmanager
+def set_step_adapters(plan: StepPlan) -> Iterator[None]:
+    """Let each request of a step have its adapter, in this thread, for the length of a `with`."""
+    runs, start = [], 0
+    for item in plan.scheduled:
+        end = start + item.num_new_tokens
+        if item.request.lora_id is not None:
+            runs.append((start, end, item.request.lora_id))
+        start = end
+    token = _runs.set(tuple(runs))
+    try:
+        yield
+    finally:
+        _runs.reset(token)
+
+
+def adapters_identity(folders: Mapping[str, str]) -> str:
+    """A short text that differs when names or contents of adapters do; empty without adapters.
+
+    Raises:
+        ConfigurationError: a folder lacks a file of an adapter.
+    """
+    if not folders:
+        return ""
+    digest = hashlib.sha256()
+    for name, folder in sorted(folders.items()):
+        digest.update(name.encode() + b"\0")
+        for part in (_CONFIG, _WEIGHTS):
+            digest.update(hashlib.sha256(_read(Path(folder) / part)).digest())
+    return f"+lora-{digest.hexdigest()[:16]}"
+
+
+def install_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
+    """Let the linear layers of a model add what the adapters change, for the tokens of requests that chose one.
+
+    Args:
+        folders: Name → folder.
+
+    Raises:
+        ConfigurationError: a folder is no LoRA adapter, wants what this engine has not, or does not fit the model.
+            The message names it.
+    """
+    layers: dict[str, _AdaptedLinear] = {}
+    for name, folder in folders.items():
+        for module_name, change in _load(Path(folder), model).items():
+            if module_name not in layers:
+                linear = model.get_submodule(module_name)
+                assert isinstance(linear, torch.nn.Linear)
+                layers[module_name] = _AdaptedLinear(linear.weight, linear.bias)
+                linear.forward = layers[module_name].forward  # type: ignore[method-assign]
+            layers[module_name].changes[name] = change
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One adapter's change to one layer: `up @ down` is added to its weight.
+
+    Attributes:
+        down: `(rank, in_features)`.
+        up: `(out_features, rank)`, scaled.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass
+class _AdaptedLinear:
+    """What a linear layer computes once there are adapters.
+
+    Attributes:
+        changes: Adapter → its change to this layer.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    changes: dict[str, _Change] = field(default_factory=dict)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute `(…, num_tokens, in_features)` → `(…, num_tokens, out_features)`."""
+        result = torch.nn.functional.linear(input, self.weight, self.bias)
+        for start, end, name in _runs.get():
+            if change := self.changes.get(name):
+                result[..., start:end, :] += input[..., start:end, :] @ change.down.T @ change.up.T
+        return result
+
+
+def _load(folder: Path, model: PreTrainedModel) -> dict[str, _Change]:
+    """The changes of one adapter, by name of the model's layer."""
+    config = _config(folder)
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    try:
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _broken(folder, f"{_WEIGHTS} cannot be read: {error}") from error
+    names = {key.removeprefix(_PREFIX).removesuffix(_DOWN) for key in weights if key.endswith(_DOWN)}
+    expected = {f"{_PREFIX}{name}{part}" for name in names for part in (_DOWN, _UP)}
+    if not names or expected != weights.keys():
+        odd = min(expected ^ weights.keys(), default="no weights")
+        raise _broken(folder, f"it is not of pairs of {_DOWN} and {_UP} alone: {odd}")
+    changes = {}
+    for name in sorted(names):
+        linear = _target(folder, model, name)
+        down, up = (weights[f"{_PREFIX}{name}{part}"].to(linear.weight) for part in (_DOWN, _UP))
+        if (up.shape[0], down.shape[1], up.shape[1]) != (*linear.weight.shape, down.shape[0]):
+            raise _broken(folder, f"{name} has weights of another shape than the model's")
+        changes[name] = _Change(down, up * scale)
+    return changes
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(_read(folder / _CONFIG))
+        is_lora = config["peft_type"] == "LORA" and config["r"] > 0 and config["lora_alpha"] > 0
+    except (ValueError, TypeError, KeyError) as error:
+        raise _broken(folder, f"{_CONFIG} does not describe an adapter: {error!r}") from error
+    wants = [name for name in _NOT_SUPPORTED if config.get(name)]
+    if config.get("bias", "none") != "none":
+        wants.append("bias")
+    if not is_lora or wants:
+        raise _broken(
+            folder, f"this engine runs plain LoRA only, not {', '.join(wants) or config['peft_type']}"
+        )
+    checked: Mapping[str, Any] = config
+    return checked
+
+
+def _target(folder: Path, model: PreTrainedModel, name: str) -> torch.nn.Linear:
+    """The layer that an adapter changes: one that sees all tokens of a step."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        raise _broken(folder, f"this model has no layer {name}") from None
+    if not isinstance(layer, torch.nn.Linear) or layer is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+        raise _broken(folder, f"{name} is no linear layer inside the model")
+    return layer
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _broken(path.parent, f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _broken(folder: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(f"LoRA adapter {str(folder)!r}: {why}", key="lora_modules", value=str(folder))
