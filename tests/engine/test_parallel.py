@@ -28,8 +28,10 @@ PROMPTS = [[9], [*range(4)], [*range(20, 25)], [*range(30, 70)], [*range(30, 62)
 
 @pytest.fixture(scope="module")
 def spread(make_module_node: Any) -> Any:
-    """A node of two ranks that offers and loads."""
-    return make_module_node(connector="shm", role="kv_both", tensor_parallel_size=2, num_threads=1)
+    """A node of two ranks that offers and loads; its pool is too small for all prompts at once."""
+    return make_module_node(
+        connector="shm", role="kv_both", tensor_parallel_size=2, num_threads=1, num_blocks=40
+    )
 
 
 def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
@@ -40,6 +42,7 @@ def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
     spread.run()
     for index, prompt in enumerate(PROMPTS):
         assert spread.tokens(f"t{index}") == reference("llama", prompt, 30), prompt
+    assert spread.core.stats().totals.num_preemptions > 0
     assert spread.is_whole
 
 
