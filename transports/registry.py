@@ -1,6 +1,7 @@
 """From a scheme to a transport. Nothing is imported before it is asked for.
 
-A third party's transport is an entry point in the group `kvferry.transports`, named by its scheme.
+A third party's transport is an entry point in the group `kvferry.transports`, named by its scheme; or a program names
+it in `register_transport`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from .base import Transport
 from .errors import BackendUnavailableError, ConfigurationError
 
-__all__ = ["ENTRY_POINT_GROUP", "available_transports", "create_transport"]
+__all__ = ["ENTRY_POINT_GROUP", "available_transports", "create_transport", "register_transport"]
 
 ENTRY_POINT_GROUP = "kvferry.transports"
 
@@ -33,13 +34,28 @@ _INSTALL_HINTS = {
 }
 
 
+_registered: dict[str, str] = {}
+
+
+def register_transport(scheme: str, target: str) -> None:
+    """Let `scheme` stand for `target`, a `module:Class`, in this process. It is imported when it is first asked for.
+
+    Raises:
+        ConfigurationError: the scheme stands for something else already. It still does.
+    """
+    known = available_transports().get(scheme, target)
+    if known != target:
+        raise ConfigurationError(f"transport {scheme!r} is {known} already", key=scheme, value=target)
+    _registered[scheme] = target
+
+
 def available_transports() -> Mapping[str, str]:
     """List what `create_transport` can be asked for, without importing it.
 
     Returns:
         Read-only: scheme to `module:Class`. A built-in cannot be replaced by an entry point of the same name.
     """
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | _registered
     found |= {scheme: f"{__package__}{module}:{name}" for scheme, (module, name) in _BUILT_IN.items()}
     return MappingProxyType(dict(sorted(found.items())))
 

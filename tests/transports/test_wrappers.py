@@ -1,0 +1,173 @@
+"""The transports that tests put around others: faithful but for what they are told to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.transports import Connected, MessageReceived, PeerLost, TransferEnded, Transport
+from kvferry.transports.errors import (
+    ChecksumError,
+    ConfigurationError,
+    PeerLostError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from kvferry.transports.registry import create_transport, register_transport
+from kvferry.transports.testing import Link, TransportConformance, World, pairs_of
+from kvferry.transports.testing.delays import DelayedTransport
+from kvferry.transports.testing.faulty import FaultyTransport
+from kvferry.transports.testing.harness import HELD, POOL_BYTES
+
+register_transport("delayed", "kvferry.transports.testing.delays:DelayedTransport")
+register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport")
+
+EVERYTHING = pairs_of((0, 0, POOL_BYTES))
+
+
+class TestFaultlessAndLate(TransportConformance):
+    """One in the other, so that the suite runs once."""
+
+    @pytest.fixture
+    def create(self) -> Any:
+        def create(options: Mapping[str, object]) -> Transport:
+            return FaultyTransport({"inner": "delayed", **options})
+
+        return create
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "explode"},
+        {"kind": "corrupt", "at": "message"},
+        {"kind": "drop", "at": "noon"},
+        {"kind": "drop", "nth": 0},
+        {"kind": "fail", "error": "ValueError"},
+        {"kind": "fail", "wings": 2},
+    ],
+)
+def test_faults_that_cannot_be_are_refused(fault: Mapping[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        create_transport("faulty", {"faults": [fault]})
+
+
+@pytest.fixture
+def faulty(request: pytest.FixtureRequest) -> Iterator[tuple[World, Link]]:
+    """Two connected nodes, of which the consumer has the faults of the test's parameter."""
+    world = World(FaultyTransport)
+    producer = world.node(POOL_BYTES)
+    world.create = lambda: FaultyTransport({"faults": request.param})
+    link = world.link(producer, world.node(POOL_BYTES))
+    producer.fill(1)
+    producer.transport.guards.set(HELD.index, HELD.value)
+    yield world, link
+    world.close()
+
+
+def faults(*rows: Mapping[str, object]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("faulty", [rows], indirect=True, ids=["script"])
+
+
+Faulty = tuple[World, Link]
+
+
+@faults({"kind": "fail", "nth": 2, "error": "StaleRegionError"})
+def test_the_nth_transfer_fails_as_told(faulty: Faulty) -> None:
+    world, link = faulty
+    errors = [world.read(link, EVERYTHING, HELD).error for _ in range(3)]
+    assert [type(error) for error in errors] == [type(None), StaleRegionError, type(None)]
+
+
+@faults({"kind": "corrupt"})
+def test_corrupt_bytes_are_other_bytes_and_are_noticed(faulty: Faulty) -> None:
+    world, link = faulty
+    assert isinstance(world.read(link, EVERYTHING, HELD).error, ChecksumError)
+    assert not np.array_equal(link.consumer.memory(), link.producer.memory())
+
+
+@faults({"kind": "drop", "at": "message", "nth": 2})
+def test_a_peer_is_dropped_at_a_message_that_is_sent(faulty: Faulty) -> None:
+    world, link = faulty
+    link.consumer.transport.send(link.producer_id, b"heard")
+    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    with pytest.raises(PeerLostError):
+        link.consumer.transport.send(link.producer_id, b"unheard")
+    world.serve(lambda: bool(link.consumer.of_type(PeerLost)) and bool(link.producer.of_type(PeerLost)))
+    assert link.producer.messages(link.consumer_id) == [b"heard"]
+    ended, lost = link.consumer.history[-2:]
+    assert isinstance(ended, TransferEnded)
+    assert ended.transfer_id == transfer_id
+    assert isinstance(ended.error, PeerLostError)
+    assert isinstance(lost, PeerLost)
+
+
+@faults({"kind": "drop", "at": "message", "nth": 2})
+def test_a_peer_is_dropped_at_a_message_that_is_received(faulty: Faulty) -> None:
+    world, link = faulty
+    for message in (b"heard", b"unheard", b"unheard"):
+        link.producer.transport.send(link.consumer_id, message)
+    world.serve(lambda: bool(link.consumer.of_type(PeerLost)) and bool(link.producer.of_type(PeerLost)))
+    assert [type(event) for event in link.consumer.history] == [Connected, MessageReceived, PeerLost]
+
+
+@faults({"kind": "drop"})
+def test_a_peer_is_dropped_when_a_transfer_begins(faulty: Faulty) -> None:
+    world, link = faulty
+    assert isinstance(world.read(link, EVERYTHING, HELD).error, PeerLostError)
+    assert isinstance(link.consumer.history[-1], PeerLost)
+
+
+@faults({"kind": "stall"})
+def test_nothing_comes_from_a_stalled_peer(faulty: Faulty) -> None:
+    world, link = faulty
+    link.producer.transport.send(link.consumer_id, b"unheard")
+    assert isinstance(world.read(link, EVERYTHING, HELD, timeout_s=0.1).error, TransferTimeoutError)
+    link.consumer.transport.send(link.producer_id, b"unheard")
+    world.serve_quietly()
+    assert not link.consumer.of_type(MessageReceived)
+    assert not link.producer.of_type(MessageReceived)
+
+
+@faults({"kind": "stall"})
+def test_a_stalled_peer_can_be_lost(faulty: Faulty) -> None:
+    world, link = faulty
+    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    world.forget(link.producer)
+    world.serve(lambda: bool(link.consumer.of_type(PeerLost)))
+    (ended,) = link.consumer.ends_of(transfer_id)
+    assert isinstance(ended.error, PeerLostError)
+    assert isinstance(link.consumer.history[-1], PeerLost)
+
+
+@faults({"kind": "stall"})
+def test_a_stalled_peer_can_be_dropped(faulty: Faulty) -> None:
+    world, link = faulty
+    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    link.consumer.transport.disconnect(link.producer_id)
+    world.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
+    assert isinstance(link.consumer.ends_of(transfer_id)[0].error, TransportClosedError)
+    assert not link.consumer.of_type(PeerLost)
+
+
+def order_of_events(seed: int) -> list[str]:
+    """What one node hears of a few messages and reads, in order."""
+    world = World(lambda: DelayedTransport({"seed": seed}))
+    link = world.pair(POOL_BYTES)
+    link.producer.transport.guards.set(HELD.index, HELD.value)
+    for number in range(4):
+        link.producer.transport.send(link.consumer_id, bytes([number]))
+        link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    world.serve(lambda: len(link.consumer.history) == 9)
+    world.close()
+    return [type(event).__name__ for event in link.consumer.history]
+
+
+def test_delays_follow_their_seed() -> None:
+    orders = [order_of_events(seed) for seed in range(4)]
+    assert order_of_events(2) == orders[2]
+    assert len({tuple(order) for order in orders}) > 1

@@ -1,0 +1,112 @@
+"""`delayed`: a transport whose events come late, by a seeded plan.
+
+Time is counted in *turns*, calls of `wait_events`, so a test with delays is as fast as one without, and a seed that
+failed fails again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .._options import parse_options, require_int
+from ..base import Event, PeerLost, TransferEnded
+from ..regions import Guard, RegionPairs
+from ..registry import create_transport
+from .wrapping import WrappedTransport
+
+__all__ = ["DelayOptions", "DelayedTransport"]
+
+
+@dataclass(frozen=True)
+class DelayOptions:
+    """Options of the transport.
+
+    Attributes:
+        inner: Scheme of the transport that does the work; `options` are its own.
+        seed: Of the delays.
+        max_turns: No event is held for longer, but for those before it.
+    """
+
+    inner: str = "inproc"
+    options: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
+    max_turns: int = 8
+
+    def __post_init__(self) -> None:
+        require_int("seed", self.seed, 0, 2**63 - 1)
+        require_int("max_turns", self.max_turns, 0, 1 << 20)
+
+
+@dataclass(order=True)
+class _Held:
+    """An event, the turn in which it comes out, and its place among those of the same turn."""
+
+    turn: int
+    number: int
+    peer_id: int = field(compare=False)
+    event: Event = field(compare=False)
+
+
+class DelayedTransport(WrappedTransport):
+    """Holds every event for some turns.
+
+    What comes from one peer keeps its order, but for the ends of transfers, which only stay before the peer's loss.
+    """
+
+    scheme: ClassVar[str] = "delayed"
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        self._options = parse_options(DelayOptions, options, self.scheme)
+        super().__init__(create_transport(self._options.inner, self._options.options))
+        self._random = random.Random(self._options.seed)
+        self._turn = 0
+        self._number = 0
+        self._held: list[_Held] = []
+        self._peers: dict[int, int] = {}  # by transfer
+
+    def disconnect(self, peer_id: int) -> None:
+        self._inner.disconnect(peer_id)
+        self._held = [
+            held for held in self._held if held.peer_id != peer_id or isinstance(held.event, TransferEnded)
+        ]
+        heapq.heapify(self._held)
+
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        transfer_id = self._inner.start_read(peer_id, pairs, guard, timeout_s=timeout_s)
+        self._peers[transfer_id] = peer_id
+        return transfer_id
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        transfer_id = self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
+        self._peers[transfer_id] = peer_id
+        return transfer_id
+
+    def wait_events(self, timeout_s: float) -> list[Event]:
+        self._turn += 1
+        for event in self._inner.wait_events(0.0 if self._held else timeout_s):
+            self._hold(event)
+        ready: list[Event] = []
+        while self._held and self._held[0].turn <= self._turn:
+            ready.append(heapq.heappop(self._held).event)
+        return ready
+
+    def _hold(self, event: Event) -> None:
+        turn = self._turn + self._random.randint(0, self._options.max_turns)
+        if isinstance(event, TransferEnded):
+            peer_id = self._peers.pop(event.transfer_id)
+        else:
+            peer_id = event.peer_id
+            before = (
+                held.turn for held in self._held if held.peer_id == peer_id and _precedes(held.event, event)
+            )
+            turn = max(turn, *before, 0)
+        self._number += 1
+        heapq.heappush(self._held, _Held(turn, self._number, peer_id, event))
+
+
+def _precedes(earlier: Event, later: Event) -> bool:
+    return isinstance(later, PeerLost) or not isinstance(earlier, TransferEnded)

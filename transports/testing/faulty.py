@@ -1,0 +1,174 @@
+"""`faulty`: a transport on which things go wrong by a script. All else is as good as the transport below."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from .._options import parse_options
+from ..base import Event, MessageReceived, PeerLost, TransferEnded
+from ..errors import (
+    ChecksumError,
+    KVTransferError,
+    PeerLostError,
+    TransportClosedError,
+)
+from ..regions import Guard, Pool, RegionPairs
+from ..registry import create_transport
+from .faults import Fault, FaultOptions, Script
+from .wrapping import WrappedTransport
+
+__all__ = ["FaultyTransport"]
+
+
+@dataclass
+class _Transfer:
+    """A transfer that its owner has not heard the end of.
+
+    Attributes:
+        reads_into: Its regions, if it is a read.
+        ended: What he would have heard, once it is over below.
+    """
+
+    peer_id: int
+    reads_into: tuple[RegionPairs, ...]
+    deadline: float
+    faults: list[Fault]
+    ended: list[TransferEnded] = field(default_factory=list)
+
+
+class FaultyTransport(WrappedTransport):
+    """See `Fault` for what can go wrong, and `FaultOptions` for how to say so."""
+
+    scheme: ClassVar[str] = "faulty"
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        parsed = parse_options(FaultOptions, options, self.scheme)
+        self._script = Script(parsed)
+        super().__init__(create_transport(parsed.inner, parsed.options))
+        self._pools: list[Pool] = []
+        self._transfers: dict[int, _Transfer] = {}
+        self._stalled: set[int] = set()
+        self._broken: set[int] = set()
+
+    def register(self, pool: Pool) -> None:
+        super().register(pool)
+        self._pools.append(pool)
+
+    # -- peers ---------------------------------------------------------------------------------------
+
+    def disconnect(self, peer_id: int) -> None:
+        super().disconnect(peer_id)
+        self._stalled.discard(peer_id)
+        self._broken.discard(peer_id)
+        self._fail_all(peer_id, "TransportClosedError")
+
+    def send(self, peer_id: int, message: bytes) -> None:
+        self._happen(self._script.take("message"), peer_id)
+        if peer_id in self._broken:
+            raise _broke()
+        if peer_id not in self._stalled:
+            super().send(peer_id, message)
+
+    def _happen(self, faults: list[Fault], peer_id: int) -> None:
+        for fault in faults:
+            if fault.kind == "stall":
+                self._stalled.add(peer_id)
+            elif fault.kind == "drop":
+                self._broken.add(peer_id)
+                super().disconnect(peer_id)
+                self.wake()
+
+    # -- transfers -----------------------------------------------------------------------------------
+
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        transfer_id = super().start_read(peer_id, pairs, guard, timeout_s=timeout_s)
+        self._begin(transfer_id, peer_id, (pairs,), timeout_s)
+        return transfer_id
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        transfer_id = super().start_write(peer_id, pairs, guard, timeout_s=timeout_s)
+        self._begin(transfer_id, peer_id, (), timeout_s)
+        return transfer_id
+
+    def _begin(
+        self, transfer_id: int, peer_id: int, reads_into: tuple[RegionPairs, ...], timeout_s: float
+    ) -> None:
+        faults = self._script.take("transfer")
+        deadline = time.monotonic() + timeout_s
+        self._transfers[transfer_id] = _Transfer(peer_id, reads_into, deadline, faults)
+        self._happen(faults, peer_id)
+
+    # -- the owner's loop ----------------------------------------------------------------------------
+
+    def wait_events(self, timeout_s: float) -> list[Event]:
+        patience_s = min(self._deadlines(), default=math.inf) - time.monotonic()
+        happened = super().wait_events(max(0.0, min(timeout_s, patience_s)))
+        heard = [event for event in happened if self._passes(event)]
+        ends = list(self._take_ends(time.monotonic()))
+        return [*ends, *heard, *self._take_losses()]
+
+    def _deadlines(self) -> Iterator[float]:
+        for transfer in self._transfers.values():
+            if transfer.ended:
+                yield transfer.deadline if transfer.peer_id in self._stalled else 0.0
+
+    def _passes(self, event: Event) -> bool:
+        """Whether the owner hears of an event now, and as it is."""
+        if isinstance(event, TransferEnded):
+            self._transfers[event.transfer_id].ended.append(event)
+            return False
+        if isinstance(event, MessageReceived):
+            self._happen(self._script.take("message"), event.peer_id)
+        if isinstance(event, PeerLost) and event.peer_id in self._stalled:
+            self._stalled.discard(event.peer_id)
+            self._fail_all(event.peer_id, "PeerLostError")
+        return event.peer_id not in self._broken | self._stalled
+
+    def _fail_all(self, peer_id: int, error: str) -> None:
+        for transfer in self._transfers.values():
+            if transfer.peer_id == peer_id:
+                transfer.faults.append(Fault("fail", error=error))
+
+    def _take_ends(self, now: float) -> Iterator[TransferEnded]:
+        for transfer_id, transfer in list(self._transfers.items()):
+            for ended in transfer.ended:
+                if transfer.peer_id in self._stalled:
+                    if now < transfer.deadline:
+                        continue
+                    transfer.faults.append(Fault("fail", error="TransferTimeoutError"))
+                del self._transfers[transfer_id]
+                yield replace(ended, error=self._error_of(transfer, ended.error))
+
+    def _error_of(self, transfer: _Transfer, error: KVTransferError | None) -> KVTransferError | None:
+        """How a transfer ended, as its owner hears it."""
+        for fault in transfer.faults:
+            if fault.kind == "fail":
+                error = fault.make_error()
+            elif fault.kind == "corrupt" and error is None:
+                self._flip(transfer)
+                error = ChecksumError("bytes were changed, by a test's script")
+        if transfer.peer_id in self._broken and isinstance(error, TransportClosedError):
+            error = _broke()
+        return error
+
+    def _flip(self, transfer: _Transfer) -> None:
+        """Change the first byte of every region that was read into."""
+        for pairs in transfer.reads_into:
+            for address in self._pools[0].addresses(pairs.local_offsets, pairs.lengths).tolist():
+                ctypes.c_ubyte.from_address(address).value ^= 255
+
+    def _take_losses(self) -> list[Event]:
+        """The broken peers whose transfers have all ended."""
+        busy = {transfer.peer_id for transfer in self._transfers.values()}
+        gone = self._broken - busy
+        self._broken &= busy
+        return [PeerLost(peer_id, _broke()) for peer_id in gone]
+
+
+def _broke() -> PeerLostError:
+    return PeerLostError("the connection broke, by a test's script")

@@ -1,0 +1,74 @@
+"""A transport around a transport, which passes everything on. What a wrapper changes, it overrides."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..base import Arena, Event, Route, Transport
+from ..errors import ConfigurationError
+from ..regions import Guard, Pool, RegionPairs, Regions
+
+__all__ = ["WrappedTransport"]
+
+
+class WrappedTransport(Transport):
+    """Keeps a transport's promises by another's. Its addresses are the other's, behind its own scheme."""
+
+    scheme: ClassVar[str]
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.guards = inner.guards
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} around {self._inner!r}>"
+
+    def allocate(self, num_bytes: int) -> Arena:
+        return self._inner.allocate(num_bytes)
+
+    def register(self, pool: Pool) -> None:
+        self._inner.register(pool)
+
+    def listen(self, address: str) -> str:
+        return f"{self.scheme}:{self._inner.listen(self._inner_address(address) if address else '')}"
+
+    def start_connect(self, address: str, *, timeout_s: float) -> int:
+        return self._inner.start_connect(self._inner_address(address), timeout_s=timeout_s)
+
+    def _inner_address(self, address: str) -> str:
+        scheme, _, inner = address.partition(":")
+        if scheme != self.scheme:
+            raise ConfigurationError(
+                f"not a {self.scheme} address: {address!r}", key="address", value=address
+            )
+        return inner
+
+    def disconnect(self, peer_id: int) -> None:
+        self._inner.disconnect(peer_id)
+
+    def send(self, peer_id: int, message: bytes) -> None:
+        self._inner.send(peer_id, message)
+
+    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        return self._inner.start_read(peer_id, pairs, guard, timeout_s=timeout_s)
+
+    def can_write(self, peer_id: int) -> bool:
+        return self._inner.can_write(peer_id)
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        self._inner.accept_writes(peer_id, guard, regions)
+
+    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
+        return self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
+
+    def route_of(self, peer_id: int) -> Route:
+        return self._inner.route_of(peer_id)
+
+    def wait_events(self, timeout_s: float) -> list[Event]:
+        return self._inner.wait_events(timeout_s)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._inner.close()
