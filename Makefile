@@ -14,12 +14,14 @@ PACKAGES := connector transports runner_mixin
 CONNECTOR ?= shm
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
+TRANSPORTS ?= zeromq ucx
 # Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
 TEST_WORKERS ?= 2
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt transports/_native.c
 	@echo "setting up $(VENV) (a few minutes the first time)"
@@ -38,6 +40,11 @@ demo: $(READY) ## a prompt, prefilled by one process and answered by another
 .PHONY: test
 test: $(READY) ## every test that this machine can run
 	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+.PHONY: test-transports
+test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPORTS
+	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
+		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY) ## the tests without the slow ones

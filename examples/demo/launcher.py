@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
-__all__ = ["LaunchError", "LaunchedProcess", "Launcher"]
+__all__ = ["Child", "LaunchError", "LaunchedProcess", "Launcher", "Spawn"]
 
 EXAMPLES = Path(__file__).resolve().parent.parent
 #: Between the polite signal and the other one.
@@ -31,8 +31,35 @@ LOG_TAIL_BYTES = 4000
 Watcher = Callable[["LaunchedProcess", float], None]
 
 
+class Child(Protocol):
+    """What a launcher needs of a process that it started; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+#: (script, arguments, log, link) → a process in a group of its own. It writes to `log` and inherits `link`.
+Spawn = Callable[[str, Sequence[str], int, int], Child]
+
+
 class LaunchError(Exception):
     """A process did not start. The message says why, with the end of its log when it said nothing itself."""
+
+
+def run_script(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
+    """Start `examples/<script>` as a user would."""
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *arguments, "--launcher-fd", str(link)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(link,),
+        process_group=0,
+    )
 
 
 class LaunchedProcess:
@@ -44,7 +71,7 @@ class LaunchedProcess:
         is_ready: It serves.
     """
 
-    def __init__(self, name: str, script: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, script: str, arguments: Sequence[str], spawn: Spawn) -> None:
         self.name = name
         self.port = 0
         self.is_ready = False
@@ -53,14 +80,7 @@ class LaunchedProcess:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._link, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(EXAMPLES / script), *arguments, "--launcher-fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-            )
+            self._process = spawn(script, arguments, self._log.fileno(), theirs.fileno())
 
     @property
     def url(self) -> str:
@@ -141,14 +161,19 @@ class LaunchedProcess:
 
 
 class Launcher:
-    """Processes that end with the block: `with Launcher() as launcher: ...`."""
+    """Processes that end with the block: `with Launcher() as launcher: ...`.
 
-    def __init__(self) -> None:
+    Args:
+        spawn: How a process is started.
+    """
+
+    def __init__(self, spawn: Spawn = run_script) -> None:
+        self._spawn = spawn
         self._processes: list[LaunchedProcess] = []
 
     def start(self, name: str, script: str, *arguments: str) -> LaunchedProcess:
         """Start `examples/<script>`. Returns at once."""
-        process = LaunchedProcess(name, script, arguments)
+        process = LaunchedProcess(name, script, arguments, self._spawn)
         self._processes.append(process)
         return process
 

@@ -1,24 +1,50 @@
-"""Nodes and routers as real processes, shared by the tests of a session where nothing is broken on purpose."""
+"""Nodes and routers as real processes, shared by the tests of a session where nothing is broken on purpose.
+
+What needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS says over
+which it runs, e.g. `CONNECTORS="zeromq ucx"`. Without it, what is marked `every_transport` runs over each, and the rest over
+shared memory.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from demo.launcher import LaunchedProcess, Launcher
+from demo.launcher import Launcher, Spawn
+from demo.nursery import Nursery
 from demo.testing import Client
 from engine.testing import write_tiny_model
 
+TRANSPORTS = ("shm", "zeromq", "ucx")
 START_TIMEOUT_S = 110.0
 TINY_NODE = (
     "--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64",
     "--log-level", "warning",
 )  # fmt: skip
 #: Long enough for a loaded machine, short enough to wait for its end.
-LEASE = ("--connector-option", "lease_s=12", "--connector-option", "heartbeat_s=2")
+LEASE = ("--connector-option", "lease_s=6", "--connector-option", "heartbeat_s=1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_transport: also without CONNECTORS it runs over each transport")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "transport" in metafunc.fixturenames:
+        in_core = metafunc.definition.get_closest_marker("every_transport") is not None
+        names = os.environ.get("CONNECTORS", " ".join(TRANSPORTS) if in_core else "shm").split()
+        metafunc.parametrize("transport", [over(name) for name in names], indirect=True, scope="session")
+
+
+def over(name: str) -> object:
+    """One transport, skipped where it cannot be."""
+    is_missing = name == "ucx" and find_spec("ucxx") is None
+    return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason="ucxx is not installed"))
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,34 @@ class Fleet:
     decode: Client
     router: Client
     single: Client
+
+
+@pytest.fixture(scope="session")
+def transport(request: pytest.FixtureRequest) -> str:
+    """What carries the caches of a pair."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Iterator[Spawn]:
+    """Start processes without waiting for PyTorch."""
+    with Nursery() as nursery:
+        yield nursery.spawn
+
+
+@pytest.fixture
+def launcher(spawn: Spawn) -> Iterator[Launcher]:
+    """For processes that a test kills or that are to fail."""
+    with Launcher(spawn) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def module_launcher(spawn: Spawn, transport: str) -> Iterator[Launcher]:
+    """For nodes that the tests of a module share over one transport."""
+    with Launcher(spawn) as launcher:
+        yield launcher
 
 
 @pytest.fixture(scope="session")
@@ -44,48 +98,61 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_arguments(tiny_model: Path) -> tuple[str, ...]:
-    """Options of a node that runs the tiny model."""
+def tiny_single_arguments(tiny_model: Path) -> tuple[str, ...]:
+    """Options of a single node that runs the tiny model."""
     return ("--model", str(tiny_model), *TINY_NODE)
 
 
 @pytest.fixture(scope="session")
-def session_launcher() -> Iterator[Launcher]:
-    with Launcher() as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def launcher() -> Iterator[Launcher]:
-    """For processes that a test kills or that are to fail."""
-    with Launcher() as launcher:
-        yield launcher
-
-
-def launch_fleet(launcher: Launcher, *arguments: str) -> Fleet:
-    """Start a pair, a router and a single node, all with the same options, and wait for them."""
-    prefill = launcher.start_node("prefill", "prefill", *arguments, *LEASE)
-    decode = launcher.start_node("decode", "decode", *arguments, *LEASE)
-    single = launcher.start_node("single", "single", *arguments)
-    launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
-    router = launcher.start_router("router", [prefill], [decode])
-    ready_clients(launcher, prefill, decode, single, router)
-    return Fleet(Client(prefill), Client(decode), Client(router), Client(single))
-
-
-def ready_clients(launcher: Launcher, *processes: LaunchedProcess) -> list[Client]:
-    launcher.wait_ready(processes, START_TIMEOUT_S)
-    return [Client(process) for process in processes]
+def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tuple[str, ...]:
+    """Options of one of a pair that runs the tiny model."""
+    return (*tiny_single_arguments, "--connector", transport)
 
 
 @pytest.fixture(scope="session")
-def tiny_fleet(session_launcher: Launcher, tiny_arguments: tuple[str, ...]) -> Fleet:
+def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Client]:
+    """The tiny model's answers, to compare with."""
+    with Launcher(spawn) as launcher:
+        node = launcher.start_node("single", "single", *tiny_single_arguments)
+        launcher.wait_ready([node], START_TIMEOUT_S)
+        yield Client(node)
+
+
+def launch_fleet(launcher: Launcher, single: Client, *arguments: str) -> Fleet:
+    """Start a pair with the same options, and a router, and wait for them."""
+    nodes = [launcher.start_node(role, role, *arguments, *LEASE) for role in ("prefill", "decode")]
+    prefill, decode = nodes
+    launcher.wait_listening(nodes, START_TIMEOUT_S)
+    router = launcher.start_router("router", [prefill], [decode])
+    launcher.wait_ready([*nodes, router], START_TIMEOUT_S)
+    return Fleet(Client(prefill), Client(decode), Client(router), single)
+
+
+@pytest.fixture(scope="session")
+def tiny_fleet(
+    spawn: Spawn, tiny_single: Client, tiny_arguments: tuple[str, ...], transport: str
+) -> Iterator[Fleet]:
     """The tiny model in the uniform layout."""
-    return launch_fleet(session_launcher, *tiny_arguments)
+    with Launcher(spawn) as launcher:
+        yield launch_fleet(launcher, tiny_single, *tiny_arguments)
 
 
 @pytest.fixture(scope="module")
-def start_fleet() -> Iterator[Callable[..., Fleet]]:
-    """Start fleets with other options; they end with the module's tests."""
-    with Launcher() as launcher:
-        yield lambda *arguments: launch_fleet(launcher, *arguments)
+def start_fleet(module_launcher: Launcher, transport: str) -> Callable[..., Fleet]:
+    """Start pairs with other options; they end with the module's tests."""
+    return lambda single, *arguments: launch_fleet(
+        module_launcher, single, *arguments, "--connector", transport
+    )
+
+
+@pytest.fixture(scope="module")
+def start_single(spawn: Spawn) -> Iterator[Callable[..., Client]]:
+    """Start single nodes with other options; they end with the module's tests."""
+    with Launcher(spawn) as launcher:
+
+        def start(*arguments: str) -> Client:
+            node = launcher.start_node("single", "single", *arguments)
+            launcher.wait_ready([node], START_TIMEOUT_S)
+            return Client(node)
+
+        yield start

@@ -29,6 +29,7 @@ def test_a_completion_has_what_openai_promises(server: Any) -> None:
     assert reply.body["usage"]["total_tokens"] == 23
 
 
+@pytest.mark.every_transport
 def test_a_stream_says_the_same_as_the_whole_answer(server: Any) -> None:
     whole = server.complete("To carry a letter", max_tokens=9)
     with server.streaming(

@@ -34,11 +34,13 @@ PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_options_that_cannot_work_end_with_one_line_and_status_2(arguments: list[str], words: str) -> None:
-    done = run_script("serve.py", *arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_options_that_cannot_work_end_with_one_line_and_status_2(
+    launcher: Launcher, arguments: list[str], words: str
+) -> None:
+    node = launcher.start("node", "serve.py", *arguments)
+    assert node.wait(60) == 2
+    assert words in node.log_tail
+    assert len(node.log_tail.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("script", ["serve.py", "router.py"])
@@ -119,26 +121,18 @@ def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
 
 
 @pytest.mark.slow
-def test_a_node_ends_quickly_and_cleanly_when_told_to(
+def test_a_node_ends_quickly_and_cleanly_when_told_to_and_with_its_launcher(
     launcher: Launcher, tiny_arguments: Sequence[str]
 ) -> None:
-    node = launcher.start_node("decode", "decode", *tiny_arguments)
-    launcher.wait_ready([node], 110)
-    client = Client(node)
-    with client.streaming("A long answer", max_tokens=300, ignore_eos=True) as events:
+    told, left = (launcher.start_node("decode", "decode", *tiny_arguments) for _ in range(2))
+    launcher.wait_ready([told, left], 110)
+    left.hang_up()
+    with Client(told).streaming("A long answer", max_tokens=300, ignore_eos=True) as events:
         next(events)
-        node.terminate()
+        told.terminate()
         last = list(events)[-1]
     assert "error" in last or last["choices"][0]["finish_reason"] == "abort"
-    assert node.wait(15) == 0
-
-
-@pytest.mark.slow
-def test_a_node_ends_with_its_launcher(launcher: Launcher, tiny_arguments: Sequence[str]) -> None:
-    node = launcher.start_node("decode", "decode", *tiny_arguments)
-    launcher.wait_ready([node], 110)
-    node.hang_up()
-    assert node.wait(15) == 0
+    assert (told.wait(15), left.wait(15)) == (0, 0)
 
 
 def start(launcher: Launcher, name: str, arguments: Sequence[str]) -> LaunchedProcess:

@@ -17,16 +17,15 @@ pytestmark = pytest.mark.slow
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 MAX_TOKENS = 12
 #: Of the nodes that all tests share.
-LEASE_S = 12.0
+LEASE_S = 6.0
 
 
 @pytest.fixture(scope="module")
-def failing_decode(session_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
+def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A decode node that fails what it cannot load."""
-    node = session_launcher.start_node(
-        "decode/fail", "decode", "--load-failure-policy", "fail", *tiny_arguments
-    )
-    session_launcher.wait_ready([node], 110)
+    policy = ("--load-failure-policy", "fail")
+    node = module_launcher.start_node("decode/fail", "decode", *policy, *tiny_arguments)
+    module_launcher.wait_ready([node], 110)
     return Client(node)
 
 
@@ -39,11 +38,11 @@ def mortal_prefill(launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
 
 
 @pytest.fixture(scope="module")
-def short_lease_prefill(session_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
+def short_lease_prefill(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
     """A prefill node that waits for nobody."""
     options = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
-    node = session_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
-    session_launcher.wait_ready([node], 110)
+    node = module_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
+    module_launcher.wait_ready([node], 110)
     return Client(node)
 
 
@@ -107,6 +106,7 @@ def test_prefill_killed_before_the_transfer(
     wait_until(failing_decode.is_whole)
 
 
+@pytest.mark.every_transport
 def test_prefill_killed_in_the_middle(
     tiny_fleet: Any, failing_decode: Client, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
@@ -208,6 +208,7 @@ def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, uniq
     wait_until(lambda: tiny_fleet.router.get("/health")[0] == 200)
 
 
+@pytest.mark.every_transport
 def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_prompt: str) -> None:
     decode = tiny_fleet.decode
     params = offer(tiny_fleet.prefill, unique_prompt)

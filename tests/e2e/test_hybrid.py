@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +14,22 @@ BLOCK, WINDOW = 16, 40
 
 
 @pytest.fixture(scope="module")
-def hybrid_fleet(start_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     model = write_tiny_model(tmp_path_factory.mktemp("hybrid"), "gemma3", sliding_window=WINDOW)
-    return start_fleet(
+    return (
         *("--model", str(model), "--threads", "1", "--num-blocks", "128", "--block-size", str(BLOCK)),
         *("--max-num-batched-tokens", "48", "--log-level", "warning"),
     )
+
+
+@pytest.fixture(scope="module")
+def single(start_single: Any, arguments: Sequence[str]) -> Any:
+    return start_single(*arguments)
+
+
+@pytest.fixture(scope="module")
+def hybrid_fleet(start_fleet: Any, single: Any, arguments: Sequence[str]) -> Any:
+    return start_fleet(single, *arguments)
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from demo.launcher import Launcher, Spawn
 from demo.testing import Client, Reply, wait_until
 from engine.default_model import default_model_folder
 
 BLOCK = 16
 CHUNK = 64
-MAX_TOKENS = 6
+MAX_TOKENS = 4
 
 TEXT = """The harbour office keeps a book for every ship. On the left page stands what came in: flour from the south,
 lamp oil in tin boxes, a piano for the school, forty crates of oranges, and letters, always letters. On the right page
@@ -47,12 +48,27 @@ def tokens() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(start_fleet: Any) -> Any:
+def arguments() -> tuple[str, ...]:
     """The default model, in float32 on the CPU."""
-    return start_fleet(
+    return (
         *("--num-blocks", "512", "--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK)),
         *("--max-num-seqs", "8", "--log-level", "warning", "--dtype", "float32"),
     )
+
+
+@pytest.fixture(scope="module")
+def expected(spawn: Spawn, arguments: Sequence[str], tokens: list[int]) -> list[list[int]]:
+    """A single node's tokens for each prompt. It is asked once, whatever the number of transports."""
+    with Launcher(spawn) as launcher:
+        node = launcher.start_node("single", "single", *arguments)
+        launcher.wait_ready([node], 110)
+        return [reply.token_ids for reply in complete_all(Client(node), prompts(tokens))]
+
+
+@pytest.fixture(scope="module")
+def smollm2(start_fleet: Any, tiny_single: Client, arguments: Sequence[str]) -> Any:
+    """A pair with a real model."""
+    return start_fleet(tiny_single, *arguments)
 
 
 def lengths() -> list[int]:
@@ -72,22 +88,23 @@ def prompts(tokens: Sequence[int]) -> list[Any]:
     return [*QUESTIONS, *slices, *shared, *again, *short]
 
 
-def complete_all(client: Client, prompts: Sequence[Any], at_once: int) -> list[Reply]:
-    with ThreadPoolExecutor(at_once) as pool:
+def complete_all(client: Client, prompts: Sequence[Any]) -> list[Reply]:
+    with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda prompt: client.complete(prompt, max_tokens=MAX_TOKENS), prompts))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_fifty_prompts_of_a_real_model_have_the_single_nodes_tokens(smollm2: Any, tokens: list[int]) -> None:
+def test_fifty_prompts_of_a_real_model_have_the_single_nodes_tokens(
+    expected: list[list[int]], smollm2: Any, transport: str, tokens: list[int]
+) -> None:
     asked = prompts(tokens)
     assert len(asked) >= 50
-    expected = complete_all(smollm2.single, asked, at_once=1)
-    replies = complete_all(smollm2.router, asked, at_once=4)
+    replies = complete_all(smollm2.router, asked)
     for prompt, reply, reference in zip(asked, replies, expected, strict=True):
-        assert reply.status == reference.status == 200
-        assert reply.token_ids == reference.token_ids, f"prompt {prompt!r}"
-    assert_moved_as_promised(replies, num_layers=30)
+        assert reply.status == 200
+        assert reply.token_ids == reference, f"prompt {prompt!r}"
+    assert_moved_as_promised(replies, transport, num_layers=30)
     wait_until(smollm2.prefill.is_whole)
     wait_until(smollm2.decode.is_whole)
 
@@ -104,29 +121,36 @@ def test_blocks_that_the_decode_node_has_are_not_moved_again(smollm2: Any, token
 
 
 @pytest.fixture(scope="module")
-def per_layer_fleet(start_fleet: Any, tiny_arguments: Any) -> Any:
+def per_layer_fleet(start_fleet: Any, tiny_single: Client, tiny_single_arguments: Any) -> Any:
     """The tiny model with a buffer for each layer."""
-    return start_fleet(*tiny_arguments, "--layout", "per-layer")
+    return start_fleet(tiny_single, *tiny_single_arguments, "--layout", "per-layer")
 
 
 @pytest.mark.slow
-def test_both_layouts_with_a_small_model(tiny_fleet: Any, per_layer_fleet: Any) -> None:
+@pytest.mark.every_transport
+def test_a_small_model_in_the_uniform_layout(tiny_fleet: Any, transport: str) -> None:
+    assert_identical(tiny_fleet, transport, "uniform", num_layers=1)
+
+
+@pytest.mark.slow
+def test_a_small_model_in_the_per_layer_layout(per_layer_fleet: Any, transport: str) -> None:
+    assert_identical(per_layer_fleet, transport, "per-layer", num_layers=3)
+
+
+def assert_identical(fleet: Any, transport: str, layout: str, num_layers: int) -> None:
     ids = [(index * 7919 + 13) % 251 for index in range(400)]
-    asked = [ids[offset : offset + length] for offset, length in enumerate(lengths())] + [
-        ids[:300],
-        ids[50:400],
-    ]
-    expected = [reply.token_ids for reply in complete_all(tiny_fleet.single, asked, at_once=4)]
-    for fleet, layout, num_layers in ((tiny_fleet, "uniform", 1), (per_layer_fleet, "per-layer", 3)):
-        replies = complete_all(fleet.router, asked, at_once=4)
-        assert [reply.token_ids for reply in replies] == expected
-        assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
-        assert_moved_as_promised(replies, num_layers)
-        wait_until(fleet.prefill.is_whole)
-        wait_until(fleet.decode.is_whole)
+    slices = [ids[offset : offset + length] for offset, length in enumerate(lengths())]
+    asked = [*slices, ids[:300], ids[50:400]]
+    replies = complete_all(fleet.router, asked)
+    expected = [reply.token_ids for reply in complete_all(fleet.single, asked)]
+    assert [reply.token_ids for reply in replies] == expected
+    assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
+    assert_moved_as_promised(replies, transport, num_layers)
+    wait_until(fleet.prefill.is_whole)
+    wait_until(fleet.decode.is_whole)
 
 
-def assert_moved_as_promised(replies: Sequence[Reply], num_layers: int) -> None:
+def assert_moved_as_promised(replies: Sequence[Reply], transport: str, num_layers: int) -> None:
     """Every prompt of more than a token came from the other node, in no more regions than it has blocks (a layer)."""
     for reply in replies:
         metrics = reply.body["metrics"]
@@ -137,5 +161,6 @@ def assert_moved_as_promised(replies: Sequence[Reply], num_layers: int) -> None:
             assert reply.transfer["num_blocks"] == -(-missing // BLOCK)
             assert not reply.transfer["error"]
         if reply.transfer:
-            assert reply.transfer["mechanism"] == "mapped"
+            assert reply.transfer["transport"] == transport
+            assert transport != "shm" or reply.transfer["mechanism"] == "mapped"
             assert 1 <= reply.transfer["num_regions"] <= reply.transfer["num_blocks"] * num_layers
