@@ -81,7 +81,10 @@ class NodeServer:
             "owned_by": "kvferry",
             "max_model_len": engine.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
+        adapters = [
+            {**model, "id": name, "parent": engine.model_name} for name in engine.settings.lora_modules
+        ]
+        return web.json_response({"object": "list", "data": [model, *adapters]})
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class NodeServer:
         engine = self._running_engine()
         with _refusals_as_api_errors():
             client = parse(parse_json(await request.read()))
-            self._require_model(client.model)
+            lora_name = self._lora_name(client.model)
             prompt_token_ids = tokenize(engine.tokenizer, client.prompt)
         request_id = f"{wording.id_prefix}-{_client_request_id(request)}"
         generation = GenerationRequest(
@@ -105,8 +108,10 @@ class NodeServer:
             sampling=client.sampling,
             kv_transfer_params=client.kv_transfer_params,
             cache_salt=client.cache_salt,
+            lora_name=lora_name,
         )
-        envelope = Envelope(wording, request_id, engine.model_name, int(time.time()), client.return_token_ids)
+        model = lora_name or engine.model_name
+        envelope = Envelope(wording, request_id, model, int(time.time()), client.return_token_ids)
         async with contextlib.aclosing(engine.generate(generation)) as outputs:
             with _refusals_as_api_errors():
                 first = await anext(outputs)
@@ -163,10 +168,14 @@ class NodeServer:
             raise unavailable("the node is still starting")
         return self._engine
 
-    def _require_model(self, name: str) -> None:
-        if name and name not in (self._engine.model_name, self._engine.settings.model):
-            message = f"the model {name!r} does not exist; this node serves {self._engine.model_name!r}"
+    def _lora_name(self, model: str) -> str:
+        """The adapter that a client means by the name of a model; empty for the model itself."""
+        if model in self._engine.settings.lora_modules:
+            return model
+        if model and model not in (self._engine.model_name, self._engine.settings.model):
+            message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"
             raise ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
+        return ""
 
 
 @contextlib.contextmanager

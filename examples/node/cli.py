@@ -118,6 +118,14 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--served-model-name", default="", help="what clients call it (default: the folder's name)"
     )
     group.add_argument(
+        "--lora-modules",
+        type=_named_path,
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="folders of LoRA adapters, as PEFT writes them; a request names one as its model",
+    )
+    group.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
@@ -199,6 +207,13 @@ def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _named_path(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
+
+
 def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineSettings:
     return EngineSettings(
         model=options.model,
@@ -216,6 +231,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         hash_seed=options.hash_seed,
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        lora_modules=dict(options.lora_modules),
         kv_transfer=kv_transfer,
     )
 

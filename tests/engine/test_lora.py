@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 
+from engine.engine import Engine
 from engine.errors import InvalidRequestError
 from engine.settings import EngineSettings
 from engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
+from node.app import NodeServer
+from node.cli import parse_arguments
 
 PROMPT = list(range(40, 83))
 #: Layer → (inputs, outputs) in the tiny llama.
@@ -118,6 +123,56 @@ def test_nodes_with_other_adapters_hand_nothing_over(
     drive(prefill, decode, until=lambda: decode.is_over("a"))
     assert decode.tokens("a") == merged("terse", PROMPT, 6)
     assert decode.last("a").metrics.num_loaded_tokens == 0
+
+
+def test_a_client_names_an_adapter_as_its_model(
+    tiny_model: Callable[[str], Path], adapters: Any, merged: Any
+) -> None:
+    """As the model's name, like in vLLM; the node lists it with the model that it changes."""
+    engine = Engine(
+        EngineSettings(str(tiny_model("llama")), num_blocks=60, max_model_len=128, lora_modules=adapters)
+    )
+    listed, answers = asyncio.run(_ask(engine, ("llama", "polite", "rude")))
+    assert [(model["id"], model.get("parent")) for model in listed] == [
+        ("llama", None),
+        ("polite", "llama"),
+        ("terse", "llama"),
+    ]
+    for name, lora_name in (("llama", ""), ("polite", "polite")):
+        assert answers[name]["model"] == name
+        assert answers[name]["choices"][0]["token_ids"] == merged(lora_name, PROMPT, 6)
+    assert answers["rude"]["error"]["code"] == "model_not_found"
+
+
+async def _ask(engine: Engine, models: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """What a node with this engine lists as models, and what it answers for each."""
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    server = NodeServer(engine)
+    engine.start()
+    server.engine_is_ready()
+    try:
+        async with TestClient(TestServer(server.application())) as client:
+            listed = await (await client.get("/v1/models")).json()
+            answers = {
+                model: await (await client.post("/v1/completions", json={**body, "model": model})).json()
+                for model in models
+            }
+    finally:
+        engine.close()
+    return listed["data"], answers
+
+
+@pytest.mark.parametrize(("text", "is_good"), [("polite=/a=b", True), ("polite", False), ("=/a", False)])
+def test_the_command_line_takes_names_and_folders(
+    text: str, is_good: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_good:
+        options = parse_arguments(["--lora-modules", text, "terse=/c"])
+        assert options.settings.lora_modules == {"polite": "/a=b", "terse": "/c"}
+    else:
+        with pytest.raises(SystemExit):
+            parse_arguments(["--lora-modules", text])
+        assert "is not NAME=PATH" in capsys.readouterr().err
 
 
 def test_an_unknown_adapter_is_refused(make_node: Any) -> None:
