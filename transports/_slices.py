@@ -43,14 +43,10 @@ class SlicePlan:
     @classmethod
     def of(cls, pairs: RegionPairs, targets: AddressArray, limits: SliceLimits) -> SlicePlan:
         """Cut a read. `targets`: `(num_regions,)` local addresses of the regions."""
-        slice_bytes = limits.slice_bytes
-        num_pieces = -(-pairs.lengths // slice_bytes)
-        region = np.repeat(np.arange(len(pairs)), num_pieces)
-        nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-        skipped = nth * slice_bytes
-        lengths = np.minimum(slice_bytes, pairs.lengths[region] - skipped)
-        rows = np.stack([pairs.remote_offsets[region] + skipped, lengths], axis=1)
-        return cls(rows, targets[region] + skipped.astype(np.uint64), _bounds(lengths, limits))
+        rows = pairs.table[:, 1:].copy()
+        if len(rows) and rows[:, 1].max() > limits.slice_bytes:
+            rows, targets = _cut(rows, targets, limits.slice_bytes)
+        return cls(rows, targets, _bounds(rows[:, 1], limits))
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -62,10 +58,20 @@ class SlicePlan:
         return self.targets[self.bounds[index] : self.bounds[index + 1]]
 
 
+def _cut(rows: Int64Array, targets: AddressArray, slice_bytes: int) -> tuple[Int64Array, AddressArray]:
+    """Cut rows that are longer than a slice, and their targets likewise."""
+    num_pieces = -(-rows[:, 1] // slice_bytes)
+    region = np.repeat(np.arange(len(rows)), num_pieces)
+    nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    skipped = nth * slice_bytes
+    lengths = np.minimum(slice_bytes, rows[region, 1] - skipped)
+    return np.stack([rows[region, 0] + skipped, lengths], axis=1), targets[region] + skipped.astype(np.uint64)
+
+
 def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
     num_rows = len(lengths)
-    if not num_rows:
-        return np.zeros(1, dtype=np.int64)
+    if num_rows <= 1:
+        return np.arange(num_rows + 1)
     is_large = lengths >= limits.alone_bytes
     filled = (np.cumsum(lengths) - 1) // limits.slice_bytes
     counted = np.arange(num_rows) // limits.max_rows

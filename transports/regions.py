@@ -53,7 +53,8 @@ class Pool:
         sizes = np.array([s.num_bytes for s in self.segments], dtype=np.int64)
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - sizes
-        self._bases = np.array([s.address for s in self.segments], dtype=np.uint64)
+        bases = np.array([s.address for s in self.segments], dtype=np.uint64)
+        self._shifts = bases - self._starts.astype(np.uint64)  # from offsets to addresses, modulo 2**64
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +67,7 @@ class Pool:
 
     def segment_indices(self, offsets: Int64Array) -> npt.NDArray[np.intp]:
         """The segments that hold the bytes at `offsets`, shape `(num_regions,)`; one past the last if none does."""
-        return np.searchsorted(self._ends, offsets, side="right")
+        return self._ends.searchsorted(offsets, side="right")
 
     def addresses(self, offsets: Int64Array, num_bytes: Int64Array) -> AddressArray:
         """Virtual addresses of regions, shape `(num_regions,)`.
@@ -74,18 +75,18 @@ class Pool:
         Raises:
             RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
         """
-        index = self.segment_indices(offsets)
-        inside = (offsets >= 0) & (num_bytes > 0) & (index < len(self.segments))
-        index = np.where(inside, index, 0)
+        # Past the end there is no room, whichever segment is asked.
+        index = np.minimum(self.segment_indices(offsets), len(self.segments) - 1)
         # Compared as `num_bytes <= room`, never `offset + num_bytes <= end`: a sum of hostile numbers can wrap.
-        inside &= num_bytes <= self._ends[index] - offsets
+        room = self._ends[index] - offsets
+        inside = (offsets >= 0) & (num_bytes > 0) & (num_bytes <= room)
         if not inside.all():
             first = int(np.argmin(inside))
             raise RegionError(
                 f"region {first} (offset {int(offsets[first])}, {int(num_bytes[first])} bytes) "
                 f"is not inside one segment of a pool of {self.num_bytes} bytes"
             )
-        return self._bases[index] + (offsets - self._starts[index]).astype(np.uint64)
+        return self._shifts[index] + offsets.astype(np.uint64)
 
 
 class Regions:
