@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, PeerLost, Pool
+from kvferry.transports._frames import FrameReader, encode_frame
 from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
 from kvferry.transports.errors import (
     KVTransferError,
@@ -27,13 +28,12 @@ from kvferry.transports.errors import (
 from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.shm.hello import (
     FOREIGN,
+    FRAME_LIMITS,
     VERSION,
     FrameKind,
-    FrameReader,
     Hello,
     SharedSegment,
     decode_hello,
-    encode_frame,
     encode_hello,
 )
 
@@ -319,7 +319,7 @@ def test_another_version_is_named() -> None:
 @given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 20)))
 def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(encode_frame(FrameKind.MESSAGE, body) for body in bodies)
-    reader, found = FrameReader(), []
+    reader, found = FrameReader(FRAME_LIMITS), []
     for size in [*cuts, len(stream) + 1]:
         found += reader.feed(stream[:size])
         stream = stream[size:]

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, Guard, PeerLost, Pool
+from kvferry.transports._frames import FrameReader
 from kvferry.transports.errors import ProtocolError, VersionMismatchError
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.ucx.options import Address
 from kvferry.transports.ucx.wire import (
+    FRAME_LIMITS,
     PROTOCOL_VERSION,
     Answer,
     Fetch,
-    FrameReader,
     Hello,
     Message,
     Ping,
@@ -44,13 +45,13 @@ FRAMES = [
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
 def test_frames_survive_the_wire(frame: Hello) -> None:
-    ((kind, body),) = FrameReader().feed(frame.encode())
+    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(frame.encode())
     assert decode(kind, body) == frame
 
 
 def test_a_fetch_survives_the_wire() -> None:
     fetch = Fetch(7, Guard(1, 2), np.array([[0, 5], [9, 1]], dtype=np.int64))
-    ((kind, body),) = FrameReader().feed(fetch.encode())
+    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(fetch.encode())
     again = decode(kind, body)
     assert isinstance(again, Fetch)
     assert (again.tag, again.guard, again.num_bytes) == (7, Guard(1, 2), 6)
@@ -59,7 +60,7 @@ def test_a_fetch_survives_the_wire() -> None:
 @given(st.integers(0, 255), st.binary(max_size=200))
 def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
     try:
-        for found, content in FrameReader().feed(struct.pack("<IB", len(body), kind) + body):
+        for found, content in FrameReader(FRAME_LIMITS).feed(struct.pack("<IB", len(body), kind) + body):
             decode(found, content)
     except (ProtocolError, VersionMismatchError):
         pass
@@ -68,7 +69,7 @@ def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
 @given(st.lists(st.sampled_from(FRAMES), max_size=6), st.integers(1, 40))
 def test_frames_may_come_in_pieces(frames: list[Hello], piece: int) -> None:
     stream = b"".join(frame.encode() for frame in frames)
-    reader = FrameReader()
+    reader = FrameReader(FRAME_LIMITS)
     found = [f for at in range(0, len(stream), piece) for f in reader.feed(stream[at : at + piece])]
     assert [decode(kind, body) for kind, body in found] == frames
 
@@ -144,7 +145,7 @@ def test_another_version_is_told_ours(node: UCXTransport) -> None:
     heard = hangs_up(
         node, HELLO.replace(struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION), b"kvferry-ucx\x63\0\0\0")
     )
-    ((kind, body),) = FrameReader().feed(heard)
+    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(heard)
     assert isinstance(decode(kind, body), Hello)
     assert_serves(node)
 

@@ -1,6 +1,6 @@
 """What two shm transports say to each other: frames, and the hello that opens a connection. Pure.
 
-A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The first frame each way is a hello:
+Frames are those of `_frames`. The first one each way is a hello, little-endian:
 
     magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_segments: u32
     num_segments times: file: i32, start: u64, num_bytes: u64
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .._memory import NUM_OWN_WORDS
@@ -23,15 +24,14 @@ from ..errors import ProtocolError, VersionMismatchError
 
 __all__ = [
     "FOREIGN",
+    "FRAME_LIMITS",
     "MAX_FILES",
     "MAX_SEGMENTS",
     "VERSION",
     "FrameKind",
-    "FrameReader",
     "Hello",
     "SharedSegment",
     "decode_hello",
-    "encode_frame",
     "encode_hello",
 ]
 
@@ -45,7 +45,6 @@ MAX_SEGMENTS = 8192
 MAX_GUARDS = (1 << 24) + NUM_OWN_WORDS
 
 _MAGIC = b"kvferry\0"
-_FRAME = struct.Struct("<IB")
 _HEAD = struct.Struct("<8sIIII")
 _SEGMENT = struct.Struct("<iQQ")
 
@@ -56,7 +55,8 @@ class FrameKind(enum.IntEnum):
     WRITE = 3
 
 
-_MAX_FRAME_BYTES = {
+#: The most bytes of a frame's body.
+FRAME_LIMITS: Mapping[int, int] = {
     FrameKind.HELLO: _HEAD.size + MAX_SEGMENTS * _SEGMENT.size,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
     FrameKind.WRITE: MAX_FRAME_BYTES,
@@ -116,45 +116,3 @@ def _require_possible(segment: SharedSegment, num_files: int) -> None:
     # Offsets are signed 64-bit numbers further on; 2**62 leaves room for their sums.
     if not is_known or not 0 < segment.num_bytes < 2**62 or segment.start >= 2**62:
         raise ProtocolError(f"the peer describes an impossible {segment}")
-
-
-def encode_frame(kind: FrameKind, body: bytes) -> bytes:
-    """One frame. The caller has checked the length."""
-    return _FRAME.pack(len(body), kind) + body
-
-
-class FrameReader:
-    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[tuple[FrameKind, bytes]]:
-        """Add bytes; return the frames that they complete.
-
-        Raises:
-            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
-        """
-        self._buffer += data
-        frames = []
-        at = 0
-        while len(self._buffer) - at >= _FRAME.size:
-            length, number = _FRAME.unpack_from(self._buffer, at)
-            kind = _frame_kind(number, length)
-            end = at + _FRAME.size + length
-            if end > len(self._buffer):
-                break
-            frames.append((kind, bytes(self._buffer[at + _FRAME.size : end])))
-            at = end
-        del self._buffer[:at]
-        return frames
-
-
-def _frame_kind(number: int, length: int) -> FrameKind:
-    try:
-        kind = FrameKind(number)
-    except ValueError:
-        raise ProtocolError(f"a frame of unknown kind {number}") from None
-    if length > _MAX_FRAME_BYTES[kind]:
-        raise ProtocolError(f"a {kind.name} frame of {length} bytes; {_MAX_FRAME_BYTES[kind]} are allowed")
-    return kind

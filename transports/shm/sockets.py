@@ -11,21 +11,16 @@ import socket
 import stat
 import struct
 
+from .._frames import RECEIVE_BYTES, FrameSocket, encode_frame
 from ..errors import (
-    BackpressureError,
     ConfigurationError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
 )
-from .hello import MAX_FILES, FrameKind, FrameReader, encode_frame
+from .hello import FRAME_LIMITS, MAX_FILES, FrameKind
 
 __all__ = ["Connection", "Listener", "connect", "new_address", "parse_address"]
-
-_RECEIVE_BYTES = 256 << 10
-
-#: How often one call of `receive` asks the kernel, so that one peer cannot keep the loop to itself.
-_MAX_RECEIVES = 16
 
 _CREDENTIALS = struct.Struct("3i")
 _ANCILLARY_BYTES = socket.CMSG_SPACE((1 + MAX_FILES) * array.array("i").itemsize)
@@ -57,27 +52,19 @@ def parse_address(address: str) -> str:
     return "\0" + name[1:] if name[0] == "@" else name
 
 
-class Connection:
-    """One socket to a peer: frames out, frames and descriptors in.
+class Connection(FrameSocket):
+    """One socket to a peer, which brings descriptors with its first frame.
 
     Attributes:
         pid, uid: The peer, as the kernel says: when it connected, or when it began to listen.
     """
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
-        sock.setblocking(False)
-        self._socket = sock
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
-        self._max_queued_bytes = max_queued_bytes
-        self._reader = FrameReader()
-        self._unsent = bytearray()
-        self._is_writable = True
         self._takes_descriptors = True
         self._descriptors: list[int] = []
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def require_user(self, allowed_uids: frozenset[int]) -> None:
         """Raises PeerRefusedError: the peer runs as none of the users."""
@@ -85,11 +72,6 @@ class Connection:
             raise PeerRefusedError(
                 f"process {self.pid} runs as user {self.uid}; allowed: {sorted(allowed_uids)}"
             )
-
-    @property
-    def num_unsent(self) -> int:
-        """Bytes that `flush` sends once the socket can be written."""
-        return len(self._unsent)
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
         """Send the first frame, with descriptors. Raises PeerLostError: the peer is gone."""
@@ -101,69 +83,11 @@ class Connection:
             raise PeerLostError(f"the peer closed the connection: {error}") from error
         self._unsent += frame[sent:]
 
-    def send_message(self, message: bytes) -> None:
-        """Send or queue a control message.
-
-        Raises:
-            PeerLostError: the peer is gone.
-            BackpressureError: too much waits already. Nothing was sent.
-        """
-        if not self._is_writable:
-            raise PeerLostError("the peer closed the connection")
-        if self._unsent and len(self._unsent) + len(message) > self._max_queued_bytes:
-            raise BackpressureError(f"{len(self._unsent)} bytes wait for the peer to take them")
-        self.send(FrameKind.MESSAGE, message)
-        if not self._is_writable:
-            raise PeerLostError("the peer closed the connection")
-
-    def send(self, kind: FrameKind, body: bytes) -> None:
-        """Send or queue a frame. For a lost peer it is dropped."""
-        self._unsent += encode_frame(kind, body)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what waits, as far as the socket takes it. What a lost peer did not take is dropped."""
-        while self._unsent:
-            try:
-                with memoryview(self._unsent) as waiting:
-                    sent = self._socket.send(waiting)
-            except BlockingIOError:
-                return
-            except OSError:
-                # What it sent before can still be received; the end of that says that the peer is lost.
-                self._is_writable = False
-                sent = len(self._unsent)
-            del self._unsent[:sent]
-
-    def receive(self) -> list[tuple[FrameKind, bytes]]:
-        """Return the frames that arrived.
-
-        Raises:
-            PeerLostError: the peer closed, and every whole frame was returned before.
-            ProtocolError: the peer sent what is no frame.
-        """
-        frames: list[tuple[FrameKind, bytes]] = []
-        for _ in range(_MAX_RECEIVES):
-            try:
-                data = self._receive_some()
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if frames:
-                    break
-                raise PeerLostError(f"the connection broke: {error}") from error
-            if not data:
-                if frames:
-                    break
-                raise PeerLostError("the peer closed the connection")
-            frames += self._reader.feed(data)
-        return frames
-
     def _receive_some(self) -> bytes:
         if not self._takes_descriptors:
-            return self._socket.recv(_RECEIVE_BYTES)  # the kernel closes descriptors that nobody asked for
+            return super()._receive_some()  # the kernel closes descriptors that nobody asked for
         data, ancillary, flags, _ = self._socket.recvmsg(
-            _RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -181,7 +105,7 @@ class Connection:
         return descriptors
 
     def close(self) -> None:
-        self._socket.close()
+        super().close()
         for descriptor in self.take_descriptors():
             os.close(descriptor)
 
@@ -208,13 +132,14 @@ def connect(address: str, max_queued_bytes: int) -> Connection:
 class Listener:
     """A bound socket. If it has a file, only this user may connect, unless `is_shared`; `close` removes it."""
 
-    def __init__(self, address: str, *, is_shared: bool) -> None:
+    def __init__(self, address: str, max_queued_bytes: int, *, is_shared: bool) -> None:
         """Bind and listen.
 
         Raises:
             ConfigurationError: the address is malformed, taken, or not ours to bind.
         """
         self.address = address
+        self._max_queued_bytes = max_queued_bytes
         self._path = parse_address(address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -243,15 +168,10 @@ class Listener:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def accept(self, max_queued_bytes: int) -> list[Connection]:
-        """Everyone who connected since the last call."""
-        connections: list[Connection] = []
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:  # nobody waits; or no descriptor is free, and he waits on
-                return connections
-            connections.append(Connection(sock, max_queued_bytes))
+    def accept(self) -> Connection:
+        """See `_accepting.Listening`."""
+        sock, _ = self._socket.accept()
+        return Connection(sock, self._max_queued_bytes)
 
     def close(self) -> None:
         """Stop listening, and remove the file if it is still ours."""

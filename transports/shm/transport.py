@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
+from .._accepting import Acceptor
 from .._copy import IS_ORDERED
+from .._frames import encode_frame
 from .._memory import require_guard, require_transfer
 from .._options import parse_options
 from .._poller import Poller
@@ -90,7 +92,7 @@ class SharedMemoryTransport(Transport):
             self._options.copy_threads, self._options.inline_bytes, on_ended=self._poller.interrupt
         )
         self._ids = itertools.count(1)
-        self._listeners: list[Listener] = []
+        self._acceptors: dict[str, Acceptor[Connection]] = {}  # by address
         self._greetings: dict[int, _Greeting] = {}
         self._peers: dict[int, _Peer] = {}
         self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
@@ -98,7 +100,7 @@ class SharedMemoryTransport(Transport):
         self._writes = Writes(self, self.guards, self._events)
 
     def __repr__(self) -> str:
-        addresses = " ".join(listener.address for listener in self._listeners)
+        addresses = " ".join(self._acceptors)
         return f"<SharedMemoryTransport {addresses}{' closed' if self._poller.is_closed else ''}>"
 
     # -- memory --------------------------------------------------------------------------------------
@@ -121,9 +123,9 @@ class SharedMemoryTransport(Transport):
         self._require_open()
         self._memory.require_registered()
         address = address or new_address(self._options.socket_dir)
-        listener = Listener(address, is_shared=bool(self._options.allowed_uids))
-        self._listeners.append(listener)
-        self._poller.watch(listener, partial(self._accept, listener))
+        options = self._options
+        listener = Listener(address, options.max_queued_bytes, is_shared=bool(options.allowed_uids))
+        self._acceptors[address] = Acceptor(listener, self._poller, self._accept)
         return address
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
@@ -138,13 +140,12 @@ class SharedMemoryTransport(Transport):
             self._events.append(PeerLost(peer_id, error))
         return peer_id
 
-    def _accept(self, listener: Listener) -> None:
-        for connection in listener.accept(self._options.max_queued_bytes):
-            deadline = time.monotonic() + self._options.handshake_timeout_s
-            try:
-                self._greet(_Greeting(next(self._ids), True, connection, deadline))
-            except KVTransferError as error:
-                logger.warning("refused a connection: %s", error)
+    def _accept(self, connection: Connection) -> None:
+        deadline = time.monotonic() + self._options.handshake_timeout_s
+        try:
+            self._greet(_Greeting(next(self._ids), True, connection, deadline))
+        except KVTransferError as error:
+            logger.warning("refused a connection: %s", error)
 
     def _greet(self, greeting: _Greeting) -> None:
         connection = greeting.connection
@@ -167,7 +168,7 @@ class SharedMemoryTransport(Transport):
             return
         try:
             for kind, body in owner.connection.receive():
-                self._handle(peer_id, kind, body)
+                self._handle(peer_id, FrameKind(kind), body)
         except KVTransferError as error:
             self._lose(peer_id, error)
             return
@@ -230,7 +231,7 @@ class SharedMemoryTransport(Transport):
         if len(message) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
         peer = self._peer(peer_id)
-        peer.connection.send_message(message)
+        peer.connection.send_message(encode_frame(FrameKind.MESSAGE, message))
         self._watch(peer_id, peer.connection)
 
     def _peer(self, peer_id: int) -> _Peer:
@@ -283,7 +284,7 @@ class SharedMemoryTransport(Transport):
         """See `_writes.Host`."""
         if peer_id in self._peers:
             connection = self._peers[peer_id].connection
-            connection.send(FrameKind.WRITE, frame)
+            connection.send(encode_frame(FrameKind.WRITE, frame))
             self._watch(peer_id, connection)
 
     def _collect(self) -> None:
@@ -318,9 +319,12 @@ class SharedMemoryTransport(Transport):
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
         deadlines += [read.deadline for peer in self._peers.values() for read in peer.reads.values()]
         deadlines += self._writes.deadlines()
+        deadlines += [acceptor.resumes_at for acceptor in self._acceptors.values()]
         return min(deadlines, default=math.inf)
 
     def _expire(self, now: float) -> None:
+        for acceptor in self._acceptors.values():
+            acceptor.resume(now)
         for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
             self._lose(greeting.peer_id, TransferTimeoutError("the peer said no hello in time"))
         for peer in self._peers.values():
@@ -344,8 +348,8 @@ class SharedMemoryTransport(Transport):
         self._copier.close()
         # Before the peers hear of it: what they still copy is not promised any more.
         self._memory.close()
-        for listener in self._listeners:
-            listener.close()
+        for acceptor in self._acceptors.values():
+            acceptor.close()
         for greeting in self._greetings.values():
             greeting.connection.close()
         for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:

@@ -7,6 +7,7 @@ import logging
 import time
 from functools import partial
 
+from .._accepting import Acceptor
 from .._memory import require_transfer
 from .._poller import Poller
 from .._slices import SlicePlan
@@ -41,7 +42,7 @@ class Node:
         self._poller = poller
         self._writes = Writes(self, local.source.guards, local.events)
         self._ids = itertools.count(1)
-        self._listeners: list[Listener] = []
+        self._acceptors: list[Acceptor[Channel]] = []
         self._greetings: dict[int, Greeting] = {}
         self._peers: dict[int, Peer] = {}
         self._last_turn = time.monotonic()
@@ -49,8 +50,7 @@ class Node:
     def listen(self, host: str, ports: range) -> str:
         """See `Transport.listen`."""
         listener = Listener(self._local.options, host, ports)
-        self._listeners.append(listener)
-        self._poller.watch(listener, partial(self._accept, listener))
+        self._acceptors.append(Acceptor(listener, self._poller, self._accept))
         return listener.address
 
     def connect(self, address: Address, timeout_s: float) -> int:
@@ -73,12 +73,11 @@ class Node:
         self._watch(peer_id, channel)
         return peer_id
 
-    def _accept(self, listener: Listener) -> None:
-        for channel in listener.accept():
-            timeout_s = self._local.options.handshake_timeout_s
-            greeting = Greeting(next(self._ids), channel, incoming=True, timeout_s=timeout_s)
-            self._greetings[greeting.peer_id] = greeting
-            self._watch(greeting.peer_id, channel)
+    def _accept(self, channel: Channel) -> None:
+        timeout_s = self._local.options.handshake_timeout_s
+        greeting = Greeting(next(self._ids), channel, incoming=True, timeout_s=timeout_s)
+        self._greetings[greeting.peer_id] = greeting
+        self._watch(greeting.peer_id, channel)
 
     def _watch(self, peer_id: int, channel: Channel) -> None:
         self._poller.watch(channel, partial(self._serve, peer_id), writes=channel.num_unsent > 0)
@@ -109,7 +108,7 @@ class Node:
 
     def send(self, peer_id: int, message: bytes) -> None:
         """See `Transport.send`."""
-        self._peer(peer_id).channel.send_message(message)
+        self._peer(peer_id).channel.send_message(Message(message).encode())
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         """See `Transport.start_read`."""
@@ -166,6 +165,7 @@ class Node:
         interval_s = self._local.ping_interval_s
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
         deadlines += self._writes.deadlines()
+        deadlines += [acceptor.resumes_at for acceptor in self._acceptors]
         for peer in self._peers.values():
             deadlines += peer.deadlines(interval_s)
         due = min(deadlines, default=float("inf")) - time.monotonic()
@@ -192,6 +192,8 @@ class Node:
                 self._lose(peer.peer_id, error)
             else:
                 peer.keep_alive(now, interval_s)
+        for acceptor in self._acceptors:
+            acceptor.resume(now)
         for peer_id, reason in self._writes.expire(now):
             self._lose(peer_id, reason)
         for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
@@ -301,8 +303,8 @@ class Node:
 
     def close(self) -> None:
         """Drop every peer and close every socket."""
-        for listener in self._listeners:
-            listener.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         for greeting in self._greetings.values():
             greeting.close()
         for peer in self._peers.values():

@@ -1,6 +1,6 @@
 """What goes over the control connection: frames, and their strict decoder. Pure.
 
-A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
+Frames are those of `_frames`; all is little-endian.
 
 | kind | body |
 |---|---|
@@ -27,18 +27,19 @@ from enum import IntEnum
 
 import numpy as np
 
+from .._frames import encode_frame
 from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
 
 __all__ = [
+    "FRAME_LIMITS",
     "MAX_ROWS",
     "MAX_SLICE_BYTES",
     "PROTOCOL_VERSION",
     "Answer",
     "Fetch",
-    "FrameReader",
     "Hello",
     "Incoming",
     "Message",
@@ -74,13 +75,13 @@ class _Kind(IntEnum):
     WRITE = 9
 
 
-_FRAME = struct.Struct("<IB")
 _GREETING = struct.Struct("<11sI")
 _HELLO = struct.Struct("<11sIII32s")
 _FETCH = struct.Struct("<Qqq")
 _TAG = struct.Struct("<Q")
 
-_MAX_BODY_BYTES: Mapping[int, int] = {
+#: The most bytes of a frame's body.
+FRAME_LIMITS: Mapping[int, int] = {
     _Kind.HELLO: _HELLO.size + 8 * _MAX_SEGMENTS + _MAX_ADDRESS_BYTES,
     _Kind.READY: 32,
     _Kind.REFUSED: _MAX_REASON_BYTES,
@@ -91,10 +92,6 @@ _MAX_BODY_BYTES: Mapping[int, int] = {
     _Kind.PING: 0,
     _Kind.WRITE: MAX_FRAME_BYTES,
 }
-
-
-def _frame(kind: _Kind, body: bytes) -> bytes:
-    return _FRAME.pack(len(body), kind) + body
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Hello:
         sizes = np.array(self.num_bytes, dtype="<i8").tobytes()
         mechanism = self.mechanism.encode()[:32]
         head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, len(self.num_bytes), mechanism)
-        return _frame(_Kind.HELLO, head + sizes + self.address)
+        return encode_frame(_Kind.HELLO, head + sizes + self.address)
 
     def pool(self) -> Pool:
         """The peer's run of offsets. Its addresses mean nothing here."""
@@ -130,7 +127,7 @@ class Ready:
     mechanism: str
 
     def encode(self) -> bytes:
-        return _frame(_Kind.READY, self.mechanism.encode()[:32])
+        return encode_frame(_Kind.READY, self.mechanism.encode()[:32])
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Refused:
     reason: str
 
     def encode(self) -> bytes:
-        return _frame(_Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
+        return encode_frame(_Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class Message:
     body: bytes
 
     def encode(self) -> bytes:
-        return _frame(_Kind.MESSAGE, self.body)
+        return encode_frame(_Kind.MESSAGE, self.body)
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class Fetch:
 
     def encode(self) -> bytes:
         head = _FETCH.pack(self.tag, self.guard.index, self.guard.value)
-        return _frame(_Kind.FETCH, head + self.rows.astype("<i8", copy=False).tobytes())
+        return encode_frame(_Kind.FETCH, head + self.rows.astype("<i8", copy=False).tobytes())
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class Answer:
     is_valid: bool
 
     def encode(self) -> bytes:
-        return _frame(_Kind.SENT if self.is_valid else _Kind.STALE, _TAG.pack(self.tag))
+        return encode_frame(_Kind.SENT if self.is_valid else _Kind.STALE, _TAG.pack(self.tag))
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ class Ping:
     """I am alive."""
 
     def encode(self) -> bytes:
-        return _frame(_Kind.PING, b"")
+        return encode_frame(_Kind.PING, b"")
 
 
 @dataclass(frozen=True)
@@ -196,38 +193,10 @@ class WriteFrame:
     body: bytes
 
     def encode(self) -> bytes:
-        return _frame(_Kind.WRITE, self.body)
+        return encode_frame(_Kind.WRITE, self.body)
 
 
 Incoming = Hello | Ready | Refused | Message | Fetch | Answer | Ping | WriteFrame
-
-
-class FrameReader:
-    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Add bytes; return the frames that they complete, as (kind, body).
-
-        Raises:
-            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
-        """
-        self._buffer += data
-        frames = []
-        at = 0
-        while len(self._buffer) - at >= _FRAME.size:
-            num_bytes, kind = _FRAME.unpack_from(self._buffer, at)
-            if kind not in _MAX_BODY_BYTES or num_bytes > _MAX_BODY_BYTES[kind]:
-                raise ProtocolError(f"the peer sent a frame of kind {kind} and {num_bytes} bytes")
-            end = at + _FRAME.size + num_bytes
-            if len(self._buffer) < end:
-                break
-            frames.append((kind, bytes(self._buffer[at + _FRAME.size : end])))
-            at = end
-        del self._buffer[:at]
-        return frames
 
 
 def decode(kind: int, body: bytes) -> Incoming:

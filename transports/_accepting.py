@@ -1,0 +1,80 @@
+"""Accepting connections, also while this process is out of descriptors."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from ._poller import Poller
+
+__all__ = ["Acceptor"]
+
+logger = logging.getLogger(__name__)
+
+#: How long nobody is accepted after descriptors, or memory for sockets, ran out.
+_REST_S = 0.25
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Connection_co = TypeVar("Connection_co", covariant=True)
+Connection = TypeVar("Connection")
+
+
+class Listening(Protocol[Connection_co]):
+    """A bound socket that does not block."""
+
+    def fileno(self) -> int: ...
+
+    def accept(self) -> Connection_co:
+        """Accept one connection. Raises OSError: there is none, or it cannot be accepted."""
+
+    def close(self) -> None: ...
+
+
+class Acceptor(Generic[Connection]):
+    """Gives everyone who connects to a listener to `take`.
+
+    Who cannot be accepted for want of descriptors is reported by the kernel again and again; so the listener is not
+    looked at for a while, and he waits on.
+
+    Attributes:
+        resumes_at: When the rest is over, in `time.monotonic` seconds; infinite if there is none.
+    """
+
+    def __init__(
+        self, listener: Listening[Connection], poller: Poller, take: Callable[[Connection], None]
+    ) -> None:
+        self._listener = listener
+        self._poller = poller
+        self._take = take
+        self.resumes_at = math.inf
+        poller.watch(listener, self._accept_all)
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._rest(error)
+                return  # nobody waits; or he hung up, and the next one is told of again
+            self._take(connection)
+
+    def _rest(self, error: OSError) -> None:
+        logger.warning("cannot accept a peer, trying again in %s s: %s", _REST_S, error)
+        self._poller.unwatch(self._listener)
+        self.resumes_at = time.monotonic() + _REST_S
+
+    def resume(self, now: float) -> None:
+        """Look at the listener again, if the rest is over."""
+        if self.resumes_at <= now:
+            self.resumes_at = math.inf
+            self._poller.watch(self._listener, self._accept_all)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()

@@ -1,0 +1,157 @@
+"""A socket that carries frames. Nothing here blocks.
+
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Mapping
+
+from .errors import BackpressureError, PeerLostError, ProtocolError
+
+__all__ = ["RECEIVE_BYTES", "FrameReader", "FrameSocket", "encode_frame"]
+
+RECEIVE_BYTES = 256 << 10
+
+#: How often one call of `receive` asks the kernel, so that one peer cannot keep the loop to itself.
+_MAX_RECEIVES = 16
+
+_HEAD = struct.Struct("<IB")
+
+
+def encode_frame(kind: int, body: bytes) -> bytes:
+    """One frame. The caller has checked the length."""
+    return _HEAD.pack(len(body), kind) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet.
+
+    Args:
+        limits: The most bytes of a frame's body, by kind. There are no other kinds.
+    """
+
+    def __init__(self, limits: Mapping[int, int]) -> None:
+        self._limits = limits
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Add bytes; return the frames that they complete, as (kind, body).
+
+        Raises:
+            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
+        """
+        self._buffer += data
+        frames = []
+        at = 0
+        while len(self._buffer) - at >= _HEAD.size:
+            num_bytes, kind = _HEAD.unpack_from(self._buffer, at)
+            if num_bytes > self._limits.get(kind, -1):
+                raise ProtocolError(f"the peer sent a frame of kind {kind} and {num_bytes} bytes")
+            end = at + _HEAD.size + num_bytes
+            if len(self._buffer) < end:
+                break
+            frames.append((kind, bytes(self._buffer[at + _HEAD.size : end])))
+            at = end
+        del self._buffer[:at]
+        return frames
+
+
+class FrameSocket:
+    """One connection to a peer: frames out, frames in.
+
+    Args:
+        limits: See `FrameReader`.
+        max_queued_bytes: What may wait here for the peer to take it, before messages are refused.
+
+    Attributes:
+        last_heard, last_said: When bytes came, and when some were last sent; by `time.monotonic`.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Mapping[int, int], max_queued_bytes: int) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._max_queued_bytes = max_queued_bytes
+        self._reader = FrameReader(limits)
+        self._unsent = bytearray()
+        self._is_writable = True
+        self.last_heard = self.last_said = time.monotonic()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that `flush` sends once the socket can be written."""
+        return len(self._unsent)
+
+    def send_message(self, frame: bytes) -> None:
+        """Send or queue a frame that holds a control message.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            BackpressureError: too much waits already. Nothing was sent.
+        """
+        self._require_writable()
+        if self._unsent and len(self._unsent) + len(frame) > self._max_queued_bytes:
+            raise BackpressureError(f"{len(self._unsent)} bytes wait for the peer to take them")
+        self.send(frame)
+        self._require_writable()
+
+    def _require_writable(self) -> None:
+        if not self._is_writable:
+            raise PeerLostError("the peer closed the connection")
+
+    def send(self, frame: bytes) -> None:
+        """Send or queue a frame. For a lost peer it is dropped."""
+        self._unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it. What a lost peer did not take is dropped."""
+        while self._unsent:
+            try:
+                with memoryview(self._unsent) as waiting:
+                    sent = self._socket.send(waiting)
+            except BlockingIOError:
+                return
+            except OSError:
+                # What it sent before can still be received; the end of that says that the peer is lost.
+                self._is_writable = False
+                sent = len(self._unsent)
+            self.last_said = time.monotonic()
+            del self._unsent[:sent]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the frames that arrived, as (kind, body).
+
+        Raises:
+            PeerLostError: the peer closed, and every whole frame was returned before.
+            ProtocolError: the peer sent what is no frame.
+        """
+        frames: list[tuple[int, bytes]] = []
+        for _ in range(_MAX_RECEIVES):
+            try:
+                data = self._receive_some()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if frames:
+                    break
+                raise PeerLostError(f"the connection broke: {error}") from error
+            if not data:
+                if frames:
+                    break
+                raise PeerLostError("the peer closed the connection")
+            self.last_heard = time.monotonic()
+            frames += self._reader.feed(data)
+        return frames
+
+    def _receive_some(self) -> bytes:
+        return self._socket.recv(RECEIVE_BYTES)
+
+    def close(self) -> None:
+        self._socket.close()
