@@ -1,0 +1,80 @@
+"""What can be said of the images without a Docker daemon: they are made of what is there, and of nothing that is not pinned.
+
+`tests/e2e/test_compose.py` runs the commands of `compose.yaml`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+#: Instructions, one a line.
+INSTRUCTIONS = [
+    line
+    for line in re.sub(r"\\\n\s*", "", (DOCKER / "Dockerfile").read_text()).splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def stage(name: str) -> list[str]:
+    """The instructions of a stage."""
+    starts = [index for index, line in enumerate(INSTRUCTIONS) if line.startswith("FROM ")] + [None]
+    stages = [INSTRUCTIONS[first:end] for first, end in itertools.pairwise(starts)]
+    return next(found for found in stages if found[0].endswith(f" AS {name}"))
+
+
+def test_every_file_that_is_copied_is_there_and_not_ignored() -> None:
+    kept = [
+        line[1:]
+        for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    copied = [
+        source
+        for line in INSTRUCTIONS
+        if line.startswith("COPY ") and "--from=" not in line
+        for source in line.split()[1:-1]
+    ]
+    assert {"connector", "transports", "runner_mixin", "examples"} <= set(copied)
+    assert sorted(set(copied)) == sorted(kept)
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_what_is_installed_is_pinned_and_every_base_has_a_version() -> None:
+    installs = [line for line in INSTRUCTIONS if "pip install" in line]
+    assert len(installs) == 4
+    assert all("-c constraints.txt" in line for line in installs)
+    bases = [line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")]
+    known = {line.split(" AS ")[1] for line in INSTRUCTIONS if line.startswith("FROM ")}
+    assert set(bases) - known == {"${PYTHON_IMAGE}"}
+    assert any(fnmatch(line, "ARG PYTHON_IMAGE=python:3.*-slim-*") for line in INSTRUCTIONS)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_image_runs_as_nobody_special_and_holds_no_compiler(target: str) -> None:
+    assert stage(target)[0].startswith("FROM node ")
+    assert [line for line in stage("node") if line.startswith("USER ")] == ["USER 10001:10001"]
+    assert not any(line.startswith("USER ") for line in stage(target))
+    assert f"COPY --from=build-{target} /opt/kvferry /opt/kvferry" in stage(target)
+    assert not any("apt-get" in line for line in stage("node") + stage(target))
+
+
+def test_docker_itself_accepts_compose_yaml() -> None:
+    command = [shutil.which("docker") or "docker", "compose"]
+    if not shutil.which("docker") or subprocess.run([*command, "version"], capture_output=True).returncode:
+        pytest.skip("docker compose is not installed")
+    profiles = [word for name in ("shm", "zeromq", "ucx") for word in ("--profile", name)]
+    done = subprocess.run(
+        [*command, "-f", DOCKER / "compose.yaml", *profiles, "config", "--quiet"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

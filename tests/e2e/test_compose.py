@@ -1,0 +1,82 @@
+"""`docker/compose.yaml` as far as it goes without Docker: its commands, with other places, are a pair that answers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from demo.testing import Client
+
+COMPOSE: Mapping[str, Any] = yaml.safe_load((EXAMPLES.parent / "docker" / "compose.yaml").read_text())
+SERVICES: Mapping[str, Mapping[str, Any]] = COMPOSE["services"]
+SHARED = "/run/kvferry"
+
+
+def start(
+    launcher: Launcher, service: str, places: Mapping[str, str], *more: str, port: int = 0
+) -> LaunchedProcess:
+    """Start what a service starts, where `places` says."""
+    script, *arguments = SERVICES[service]["command"]
+    for here, there in {**places, "=0.0.0.0": "=127.0.0.1", "--port=8000": f"--port={port}"}.items():
+        arguments = [argument.replace(here, there) for argument in arguments]
+    return launcher.start(service, script, *arguments, *more)
+
+
+@pytest.fixture
+def shared(tmp_path: Path, transport: str) -> Path:
+    """The volume that the nodes of a profile share."""
+    for _ in range(2 * (transport == "zeromq")):  # as on the first start, and on the next
+        program = SERVICES["secret"]["command"][1].replace(SHARED, str(tmp_path))
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.every_transport
+def test_a_profile_is_a_pair_that_answers(
+    launcher: Launcher,
+    tiny_single: Client,
+    tiny_single_arguments: Sequence[str],
+    transport: str,
+    shared: Path,
+) -> None:
+    places = {SHARED: str(shared), "prefill.caches": "127.0.0.1", "decode.caches": "127.0.0.1"}
+    nodes = {
+        f"http://{role}-{transport}:8000": start(
+            launcher, f"{role}-{transport}", places, *tiny_single_arguments
+        )
+        for role in ("prefill", "decode")
+    }
+    launcher.wait_ready(nodes.values(), 110)
+    router = start(launcher, f"router-{transport}", {url: node.url for url, node in nodes.items()})
+    launcher.wait_ready([router], 30)
+    prompt = "A box that holds a box. " * 4
+    reply = Client(router).complete(prompt, max_tokens=4)
+    assert reply.token_ids == tiny_single.complete(prompt, max_tokens=4).token_ids
+    assert reply.transfer["transport"] == transport
+    assert reply.transfer["num_blocks"] > 0
+    if transport == "zeromq":
+        assert (shared / "secret").stat().st_mode & 0o777 == 0o600
+        assert re.fullmatch("[0-9a-f]{64}", (shared / "secret").read_text())
+
+
+@pytest.mark.parametrize("profile", ["shm", "zeromq", "ucx"])
+def test_a_profile_has_all_that_its_services_name(profile: str) -> None:
+    members = {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
+    assert {f"{role}-{profile}" for role in ("prefill", "decode", "router")} <= members.keys()
+    for name, service in members.items():
+        assert set(service.get("depends_on", ())) <= members.keys()
+        assert {volume.split(":")[0] for volume in service.get("volumes", ())} <= COMPOSE["volumes"].keys()
+        assert set(service.get("networks", ())) - {"default"} <= COMPOSE["networks"].keys()
+        assert ("ports" in service) == name.startswith("router")
+    nodes = [members[f"{role}-{profile}"] for role in ("prefill", "decode")]
+    shared = set(nodes[0]["volumes"]) & set(nodes[1]["volumes"])
+    assert any(SHARED in volume for volume in shared) == (profile != "ucx")
