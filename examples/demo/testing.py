@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .launcher import LaunchedProcess
 
-__all__ = ["DO_REMOTE_DECODE", "Client", "Reply", "wait_until"]
+__all__ = ["DO_REMOTE_DECODE", "Client", "Reply", "children_of", "wait_until"]
 
 #: What a router asks a prefill node for.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -126,6 +127,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s")
         time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started, in the order of their ids."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:

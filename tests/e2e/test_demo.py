@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from demo.launcher import EXAMPLES
-from demo.testing import wait_until
+from demo.testing import children_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -145,11 +145,6 @@ def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]
     wanted = 3 if stage == "starting" else 4
     wait_until(lambda: len(children_of(demo.pid)) >= wanted)
     return children_of(demo.pid)
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:
