@@ -27,10 +27,10 @@ __all__ = ["Reader", "Transfer", "limits_of"]
 def limits_of(options: UCXOptions) -> SliceLimits:
     """How reads are cut.
 
-    A region of at least 256 KiB goes straight from pool to pool; smaller ones are gathered into a stage, since a UCX
+    A region of at least 512 KiB goes straight from pool to pool; smaller ones are gathered into a stage, since a UCX
     message costs more than copying them twice does.
     """
-    return SliceLimits(options.slice_bytes, min(256 << 10, options.slice_bytes), MAX_ROWS)
+    return SliceLimits(options.slice_bytes, min(512 << 10, options.slice_bytes), MAX_ROWS)
 
 
 @dataclass
