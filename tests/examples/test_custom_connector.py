@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,24 @@ def test_another_prompt_or_model_finds_nothing(tmp_path: Path) -> None:
         assert first.scheduler.get_num_new_matched_tokens(Request("b", 22), 0) == (0, False)
     with node(tmp_path, model="another") as second:
         assert second.scheduler.get_num_new_matched_tokens(Request("b", 18), 0) == (0, False)
+
+
+@dataclass
+class OwnRequest(Request):
+    """A request of an engine that has adapters and salts."""
+
+    lora_id: str | None = None
+    cache_salt: str | None = None
+
+
+def test_adapters_and_salts_share_no_file(tmp_path: Path) -> None:
+    with node(tmp_path) as first:
+        first.prefill("a", 18)
+        first.step()
+        ask = first.scheduler.get_num_new_matched_tokens
+        assert ask(OwnRequest("b", 18), 0) == (16, False)
+        assert ask(OwnRequest("b", 18, lora_id="polite"), 0) == (0, False)
+        assert ask(OwnRequest("b", 18, cache_salt="mine"), 0) == (0, False)
 
 
 @pytest.mark.parametrize(
