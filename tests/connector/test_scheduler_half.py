@@ -12,14 +12,16 @@ from kvferry.connector import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVConnectorFactory,
     KVConnectorOutput,
+    KVConnectorRole,
     MambaSpec,
 )
 from kvferry.connector.config import KVRole
 from kvferry.connector.handoff.events import GroupBlocks
-from kvferry.connector.metadata import OfferOrder, WorkerAddress
+from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from kvferry.connector.scheduler_half import HandoffScheduler
-from kvferry.connector.testing import CacheShape, Request, engine_config
+from kvferry.connector.testing import CacheShape, Request, Step, engine_config
 from kvferry.transports.errors import (
     ConfigurationError,
     ConnectorError,
@@ -283,6 +285,21 @@ class TestRecurrentState:
         request = Request("p-1", 10, OFFER_PARAMS, num_computed_tokens=11, finish_reason="stop")
         assert producer.request_finished(request, [[7, 8, 9], [5]]) == (False, None)
         assert producer.build_connector_meta().is_empty()
+
+    def test_a_prompt_is_not_offered_while_it_is_computed(self) -> None:
+        """Each step moves the state on: what a consumer read early would not be the prompt's."""
+        connector = KVConnectorFactory.create_connector(
+            engine_config("inproc", role="kv_producer"), KVConnectorRole.SCHEDULER, WITH_STATE
+        )
+        connector.set_handshake_metadata({0: WORKER})
+        request = Request("p-1", 10, OFFER_PARAMS)
+        connector.on_new_request(request)
+        for request.num_computed_tokens in (4, 8):
+            assert connector.request_progressed(request, [[7, 8], [5]]) is None
+            orders = connector.build_connector_meta(Step())
+            assert isinstance(orders, HandoffMetadata)
+            assert not orders.offers
+        connector.shutdown()
 
     @pytest.mark.parametrize(
         ("num_prompt", "num_offered", "expected"),
