@@ -31,10 +31,9 @@ class WritePromises:
             pytest.skip("this transport does not write")
         return _accepting(link, EVERYTHING)
 
-    @pytest.mark.parametrize("num_bytes", [1, PAGE + 1, 3 * (1 << 20) + 5])
-    @pytest.mark.parametrize(("local", "remote"), [(0, 0), (3, 4099)])
+    @pytest.mark.parametrize(("local", "remote", "num_bytes"), [(0, 0, 1), (3, 4099, 3 * (1 << 20) + 5)])
     def test_bytes_are_written_unchanged(
-        self, world: World, target: Link, num_bytes: int, local: int, remote: int
+        self, world: World, target: Link, local: int, remote: int, num_bytes: int
     ) -> None:
         expected = target.consumer.memory().copy()
         expected[remote : remote + num_bytes] = target.producer.memory()[local : local + num_bytes]
@@ -118,7 +117,7 @@ class WritePromises:
         assert isinstance(ended.error, StaleRegionError)
         assert np.array_equal(target.consumer.memory(), before)
 
-    @pytest.mark.parametrize("row", [(0, 0, 1), (0, 2 * PAGE, 1), (0, PAGE, PAGE + 1), (0, PAGE - 1, 2)])
+    @pytest.mark.parametrize("row", [(0, 2 * PAGE, 1), (0, PAGE - 1, 2)])
     def test_who_writes_elsewhere_is_dropped(
         self, world: World, target: Link, row: tuple[int, int, int]
     ) -> None:
@@ -149,28 +148,24 @@ class WritePromises:
             else:
                 assert isinstance(ended.error, StaleRegionError)
 
-    @pytest.mark.parametrize(
-        "row", [(0, POOL_BYTES, 1), (POOL_BYTES, 0, 1), (-1, 0, 1), (0, 0, 0), (0, -1, 1)]
-    )
-    def test_writes_outside_a_pool_are_refused(
-        self, world: World, target: Link, row: tuple[int, int, int]
-    ) -> None:
-        with pytest.raises(RegionError):
-            world.start_write(target, pairs_of((0, 0, 1), row), HELD)
+    def test_writes_outside_a_pool_are_refused(self, world: World, target: Link) -> None:
+        for row in ((0, POOL_BYTES, 1), (POOL_BYTES, 0, 1), (-1, 0, 1), (0, 0, 0), (0, -1, 1)):
+            with pytest.raises(RegionError):
+                world.start_write(target, pairs_of((0, 0, 1), row), HELD)
         world.serve_quietly()
         assert not target.producer.of_type(TransferEnded)
 
-    @pytest.mark.parametrize("row", [(0, POOL_BYTES + 1), (-1, 1), (0, 0), (POOL_BYTES, 1)])
-    def test_accepting_what_is_not_there_is_refused(self, target: Link, row: tuple[int, int]) -> None:
-        with pytest.raises(RegionError):
-            target.consumer.transport.accept_writes(target.producer_id, HELD, regions_of(row))
+    def test_accepting_what_is_not_there_is_refused(self, target: Link) -> None:
+        for row in ((0, POOL_BYTES + 1), (-1, 1), (0, 0), (POOL_BYTES, 1)):
+            with pytest.raises(RegionError):
+                target.consumer.transport.accept_writes(target.producer_id, HELD, regions_of(row))
 
-    @pytest.mark.parametrize("guard", [Guard(-1, 1), Guard(1 << 40, 1), Guard(0, 0), Guard(0, -1)])
-    def test_an_impossible_guard_is_refused_in_writes(self, world: World, target: Link, guard: Guard) -> None:
-        with pytest.raises(RegionError):
-            world.start_write(target, pairs_of((0, 0, 1)), guard)
-        with pytest.raises(RegionError):
-            target.consumer.transport.accept_writes(target.producer_id, guard, EVERYTHING)
+    def test_an_impossible_guard_is_refused_in_writes(self, world: World, target: Link) -> None:
+        for guard in (Guard(-1, 1), Guard(1 << 40, 1), Guard(0, 0), Guard(0, -1)):
+            with pytest.raises(RegionError):
+                world.start_write(target, pairs_of((0, 0, 1)), guard)
+            with pytest.raises(RegionError):
+                target.consumer.transport.accept_writes(target.producer_id, guard, EVERYTHING)
 
     def test_strangers_cannot_write(self, target: Link) -> None:
         assert not target.producer.transport.can_write(987654)
