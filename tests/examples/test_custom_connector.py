@@ -1,10 +1,9 @@
-"""The example that an author starts from: it runs by itself, and keeps a connector's promises."""
+"""The example that an author starts from keeps a connector's promises; `tests/e2e` has it in a real node."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,29 +16,19 @@ import torch
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_connector.py"
 SHAPE = CacheShape(layout="per-layer")
 
 
 @contextmanager
-def node(folder: Path, model: str = "tiny", **more: Any) -> Iterator[ModelFreeNode]:
+def node(folder: Path, model: str = "tiny") -> Iterator[ModelFreeNode]:
     config = engine_config(
         "FileConnector",
         model=model,
         kv_connector_module_path="custom_connector",
-        kv_connector_extra_config={"folder": str(folder), **more},
+        kv_connector_extra_config={"folder": str(folder)},
     )
     with ModelFreeNode(config, SHAPE) as made:
         yield made
-
-
-def test_it_runs_by_itself() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "saved 4 blocks to 1 file; held blocks: 0",
-        "loaded 16 of 18 tokens; bytes identical: yes",
-    ]
 
 
 def test_only_missing_blocks_are_loaded(tmp_path: Path) -> None:
@@ -99,11 +88,20 @@ def test_a_file_that_cannot_be_read_is_a_failed_load(tmp_path: Path, damage: Any
         assert first.invalid_block_ids == set(table[:4])
 
 
-def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="one option, folder"), node(Path()):
-        pass
+def test_a_save_that_fails_frees_the_blocks_and_costs_no_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with node(folder) as first:
+        shutil.rmtree(folder)
+        first.prefill("a", 18)
+        first.step()
+        assert sorted(first.free_blocks) == list(range(1, SHAPE.num_blocks))
+        assert first.scheduler.get_num_new_matched_tokens(Request("b", 18), 0) == (0, False)
 
 
-def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="one option, folder"), node(tmp_path, colour="red"):
+@pytest.mark.parametrize("options", [{}, {"folder": "x", "colour": "red"}])
+def test_a_missing_folder_and_an_unknown_option_are_refused(options: dict[str, str]) -> None:
+    config = engine_config(
+        "FileConnector", kv_connector_module_path="custom_connector", kv_connector_extra_config=options
+    )
+    with pytest.raises(ConfigurationError, match="one option, folder"), ModelFreeNode(config, SHAPE):
         pass
