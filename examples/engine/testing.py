@@ -100,6 +100,18 @@ RECURRENT_FAMILIES: dict[str, Mapping[str, Any]] = {
         "mamba_expand": 1,
         "mamba_chunk_size": 8,
     },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
     "falcon_h1": {
         "model_type": "falcon_h1",
         "num_hidden_layers": 2,

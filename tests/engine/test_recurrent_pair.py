@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequestError
+from engine.testing import write_tiny_model
 from kvferry.transports.errors import ConfigurationError
 
 FAMILIES = [
     pytest.param("bamba", id="bamba, attention or recurrent"),
+    pytest.param("granitemoehybrid", id="granite, without rotary positions"),
     pytest.param("falcon_h1", id="falcon_h1, both in one layer"),
     pytest.param("mamba2", id="mamba2, recurrent only"),
     pytest.param("qwen3_next", id="qwen3_next, gated delta rule"),
@@ -126,9 +128,13 @@ def test_a_block_too_small_for_a_state_is_refused(make_node: Any) -> None:
         make_node("bamba", block_size=4)
 
 
-def test_a_recurrent_model_without_a_longest_sequence_wants_one(tmp_path: Any, make_node: Any) -> None:
-    from engine.testing import write_tiny_model
+def test_a_state_is_not_spread_over_several_processes(make_node: Any) -> None:
+    with pytest.raises(ConfigurationError, match="granitemoehybrid .* a state is not cut") as caught:
+        make_node("granitemoehybrid", block_size=BLOCK, tensor_parallel_size=2)
+    assert caught.value.key == "tensor_parallel_size"
 
+
+def test_a_recurrent_model_without_a_longest_sequence_wants_one(tmp_path: Any, make_node: Any) -> None:
     write_tiny_model(tmp_path, "mamba2", max_position_embeddings=None)
     with pytest.raises(ConfigurationError, match="set max_model_len") as caught:
         make_node(model=str(tmp_path), block_size=BLOCK)

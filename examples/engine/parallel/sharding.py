@@ -18,6 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 from kvferry.connector.config import AttentionLayerConfig
 from kvferry.transports.errors import ConfigurationError
 
+from ..recurrent import RECURRENT_KINDS
+
 __all__ = ["layers_of_rank", "require_divisible", "shard"]
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
@@ -32,6 +34,12 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
         ConfigurationError: heads or MLP do not come out even, or the model is of a kind that cannot be cut here;
             the message says what would fit.
     """
+    if RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ()):
+        raise ConfigurationError(
+            f"this engine cannot spread {config.model_type} models over several processes: a state is not cut",
+            key="tensor_parallel_size",
+            value=config.model_type,
+        )
     _plan_of(config)
     if _fits(config, num_ranks):
         return
