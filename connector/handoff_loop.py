@@ -159,8 +159,8 @@ class _Driver:
                 return self._protocol.peer_lost(peer_id, error, _now())
             case TransferEnded(transfer_id):
                 read, route = self._reads.pop(transfer_id)
-                self._outcomes.read_ended(read, event, route)
-                return self._protocol.consumer.read_ended(read.request_id, event.error, _now())
+                self._outcomes.read_ended(read, event, route, _now())
+                return self._protocol.consumer.read_ended(read, event.error, _now())
 
     # -- actions -------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class _Driver:
                 read.peer_id, read.pairs, read.guard, timeout_s=read.timeout_s
             )
         except KVTransferError as error:
-            return self._protocol.consumer.read_ended(read.request_id, error, _now())
+            return self._protocol.consumer.read_ended(read, error, _now())
         self._reads[transfer_id] = read, self._transport.route_of(read.peer_id)
         return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..transports.base import Route, TransferEnded
@@ -34,6 +34,12 @@ class _Read:
     started: StartRead
     ended: TransferEnded
     route: Route
+    end: float
+
+
+def _seconds(reads: Sequence[_Read]) -> float:
+    """From the start of the first read to the end of the last one."""
+    return max(read.end for read in reads) - min(read.end - read.ended.seconds for read in reads)
 
 
 class Outcomes:
@@ -51,7 +57,7 @@ class Outcomes:
         self._report = Report()
         self._offers: set[str] = set()
         self._loads: dict[str, LocalBlocks] = {}
-        self._reads: dict[str, _Read] = {}
+        self._reads: defaultdict[str, list[_Read]] = defaultdict(list)  # by request
         self._records: list[TransferRecord] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
 
@@ -67,10 +73,10 @@ class Outcomes:
             self._offers.update(orders.offers)
             self._loads.update(orders.loads)
 
-    def read_ended(self, read: StartRead, ended: TransferEnded, route: Route) -> None:
-        """Keep the figures of a read for the record of its load."""
+    def read_ended(self, read: StartRead, ended: TransferEnded, route: Route, now: float) -> None:
+        """Keep the figures of a read that ended now, in seconds of any clock, for the record of its load."""
         with self._lock:
-            self._reads[read.request_id] = _Read(read, ended, route)
+            self._reads[read.request_id].append(_Read(read, ended, route, now))
 
     def offer_ended(self, ended: OfferEnded) -> None:
         """The offer's blocks may be reused."""
@@ -113,29 +119,29 @@ class Outcomes:
 
     def _end_load(self, ended: LoadEnded) -> None:
         self._loads.pop(ended.request_id, None)
-        read = self._reads.pop(ended.request_id, None)
+        reads = self._reads.pop(ended.request_id, [])
         self._report.finished_recving.add(ended.request_id)
         if ended.outcome == "dropped":
             return
         if ended.error is not None:
             self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
             self._report.load_errors[ended.request_id] = str(ended.error)
-        self._count(self._record(ended, read))
+        self._count(self._record(ended, reads))
 
-    def _record(self, ended: LoadEnded, read: _Read | None) -> TransferRecord:
+    def _record(self, ended: LoadEnded, reads: Sequence[_Read]) -> TransferRecord:
         return TransferRecord(
             request_id=ended.request_id,
             direction="receive",
-            transport=read.route.scheme if read else self._transport,
-            mechanism=read.ended.mechanism if read else "",
+            transport=_joined(read.route.scheme for read in reads) or self._transport,
+            mechanism=_joined(read.ended.mechanism for read in reads),
             layout=self._layout,
-            num_blocks=read.started.num_blocks if read else len(_real_blocks(ended.blocks)),
-            num_regions=len(read.started.pairs) if read else 0,
-            num_regions_per_layer=read.started.num_regions_per_layer if read else 0,
-            num_bytes=read.ended.num_bytes if read else 0,
-            seconds=read.ended.seconds if read else 0.0,
+            num_blocks=len(_real_blocks(ended.blocks)),
+            num_regions=sum(len(read.started.pairs) for read in reads),
+            num_regions_per_layer=sum(read.started.num_regions_per_layer for read in reads),
+            num_bytes=sum(read.ended.num_bytes for read in reads),
+            seconds=_seconds(reads) if reads else 0.0,
             error="" if ended.error is None else str(ended.error),
-            reason=read.route.reason if read else "",
+            reason=_joined(read.route.reason for read in reads),
         )
 
     def _count(self, record: TransferRecord) -> None:
@@ -154,3 +160,8 @@ class Outcomes:
 def _real_blocks(blocks: LocalBlocks) -> set[int]:
     ids: Iterable[int] = (block for group in blocks for block in group.block_ids)
     return set(ids) - {0}
+
+
+def _joined(words: Iterable[str]) -> str:
+    """The distinct words, in the order in which they come first."""
+    return ", ".join(filter(None, dict.fromkeys(words)))

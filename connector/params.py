@@ -14,11 +14,10 @@ from typing import Any, cast
 
 from ..transports.errors import InvalidTransferParamsError
 from .handoff.events import BlockTables, RemoteOffer
-from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_TEXT_CHARS
+from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_RANKS, MAX_TEXT_CHARS
 
 __all__ = ["TransferWish", "offer_params", "parse_transfer_params"]
 
-_MAX_RANKS = 1024
 _MAX_INT32 = 2**31 - 1
 _SHOWN_CHARS = 80
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -121,10 +120,12 @@ def _epoch(params: Mapping[str, Any]) -> int:
 
 def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:
     value = params.get("remote_addresses")
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_RANKS:
-        raise _error("remote_addresses", value, f"it must be a list of 1 to {_MAX_RANKS} addresses")
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_RANKS:
+        raise _error("remote_addresses", value, f"it must be a list of 1 to {MAX_RANKS} addresses")
     if not all(map(_is_text, value)):
         raise _error("remote_addresses", value, f"each must be a string of 1 to {MAX_TEXT_CHARS} characters")
+    if len(set(value)) != len(value):
+        raise _error("remote_addresses", value, "each rank has an address of its own")
     return tuple(value)
 
 

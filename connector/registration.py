@@ -155,7 +155,10 @@ def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
     if not isinstance(spec, AttentionSpec):
         return Shard(rank, 1, num_ranks)
     num, total = spec.num_kv_heads, config.model.num_kv_heads or num_ranks * spec.num_kv_heads
-    is_split, is_replicated = num * num_ranks == total, num == 1 and total < num_ranks and not num_ranks % total
+    is_split, is_replicated = (
+        num * num_ranks == total,
+        num == 1 and total < num_ranks and not num_ranks % total,
+    )
     if not is_split and not is_replicated:
         raise ConfigurationError(
             f"num_kv_heads={total} of the model are not {num} on each of {num_ranks} ranks",

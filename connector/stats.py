@@ -37,9 +37,10 @@ class TransferRecord:
         layout: `"uniform"` or `"per-layer"`, of this node's pool.
         num_blocks: Blocks asked for, over all groups.
         num_regions: Runs of bytes that were copied.
-        num_regions_per_layer: Runs that the per-layer layout would have needed.
+        num_regions_per_layer: Runs that the per-layer layout would have needed; between nodes that are not alike, the runs
+            without those that span two layers.
         num_bytes: Bytes copied.
-        seconds: From the start of the read to its last byte.
+        seconds: From the start of the first read to the end of the last; there is one for each rank that is read from.
         error: Why it failed; empty if it did not.
         reason: Why this transport; empty where there was no choice.
     """

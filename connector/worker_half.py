@@ -59,20 +59,20 @@ class RunningHandoffs:
     ) -> None:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
-        rank = config.parallel.tensor_parallel_rank
+        parallel = config.parallel
         identity = Identity(
             engine_id=config.kv_transfer.engine_id,
-            epoch=config.parallel.epoch or new_epoch(),
+            epoch=parallel.epoch or new_epoch(),
             digest=digest(registration.fields),
             fields=registration.fields,
             layout=registration.layout,
         )
         transport.register(registration.pool)
-        self.address = WorkerAddress(transport.listen(address), identity.epoch, rank)
+        self.address = WorkerAddress(transport.listen(address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
         protocol = NodeProtocol(
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
-            ConsumerProtocol(identity, handoff, rank),
+            ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
         self._loop = HandoffLoop(transport, protocol, self.outcomes)
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S

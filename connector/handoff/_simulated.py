@@ -1,23 +1,28 @@
-"""What a simulated world consists of: nodes with their memory, and reads that copy region by region."""
+"""What a simulated world consists of: engines with their ranks and memory, and reads that copy region by region."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from ...transports.errors import KVTransferError
 from ..planning.layout import KVLayout, per_layer_layout, uniform_layout
+from ..planning.slots import Shard, SlotArray
 from .events import BlockTables, Identity, RemoteOffer, StartRead
 from .node import NodeProtocol
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
 NUM_GUARDS = 3
+NUM_LAYERS = 2
+NUM_HEADS = 4
 
+#: A block's contents in the whole model, shape `(NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)`: a byte for each head of a token.
 Bytes = npt.NDArray[np.uint8]
 #: An offer among all that ever were: (engine id, epoch, lease).
 OfferName = tuple[str, int, int]
@@ -32,71 +37,128 @@ def require(kept: bool, promise: str) -> None:
         raise PromiseBroken(promise)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How an engine's model is spread over ranks: layers over stages, heads over the ranks of a stage."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def layers(self, rank: int) -> range:
+        """The layers that a rank keeps."""
+        num = NUM_LAYERS // self.pipeline_parallel_size
+        first = rank // self.tensor_parallel_size * num
+        return range(first, first + num)
+
+    def heads(self, rank: int) -> range:
+        """The heads that it keeps of each."""
+        num = NUM_HEADS // self.tensor_parallel_size
+        first = rank % self.tensor_parallel_size * num
+        return range(first, first + num)
+
+
 @dataclass
 class SimulatedRead:
     """A read under way in a consumer's transport."""
 
     order: StartRead
-    source: SimulatedNode
+    source: SimulatedRank
     deadline: float
     num_copied: int = 0
     error: KVTransferError | None = None
     held_before: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
+class SimulatedOffer:
+    """What an engine holds. Each rank ends it once."""
+
+    lease: int
+    block_ids: tuple[int, ...]
+    ended: set[int] = field(default_factory=set)
+
+
+@dataclass
 class SimulatedLoad:
-    """What a request's `LoadEnded` must fit."""
+    """What a request's `LoadEnded`s must fit. Each rank reports it once."""
 
     name: OfferName
     first_block_index: int
     block_ids: tuple[int, ...]
+    ended: set[int] = field(default_factory=set)
 
 
 PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a message, lost
 
 
 @dataclass
-class SimulatedNode:
-    """One process: protocols, memory, transport and a minute engine."""
+class SimulatedRank:
+    """One process of an engine: protocols, memory and transport."""
 
+    engine: SimulatedEngine
+    number: int
     identity: Identity
     protocol: NodeProtocol
     pool: Bytes
     guards: list[int] = field(default_factory=lambda: [0] * NUM_GUARDS)
-    links: dict[int, tuple[SimulatedNode, int]] = field(default_factory=dict)
+    links: dict[int, tuple[SimulatedRank, int]] = field(default_factory=dict)
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
-    reads: dict[str, SimulatedRead] = field(default_factory=dict)
-    free_blocks: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
-    offers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    reads: dict[tuple[str, int], SimulatedRead] = field(default_factory=dict)
     orders: deque[tuple[str, int, BlockTables]] = field(default_factory=deque)
+    is_dead: bool = False
+
+    def places(self) -> Iterable[tuple[int, int, int, int]]:
+        """Every byte of block 0: (layer, slot, head, pool offset)."""
+        spread = self.engine.spread
+        heads = spread.heads(self.number)
+        for index, layer in enumerate(spread.layers(self.number)):
+            base = self.identity.layout.layers[index].base_offset
+            for slot, (place, head) in product(range(BLOCK_SIZE), enumerate(heads)):
+                yield layer, slot, head, base + slot * len(heads) + place
+
+    def fill(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> None:
+        """Give blocks their contents, as far as this rank keeps them."""
+        strides = {layer.block_stride for layer in self.identity.layout.layers}
+        (stride,) = strides
+        for block_id, content in zip(block_ids, contents, strict=True):
+            for layer, slot, head, offset in self.places():
+                self.pool[offset + block_id * stride] = content[layer, slot, head]
+
+    def holds(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> bool:
+        """Whether blocks have these contents."""
+        stride = self.identity.layout.layers[0].block_stride
+        return all(
+            self.pool[offset + block_id * stride] == content[layer, slot, head]
+            for block_id, content in zip(block_ids, contents, strict=True)
+            for layer, slot, head, offset in self.places()
+        )
+
+
+@dataclass
+class SimulatedEngine:
+    """A node: its ranks, its block allocator, and what its scheduler remembers."""
+
+    address: str
+    epoch: int
+    spread: Spread
+    ranks: list[SimulatedRank] = field(default_factory=list)
+    free_blocks: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
+    offers: dict[str, SimulatedOffer] = field(default_factory=dict)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, SimulatedLoad] = field(default_factory=dict)
 
     @property
-    def address(self) -> str:
-        """Where others connect to; also its engine id."""
-        return self.identity.engine_id
+    def is_doomed(self) -> bool:
+        """Whether a rank is dead: the others live on for a while, and nobody expects an end of anything any more."""
+        return any(rank.is_dead for rank in self.ranks)
 
-    def page(self, layer: int, block_id: int) -> Bytes:
-        """One layer's bytes of a block, as a view."""
-        place = self.identity.layout.layers[layer]
-        start = place.base_offset + block_id * place.block_stride
-        return self.pool[start : start + place.page_bytes]
-
-    def fill(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> None:
-        """Give blocks their contents, each of shape `(layers, page bytes)`."""
-        for block_id, content in zip(block_ids, contents, strict=True):
-            for layer in range(len(self.identity.layout.layers)):
-                self.page(layer, block_id)[:] = content[layer]
-
-    def holds(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> bool:
-        """Whether blocks have these contents."""
-        return all(
-            np.array_equal(self.page(layer, block_id), content[layer])
-            for block_id, content in zip(block_ids, contents, strict=True)
-            for layer in range(len(content))
-        )
+    @property
+    def living_ranks(self) -> list[SimulatedRank]:
+        return [rank for rank in self.ranks if not rank.is_dead]
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
         """Take blocks that are free; none if there are too few."""
@@ -106,19 +168,32 @@ class SimulatedNode:
 
     def free(self, block_ids: tuple[int, ...], scribble: int) -> None:
         """Take blocks back and give them another meaning at once."""
-        for block_id in block_ids:
-            for layer in range(len(self.identity.layout.layers)):
-                self.page(layer, block_id)[:] = scribble
+        for rank in self.ranks:
+            for layer in rank.identity.layout.layers:
+                for block_id in block_ids:
+                    start = layer.base_offset + block_id * layer.block_stride
+                    rank.pool[start : start + layer.page_bytes] = scribble
         self.free_blocks.extend(block_ids)
 
 
-def simulated_layout(address: str) -> KVLayout:
-    """Two layers; one node keeps them apart, the others keep them together."""
-    build = per_layer_layout if address == "sim://c" else uniform_layout
-    return build(
-        ["layer.0", "layer.1"],
-        page_bytes=8,
+def simulated_layout(spread: Spread, rank: int, *, is_uniform: bool) -> KVLayout:
+    """One rank's layers, together or apart."""
+    heads = spread.heads(rank)
+    page_bytes = BLOCK_SIZE * len(heads)
+    layout = (uniform_layout if is_uniform else per_layer_layout)(
+        [f"layer.{layer}" for layer in spread.layers(rank)],
+        page_bytes=page_bytes,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        page_format="uint8[8]",
+        page_format=f"uint8[{BLOCK_SIZE},{len(heads)}]",
     )
+    shard = Shard(heads.start, len(heads), NUM_HEADS)
+    layers = tuple(
+        replace(
+            layer,
+            shard=shard,
+            slots=SlotArray("uint8", 1, 1, BLOCK_SIZE, layer.block_stride, len(heads), 0, 1),
+        )
+        for layer in layout.layers
+    )
+    return replace(layout, layers=layers)

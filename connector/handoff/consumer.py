@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 from ...transports.errors import (
     KVTransferError,
     KVTransferStateError,
     ProtocolError,
-    RegionError,
     StaleLeaseError,
     TransferTimeoutError,
     TransportClosedError,
@@ -19,6 +15,7 @@ from ...transports.errors import (
 from ...transports.regions import Guard
 from .config import HandoffConfig
 from .events import Action, Identity, LoadEnded, LocalBlocks, RemoteOffer, Send, StartRead
+from .loads import Load, Part, PartKey, PartState, Verdict
 from .messages import (
     MAX_HEARTBEAT_LEASES,
     Claim,
@@ -30,79 +27,47 @@ from .messages import (
     Revoke,
     Welcome,
 )
-from .pairing import pair_blocks
+from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 
 __all__ = ["ConsumerProtocol"]
 
 
-class _State(enum.Enum):
-    CONNECTING = enum.auto()
-    CLAIMING = enum.auto()
-    GRANTED = enum.auto()
-    READING = enum.auto()
-    DRAINING = enum.auto()
-
-
-@dataclass
-class _Handoff:
-    """One request's way from the claim to the report.
-
-    Attributes:
-        deadline: End of the present state. A connecting one has none of its own: its peer's counts.
-        grant: What the producer granted; from the state GRANTED on.
-        blocks: Where to load to; None until somebody asked for it.
-        verdict: How a draining one will be reported.
-        release: Whether the producer is still to be told that a draining one is over.
-    """
-
-    request_id: str
-    offer: RemoteOffer
-    address: str
-    state: _State = _State.CONNECTING
-    deadline: float = math.inf
-    grant: Grant | None = None
-    blocks: LocalBlocks | None = None
-    verdict: tuple[Literal["failed", "dropped"], KVTransferError | None] = ("dropped", None)
-    release: bool = True
-
-    @property
-    def key(self) -> _OfferKey:
-        return (self.address, self.offer.epoch, self.offer.lease)
-
-
-_OfferKey = tuple[str, int, int]
-
-
 class ConsumerProtocol:
     """Claims offers and reads them; reports every load that was asked for, exactly once.
+
+    An offer is claimed at every rank of its producer, and read from those that have something of ours. What happens to
+    one part happens to the load.
 
     Every method takes `now`, in seconds of any monotonic clock, and returns actions to be done in order.
     Requests are named by this node's own ids; an offer carries the producer's.
 
     Args:
         identity: This node.
-        rank: Which of an offer's addresses is this rank's.
+        rank: Which rank of this node we are.
+        num_ranks: Ranks of this node; each claims an offer for itself.
     """
 
-    def __init__(self, identity: Identity, config: HandoffConfig, rank: int = 0) -> None:
+    def __init__(self, identity: Identity, config: HandoffConfig, rank: int = 0, num_ranks: int = 1) -> None:
         self._config = config
         self._rank = rank
+        self._num_ranks = num_ranks
         self._peers = Peers(identity, config)
-        self._handoffs: dict[str, _Handoff] = {}  # by request
-        self._request_of: dict[_OfferKey, str] = {}
-        self._given_up: dict[str, list[RemoteOffer]] = {}  # by address; dropped before their peer was ready
+        self._planners = NodePlanners(identity.layout, rank)
+        self._loads: dict[str, Load] = {}  # by request
+        self._request_of: dict[PartKey, str] = {}
+        self._given_up: dict[str, list[RemoteOffer]] = {}  # by address; over before their peer was ready
         self._failed: dict[str, KVTransferError] = {}  # by request; claims that failed before their load
 
     @property
     def num_loads(self) -> int:
         """Requests that are claimed, reading, or failed and not yet asked for."""
-        return len(self._handoffs) + len(self._failed)
+        return len(self._loads) + len(self._failed)
 
     @property
     def num_reads(self) -> int:
         """Reads that were started and have not ended: their blocks belong to the transport."""
-        return sum(h.state in (_State.READING, _State.DRAINING) for h in self._handoffs.values())
+        return sum(load.num_reads for load in self._loads.values())
 
     # -- orders of this node -------------------------------------------------------------------------
 
@@ -114,24 +79,20 @@ class ConsumerProtocol:
         Raises:
             KVTransferStateError: the request has claimed already.
         """
-        if request_id in self._handoffs or request_id in self._failed:
+        if request_id in self._loads or request_id in self._failed:
             raise KVTransferStateError(f"request {request_id!r} claims a second time")
-        if self._rank >= len(offer.addresses):
-            error = StaleLeaseError(
-                f"the offer has {len(offer.addresses)} addresses, none for rank {self._rank}"
-            )
+        load = Load(request_id, offer)
+        if len(set(load.keys)) != len(load.keys):
+            self._remember(request_id, StaleLeaseError("the offer names one address for two ranks"))
+            return []
+        if others := [self._request_of[key] for key in load.keys if key in self._request_of]:
+            error = StaleLeaseError(f"the offer is claimed already, by request {others[0]!r}")
             self._remember(request_id, error)
             return []
-        handoff = _Handoff(request_id, offer, offer.addresses[self._rank])
-        if handoff.key in self._request_of:
-            other = self._request_of[handoff.key]
-            self._remember(request_id, StaleLeaseError(f"the offer is claimed already, by request {other!r}"))
-            return []
-        self._handoffs[request_id] = handoff
-        self._request_of[handoff.key] = request_id
-        actions = self._peers.want(handoff.address, now)
-        session = self._peers.session(handoff.address)
-        return actions if session is None else self._send_claim(handoff, session, now)
+        self._loads[request_id] = load
+        self._request_of.update(dict.fromkeys(load.keys, request_id))
+        actions = [action for part in load.parts for action in self._peers.want(part.address, now)]
+        return actions + self._send_claims(load, now)
 
     def load(self, request_id: str, blocks: LocalBlocks, now: float) -> list[Action]:
         """Read into these blocks as soon as the offer is granted. `LoadEnded` follows, exactly once.
@@ -141,24 +102,20 @@ class ConsumerProtocol:
         Raises:
             KVTransferStateError: the request is being loaded already.
         """
-        handoff = self._handoffs.get(request_id)
-        if handoff is None:
+        load = self._loads.get(request_id)
+        if load is None:
             error = self._failed.pop(request_id, None) or StaleLeaseError("the request holds no offer")
             return [LoadEnded(request_id, "failed", error, blocks)]
-        if handoff.blocks is not None:
+        if load.blocks is not None:
             raise KVTransferStateError(f"request {request_id!r} is loaded a second time")
-        handoff.blocks = blocks
-        return self._start_read(handoff, now) if handoff.state is _State.GRANTED else []
+        load.blocks = blocks
+        return self._start_reads(load, now)
 
     def drop(self, request_id: str, now: float) -> list[Action]:
         """The request is over: release its offer. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
         self._failed.pop(request_id, None)
-        handoff = self._handoffs.get(request_id)
-        if handoff is None:
-            return []
-        if handoff.state is _State.CONNECTING:
-            self._given_up.setdefault(handoff.address, []).append(handoff.offer)
-        return self._end(handoff, "dropped", None)
+        load = self._loads.get(request_id)
+        return [] if load is None else self._end(load, Verdict("dropped"))
 
     # -- what happened to peers ----------------------------------------------------------------------
 
@@ -193,25 +150,30 @@ class ConsumerProtocol:
         request_id = self._request_of.get((address, session.epoch, message.lease))
         if request_id is None:
             return []  # it was dropped while the message was under way
-        handoff = self._handoffs[request_id]
+        load = self._loads[request_id]
+        if message.request_id != load.offer.request_id:
+            return []
+        part = load.part_at(address)
         if isinstance(message, Grant):
-            return self._granted(handoff, message, now)
-        return self._producer_ended(handoff, message)
+            return self._granted(load, part, message, now)
+        return self._producer_ended(load, part, message)
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
-    def read_ended(self, request_id: str, error: KVTransferError | None, now: float) -> list[Action]:
-        """The read of a `StartRead` is over, or could not be started. Call it exactly once for each.
+    def read_ended(self, read: StartRead, error: KVTransferError | None, now: float) -> list[Action]:
+        """A read is over, or could not be started. Call it exactly once for each `StartRead`.
 
         Raises:
-            KVTransferStateError: the request is not reading.
+            KVTransferStateError: the request is not reading from this rank.
         """
-        handoff = self._handoffs.get(request_id)
-        if handoff is None or handoff.state not in (_State.READING, _State.DRAINING):
-            raise KVTransferStateError(f"request {request_id!r} is not reading")
-        if handoff.state is _State.DRAINING:
-            return self._report(handoff, *handoff.verdict)
-        return self._report(handoff, "loaded" if error is None else "failed", error)
+        load = self._loads.get(read.request_id)
+        if load is None or load.parts[read.rank].state is not PartState.READING:
+            raise KVTransferStateError(f"request {read.request_id!r} is not reading")
+        part = load.parts[read.rank]
+        part.state, part.deadline = PartState.GRANTED, math.inf
+        if error is not None:
+            return self._end(load, Verdict("failed", error))
+        return [] if load.num_reads else self._end(load, Verdict("loaded"))
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""
@@ -219,8 +181,10 @@ class ConsumerProtocol:
         for address in self._peers.overdue(now):
             timeout = TransferTimeoutError(f"{address} did not shake hands in time")
             actions += self._fail_peer(address, timeout, now)
-        for handoff in [h for h in self._handoffs.values() if h.deadline <= now]:
-            actions += self._time_out(handoff, now)
+        for load in list(self._loads.values()):
+            for part in load.parts:
+                if part.deadline <= now:
+                    actions += self._time_out(load, part, now)
         for address, session in self._peers.sessions():
             if session.next_heartbeat <= now:
                 actions += self._heartbeat(address, session, now)
@@ -228,14 +192,14 @@ class ConsumerProtocol:
 
     def next_deadline(self) -> float:
         """When `advance` will have something to do; infinity if never."""
-        deadlines = (handoff.deadline for handoff in self._handoffs.values())
+        deadlines = (part.deadline for load in self._loads.values() for part in load.parts)
         return min(self._peers.next_deadline(), min(deadlines, default=math.inf))
 
     def shutdown(self, now: float) -> list[Action]:
         """End every load and drop every peer. Loads that are reading end when their reads have: see `num_reads`."""
         actions: list[Action] = []
-        for handoff in list(self._handoffs.values()):
-            actions += self._end(handoff, "failed", TransportClosedError("this node shuts down"))
+        for load in list(self._loads.values()):
+            actions += self._end(load, Verdict("failed", TransportClosedError("this node shuts down")))
         self._failed.clear()
         self._given_up.clear()
         return actions + self._peers.close()
@@ -247,29 +211,32 @@ class ConsumerProtocol:
             session = self._peers.welcome(address, welcome)
         except KVTransferError as error:
             return self._fail_peer(address, error, now)
-        actions: list[Action] = [
-            Send(session.peer_id, Release(offer.request_id, offer.lease, delivered=False))
+        actions = [
+            self._release_of(offer, session, delivered=False)
             for offer in self._given_up.pop(address, [])
             if _is_of(offer, session)
         ]
-        for handoff in [h for h in self._handoffs.values() if h.address == address]:
-            if handoff.state is _State.CONNECTING:
-                actions += self._send_claim(handoff, session, now)
+        for load in [load for load in self._loads.values() if load.has_part_at(address)]:
+            actions += self._send_claims(load, now)
         return actions
 
     def _fail_peer(self, address: str, error: KVTransferError, now: float) -> list[Action]:
+        session = self._peers.session(address)
+        if session is not None:
+            self._planners.forget(session.peer_id)
         actions = self._peers.fail(address, now)
         self._given_up.pop(address, None)
-        for handoff in [h for h in self._handoffs.values() if h.address == address]:
-            actions += self._end(handoff, "failed", error, release=False)
-            handoff.deadline = math.inf  # a read of a dropped peer ends by itself
+        for load in [load for load in self._loads.values() if load.has_part_at(address)]:
+            part = load.part_at(address)
+            part.release, part.deadline = False, math.inf  # a read of a dropped peer ends by itself
+            actions += self._end(load, Verdict("failed", error))
         return actions
 
     def _heartbeat(self, address: str, session: PeerSession, now: float) -> list[Action]:
         leases = [
-            handoff.offer.lease
-            for handoff in self._handoffs.values()
-            if handoff.address == address and handoff.state is not _State.CONNECTING
+            load.offer.lease
+            for load in self._loads.values()
+            if load.has_part_at(address) and load.part_at(address).state is not PartState.CONNECTING
         ]
         session.next_heartbeat = now + self._config.heartbeat_s if leases else math.inf
         return [
@@ -277,111 +244,144 @@ class ConsumerProtocol:
             for first in range(0, len(leases), MAX_HEARTBEAT_LEASES)
         ]
 
-    # -- one handoff ---------------------------------------------------------------------------------
+    # -- one load ------------------------------------------------------------------------------------
 
-    def _send_claim(self, handoff: _Handoff, session: PeerSession, now: float) -> list[Action]:
-        offer = handoff.offer
-        if not _is_of(offer, session):
-            error = StaleLeaseError(
-                f"{handoff.address} is not the node that made the offer, or it was restarted"
-            )
-            return self._end(handoff, "failed", error, release=False)
-        handoff.state = _State.CLAIMING
-        handoff.deadline = now + self._config.claim_timeout_s
-        session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
-        return [Send(session.peer_id, Claim(offer.request_id, offer.lease))]
-
-    def _granted(self, handoff: _Handoff, grant: Grant, now: float) -> list[Action]:
-        if handoff.state is not _State.CLAIMING or grant.request_id != handoff.offer.request_id:
+    def _send_claims(self, load: Load, now: float) -> list[Action]:
+        """Claim at every rank whose hands are shaken; once all are, see whether the two nodes can be paired."""
+        if load.verdict is not None:
             return []
-        if grant.num_tokens < handoff.offer.num_tokens:
-            error = StaleLeaseError(
-                f"the offer was said to be of {handoff.offer.num_tokens} tokens; it is of {grant.num_tokens}"
-            )
-            return self._end(handoff, "failed", error)
-        handoff.state = _State.GRANTED
-        handoff.deadline = now + self._config.load_wait_s
-        handoff.grant = grant
-        return [] if handoff.blocks is None else self._start_read(handoff, now)
+        actions: list[Action] = []
+        for part in load.parts:
+            session = self._peers.session(part.address)
+            if session is None or part.state is not PartState.CONNECTING:
+                continue
+            if not _is_of(load.offer, session):
+                error = StaleLeaseError(
+                    f"{part.address} is not the node that made the offer, or it was restarted"
+                )
+                return actions + self._end(load, Verdict("failed", error))
+            part.state, part.deadline = PartState.CLAIMING, now + self._config.claim_timeout_s
+            session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
+            claim = Claim(load.offer.request_id, load.offer.lease, self._rank, self._num_ranks)
+            actions.append(Send(session.peer_id, claim))
+        try:
+            self._planner(load)
+        except KVTransferError as error:
+            actions += self._end(load, Verdict("failed", error))
+        return actions
 
-    def _producer_ended(self, handoff: _Handoff, message: Deny | Revoke) -> list[Action]:
-        if message.request_id != handoff.offer.request_id:
+    def _planner(self, load: Load) -> NodePlanner | None:
+        """The planner for the load's producer; None until hands are shaken with all of its ranks.
+
+        Raises:
+            IncompatiblePeerError: the two nodes cannot be paired.
+        """
+        sessions = [self._peers.session(part.address) for part in load.parts]
+        known = [session for session in sessions if session is not None]
+        return self._planners.get(known) if len(known) == len(sessions) else None
+
+    def _granted(self, load: Load, part: Part, grant: Grant, now: float) -> list[Action]:
+        if part.state is not PartState.CLAIMING or load.verdict is not None:
             return []
-        return self._end(handoff, "failed", StaleLeaseError(message.reason), release=False)
+        if grant.num_tokens < load.offer.num_tokens:
+            error = StaleLeaseError(
+                f"the offer was said to be of {load.offer.num_tokens} tokens; it is of {grant.num_tokens}"
+            )
+            return self._end(load, Verdict("failed", error))
+        part.state, part.deadline = PartState.GRANTED, now + self._config.load_wait_s
+        part.grant = grant
+        return self._start_reads(load, now)
 
-    def _start_read(self, handoff: _Handoff, now: float) -> list[Action]:
-        session, grant, blocks = self._peers.session(handoff.address), handoff.grant, handoff.blocks
+    def _producer_ended(self, load: Load, part: Part, message: Deny | Revoke) -> list[Action]:
+        part.release = False
+        return self._end(load, Verdict("failed", StaleLeaseError(message.reason)))
+
+    def _start_reads(self, load: Load, now: float) -> list[Action]:
+        """Read, if everything is there: blocks, and the grants of all ranks."""
+        if load.blocks is None or not load.is_granted:
+            return []
+        try:
+            plans = self._plan(load, load.blocks)
+        except KVTransferError as error:
+            return self._end(load, Verdict("failed", error))
+        for part in load.parts:
+            part.deadline = math.inf
+        actions = [self._start_read(load, plan, now) for plan in plans]
+        return actions or self._end(load, Verdict("loaded"))
+
+    def _plan(self, load: Load, blocks: LocalBlocks) -> list[RankPlan]:
+        grants = load.grants()
+        planner = self._planner(load)
+        assert planner is not None
+        if len({(grant.num_tokens, grant.block_ids) for grant in grants}) > 1:
+            raise StaleLeaseError("the ranks of the producer granted different blocks")
+        return planner.plan(blocks, grants[0].block_ids, grants[0].num_tokens)
+
+    def _start_read(self, load: Load, plan: RankPlan, now: float) -> Action:
+        part = load.parts[plan.rank]
+        session, grant = self._peers.session(part.address), part.grant
         assert session is not None
         assert grant is not None
-        assert blocks is not None
-        try:
-            pairs = pair_blocks(blocks, grant.block_ids)
-            regions = session.planner.plan(pairs)
-        except RegionError as error:
-            return self._end(handoff, "failed", error)
-        if not len(regions):
-            return self._report(handoff, "loaded", None)
-        handoff.state = _State.READING
+        part.state = PartState.READING
         # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
-        handoff.deadline = now + 2 * self._config.read_timeout_s
-        read = StartRead(
-            handoff.request_id,
+        part.deadline = now + 2 * self._config.read_timeout_s
+        return StartRead(
+            load.request_id,
+            plan.rank,
             session.peer_id,
-            regions,
+            plan.pairs,
             Guard(grant.guard_index, grant.lease),
             self._config.read_timeout_s,
-            num_blocks=sum(map(len, pairs)),
-            num_regions_per_layer=session.planner.num_regions_per_layer(pairs),
+            plan.num_regions_per_layer,
         )
-        return [read]
 
-    def _time_out(self, handoff: _Handoff, now: float) -> list[Action]:
-        match handoff.state:
-            case _State.CLAIMING:
-                return self._end(
-                    handoff, "failed", TransferTimeoutError("the claim was not answered in time")
-                )
-            case _State.GRANTED:
-                return self._end(
-                    handoff, "failed", TransferTimeoutError("no blocks to load into came in time")
-                )
+    def _time_out(self, load: Load, part: Part, now: float) -> list[Action]:
+        match part.state:
+            case PartState.CLAIMING:
+                error = TransferTimeoutError("the claim was not answered in time")
+                return self._end(load, Verdict("failed", error))
+            case PartState.GRANTED:
+                error = TransferTimeoutError("no blocks to load into came in time")
+                return self._end(load, Verdict("failed", error))
             case _:
                 error = TransferTimeoutError("a read did not end in time")
-                return self._fail_peer(handoff.address, error, now)
+                return self._fail_peer(part.address, error, now)
 
-    def _end(
-        self,
-        handoff: _Handoff,
-        outcome: Literal["failed", "dropped"],
-        error: KVTransferError | None,
-        release: bool = True,
-    ) -> list[Action]:
-        """Report the end, at once or, if something writes into the blocks, when that is over."""
-        if handoff.state is _State.READING:
-            handoff.state = _State.DRAINING
-            handoff.verdict = (outcome, error)
-        handoff.release = handoff.release and release
-        return [] if handoff.state is _State.DRAINING else self._report(handoff, outcome, error)
+    def _end(self, load: Load, verdict: Verdict) -> list[Action]:
+        """Report the end, at once or, if something writes into the blocks, when that is over. The first verdict counts."""
+        load.verdict = load.verdict or verdict
+        for part in load.parts:
+            if part.state is not PartState.READING:
+                part.deadline = math.inf
+        return [] if load.num_reads else self._report(load, load.verdict)
 
-    def _report(
-        self,
-        handoff: _Handoff,
-        outcome: Literal["loaded", "failed", "dropped"],
-        error: KVTransferError | None,
-    ) -> list[Action]:
-        """Forget the handoff; tell the producer, and whoever asked for the load."""
-        del self._handoffs[handoff.request_id]
-        del self._request_of[handoff.key]
-        actions: list[Action] = []
-        session = self._peers.session(handoff.address)
-        if handoff.release and session is not None and _is_of(handoff.offer, session):
-            release = Release(handoff.offer.request_id, handoff.offer.lease, delivered=outcome == "loaded")
-            actions.append(Send(session.peer_id, release))
-        if handoff.blocks is not None:
-            actions.append(LoadEnded(handoff.request_id, outcome, error, handoff.blocks))
-        elif error is not None:
-            self._remember(handoff.request_id, error)
+    def _report(self, load: Load, verdict: Verdict) -> list[Action]:
+        """Forget the load; tell the producer's ranks, and whoever asked for the load."""
+        del self._loads[load.request_id]
+        for key in load.keys:
+            del self._request_of[key]
+        actions = [action for part in load.parts for action in self._release(load, part, verdict)]
+        if load.blocks is not None:
+            actions.append(LoadEnded(load.request_id, verdict.outcome, verdict.error, load.blocks))
+        elif verdict.error is not None:
+            self._remember(load.request_id, verdict.error)
         return actions
+
+    def _release(self, load: Load, part: Part, verdict: Verdict) -> list[Action]:
+        """Tell one rank that the load is over, now or when hands are shaken; not if it knows, or is gone."""
+        if not part.release:
+            return []
+        session = self._peers.session(part.address)
+        if session is None:
+            self._given_up.setdefault(part.address, []).append(load.offer)
+            return []
+        if not _is_of(load.offer, session):
+            return []
+        return [self._release_of(load.offer, session, delivered=verdict.outcome == "loaded")]
+
+    def _release_of(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
+        release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)
+        return Send(session.peer_id, release)
 
     def _remember(self, request_id: str, error: KVTransferError) -> None:
         if len(self._failed) >= self._config.max_failed_claims:

@@ -129,16 +129,16 @@ class StartRead:
     """Start this read. When it ended, or could not start, call `ConsumerProtocol.read_ended`.
 
     Attributes:
-        num_blocks: Blocks that the pairs cover.
+        rank: Which rank of the producer is read from; there is one read at a time of a request from a rank.
         num_regions_per_layer: Regions that the same blocks need when each layer has a cache of its own.
     """
 
     request_id: str
+    rank: int
     peer_id: int
     pairs: RegionPairs
     guard: Guard
     timeout_s: float
-    num_blocks: int
     num_regions_per_layer: int
 
 

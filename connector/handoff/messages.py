@@ -23,6 +23,7 @@ __all__ = [
     "MAX_GROUP_BLOCKS",
     "MAX_HEARTBEAT_LEASES",
     "MAX_LEASE",
+    "MAX_RANKS",
     "MAX_TEXT_CHARS",
     "PROTOCOL_VERSION",
     "Claim",
@@ -40,7 +41,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -48,6 +49,7 @@ MAX_EPOCH: Final = 2**63 - 1
 MAX_GROUPS: Final = 64
 MAX_GROUP_BLOCKS: Final = 1 << 18
 MAX_HEARTBEAT_LEASES: Final = 1 << 16
+MAX_RANKS: Final = 1024
 
 _MAX_FIELDS = 256
 _MAX_BLOCK_ID = 2**31 - 1
@@ -82,10 +84,17 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Claim:
-    """Consumer: I shall read this offer; from now on its lease follows my heartbeats."""
+    """Consumer: I shall read this offer; from now on its lease follows my heartbeats.
+
+    Attributes:
+        rank: Which rank of its node the consumer is.
+        num_ranks: Ranks of that node; each claims and releases the offer for itself.
+    """
 
     request_id: str
     lease: int
+    rank: int
+    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -122,11 +131,19 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Release:
-    """Consumer: I am done with this offer; also without a claim, when the request died before it."""
+    """Consumer: I am done with this offer; also without a claim, when the request died before it.
+
+    Attributes:
+        delivered: Whether the rank has all it wanted.
+        rank: As in `Claim`.
+        num_ranks: As in `Claim`.
+    """
 
     request_id: str
     lease: int
     delivered: bool
+    rank: int
+    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -259,10 +276,11 @@ _IDENTITY: dict[str, Check] = {
     "digest": text,
 }
 _OFFER: dict[str, Check] = {"request_id": text, "lease": _lease}
+_SPEAKER: dict[str, Check] = {"rank": integer(0, MAX_RANKS - 1), "num_ranks": integer(1, MAX_RANKS)}
 _CHECKS: dict[str, dict[str, Check]] = {
     "Hello": _IDENTITY,
     "Welcome": {**_IDENTITY, "fields": _compatibility_fields, "layout": _plain_map},
-    "Claim": _OFFER,
+    "Claim": {**_OFFER, **_SPEAKER},
     "Grant": {
         **_OFFER,
         "guard_index": integer(0, _MAX_BLOCK_ID),
@@ -271,6 +289,6 @@ _CHECKS: dict[str, dict[str, Check]] = {
     },
     "Deny": {**_OFFER, "reason": text},
     "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
-    "Release": {**_OFFER, "delivered": boolean},
+    "Release": {**_OFFER, "delivered": boolean, **_SPEAKER},
     "Revoke": {**_OFFER, "reason": text},
 }

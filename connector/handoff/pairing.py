@@ -1,20 +1,112 @@
-"""Which block of the producer goes into which of ours."""
+"""What is to be read from which rank of a producer: our blocks, its block tables, and the layouts of all its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 
-from ...transports.errors import RegionError
-from ..planning.plan import BlockPairs
+from ...transports.errors import IncompatiblePeerError, RegionError
+from ...transports.regions import RegionPairs
+from ..planning.layout import KVLayout
+from ..planning.plan import BlockPairs, Planner
+from ..planning.reshard import GroupTables, ReshardPlanner
 from .events import BlockTables, GroupBlocks, LocalBlocks
+from .peers import PeerSession
 
-__all__ = ["pair_blocks"]
+__all__ = ["NodePlanner", "NodePlanners", "RankPlan", "pair_blocks", "plan_for"]
+
+#: Producers whose planners are kept.
+_MAX_PLANNERS = 64
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What is to be read from one rank of the producer; at least one pair.
+
+    Attributes:
+        num_regions_per_layer: Regions that the same blocks need when each layer has a cache of its own.
+    """
+
+    rank: int
+    pairs: RegionPairs
+    num_regions_per_layer: int
+
+
+class NodePlanner(Protocol):
+    """Plans reads from all ranks of one producer."""
+
+    def plan(self, blocks: LocalBlocks, tables: BlockTables, num_tokens: int) -> list[RankPlan]:
+        """Pair the blocks to load with the producer's, by position in the request.
+
+        Args:
+            tables: Per group, the producer's block table from the request's first token.
+            num_tokens: Tokens whose keys and values are in those blocks.
+
+        Returns:
+            One plan for each rank from which something is needed.
+
+        Raises:
+            RegionError: the number of groups differs, a position is behind the end of the producer's table, a block
+                is not of its pool, or a local block would be written twice.
+        """
+
+
+def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePlanner:
+    """Make a planner for a producer.
+
+    Args:
+        remotes: The layouts of its ranks.
+        rank: Ours in our own node: of several ranks that keep just what we do, the one of our number is read.
+
+    Raises:
+        IncompatiblePeerError: the caches cannot be paired; names the field.
+    """
+    for candidate in sorted(range(len(remotes)), key=lambda index: index != rank):
+        try:
+            return _FromOneRank(candidate, Planner(local, remotes[candidate]))
+        except IncompatiblePeerError:
+            continue  # not alike; what is wrong, if anything is, the other planner tells
+    return _FromManyRanks(ReshardPlanner(local, remotes))
+
+
+class _FromOneRank:
+    """A rank of the producer keeps just what we do, in blocks like ours."""
+
+    def __init__(self, rank: int, planner: Planner) -> None:
+        self._rank = rank
+        self._planner = planner
+
+    def plan(self, blocks: LocalBlocks, tables: BlockTables, num_tokens: int) -> list[RankPlan]:
+        pairs = pair_blocks(blocks, tables)
+        regions = self._planner.plan(pairs)
+        if not len(regions):
+            return []
+        return [RankPlan(self._rank, regions, self._planner.num_regions_per_layer(pairs))]
+
+
+class _FromManyRanks:
+    """The producer is of another shape."""
+
+    def __init__(self, planner: ReshardPlanner) -> None:
+        self._planner = planner
+
+    def plan(self, blocks: LocalBlocks, tables: BlockTables, num_tokens: int) -> list[RankPlan]:
+        _require_as_many(blocks, tables)
+        groups = [_group_tables(*pair) for pair in zip(blocks, tables, strict=True)]
+        plans = self._planner.plan(groups, num_tokens)
+        counts = self._planner.num_regions_per_layer(groups, num_tokens)
+        return [
+            RankPlan(rank, pairs, count)
+            for rank, (pairs, count) in enumerate(zip(plans, counts, strict=True))
+            if len(pairs)
+        ]
 
 
 def pair_blocks(blocks: LocalBlocks, tables: BlockTables) -> list[BlockPairs]:
-    """Pair the blocks to load with the producer's block tables, by position in the request.
-
-    Positions with a local null block are left out: nobody needs them.
+    """Pair the blocks to load with block tables of the same block sizes. Positions with a local null block are left out.
 
     Returns:
         One array a group, shape `(num_blocks, 2)`: local block id, remote block id.
@@ -22,9 +114,13 @@ def pair_blocks(blocks: LocalBlocks, tables: BlockTables) -> list[BlockPairs]:
     Raises:
         RegionError: the number of groups differs, or a position is behind the end of the producer's table.
     """
+    _require_as_many(blocks, tables)
+    return [_pair_group(index, *pair) for index, pair in enumerate(zip(blocks, tables, strict=True))]
+
+
+def _require_as_many(blocks: LocalBlocks, tables: BlockTables) -> None:
     if len(blocks) != len(tables):
         raise RegionError(f"{len(blocks)} groups to load; the producer granted {len(tables)}")
-    return [_pair_group(index, *pair) for index, pair in enumerate(zip(blocks, tables, strict=True))]
 
 
 def _pair_group(index: int, group: GroupBlocks, table: tuple[int, ...]) -> BlockPairs:
@@ -37,3 +133,46 @@ def _pair_group(index: int, group: GroupBlocks, table: tuple[int, ...]) -> Block
     pairs[:, 1] = table[first:end]
     needed: BlockPairs = pairs[pairs[:, 0] != 0]
     return needed
+
+
+def _group_tables(group: GroupBlocks, table: tuple[int, ...]) -> GroupTables:
+    return GroupTables(
+        group.first_block_index,
+        np.array(group.block_ids, dtype=np.int64),
+        np.array(table, dtype=np.int64),
+    )
+
+
+class NodePlanners:
+    """Planners by producer, each made once for the connections that its ranks have now.
+
+    Args:
+        local: Our pool's layout.
+        rank: Ours, in our own node.
+    """
+
+    def __init__(self, local: KVLayout, rank: int) -> None:
+        self._local = local
+        self._rank = rank
+        self._planners: dict[tuple[int, ...], NodePlanner] = {}  # by peer ids, which are never used again
+
+    def get(self, sessions: Sequence[PeerSession]) -> NodePlanner:
+        """The planner for a producer.
+
+        Args:
+            sessions: With each of its ranks, in their order.
+
+        Raises:
+            IncompatiblePeerError: the caches cannot be paired; names the field.
+        """
+        key = tuple(session.peer_id for session in sessions)
+        if key not in self._planners:
+            planner = plan_for(self._local, [session.layout for session in sessions], self._rank)
+            if len(self._planners) >= _MAX_PLANNERS:
+                del self._planners[next(iter(self._planners))]
+            self._planners[key] = planner
+        return self._planners[key]
+
+    def forget(self, peer_id: int) -> None:
+        """A connection is gone."""
+        self._planners = {key: planner for key, planner in self._planners.items() if peer_id not in key}

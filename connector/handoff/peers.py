@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ...transports.errors import IncompatiblePeerError, ProtocolError
 from ..planning.compatibility import require_compatible
 from ..planning.layout import KVLayout
-from ..planning.plan import Planner
 from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, Send
 from .messages import PROTOCOL_VERSION, Hello, Welcome
@@ -24,14 +23,14 @@ class PeerSession:
     """A producer whose handshake is done.
 
     Attributes:
-        planner: Its pool, paired with ours.
+        layout: Where the pages lie in its pool.
         next_heartbeat: When its leases are to be renewed; infinity while there are none.
     """
 
     peer_id: int
     engine_id: str
     epoch: int
-    planner: Planner
+    layout: KVLayout
     next_heartbeat: float = math.inf
 
 
@@ -120,8 +119,8 @@ class Peers:
         if welcome.digest != mine.digest:
             require_compatible(mine.fields, welcome.fields)
             raise IncompatiblePeerError(field="digest", local=mine.digest, remote=welcome.digest)
-        planner = Planner(mine.layout, KVLayout.from_plain(welcome.layout))
-        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, planner)
+        layout = KVLayout.from_plain(welcome.layout)
+        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout)
         self._states[address] = session
         return session
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...transports.errors import KVTransferStateError
+from .claimants import Claimants, EarlyClaims, Speaker
 from .config import HandoffConfig
 from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
 from .messages import (
+    MAX_LEASE,
     PROTOCOL_VERSION,
     Claim,
     ConsumerMessage,
@@ -24,13 +26,10 @@ from .messages import (
 
 __all__ = ["ProducerProtocol"]
 
-#: In place of a peer id: nobody has claimed the offer.
-_NOBODY = -1
-
 
 @dataclass
 class _Offer:
-    """An offer that is held. It is *offered* while `claimant` is nobody, else *claimed*."""
+    """An offer that is held. It is *offered* while nobody reads it, else *claimed*."""
 
     request_id: str
     lease: int
@@ -38,16 +37,7 @@ class _Offer:
     block_ids: BlockTables
     num_tokens: int
     deadline: float
-    claimant: int = _NOBODY
-
-
-@dataclass(frozen=True)
-class _Early:
-    """What a consumer said about an offer that has not come yet."""
-
-    peer_id: int
-    message: Claim | Release
-    deadline: float
+    claimants: Claimants
 
 
 @dataclass
@@ -55,6 +45,7 @@ class _Peer:
     """A connected consumer. Before its `Hello` it has until `hello_deadline`; afterwards, forever."""
 
     hello_deadline: float
+    speaker: Speaker
 
     @property
     def is_ready(self) -> bool:
@@ -63,6 +54,9 @@ class _Peer:
 
 class ProducerProtocol:
     """Holds offers until each is delivered, aborted or expired.
+
+    An offer is read by all ranks of one consumer, each for itself, and delivered when each has what it wanted. A
+    rank that is lost ends its own share only: the others read on.
 
     Every method takes `now`, in seconds of any monotonic clock, and returns actions to be done in order.
 
@@ -85,7 +79,7 @@ class ProducerProtocol:
         self._last_lease = 0
         self._offers: dict[int, _Offer] = {}  # by lease
         self._lease_of: dict[str, int] = {}  # by request
-        self._early: dict[int, _Early] = {}  # by lease
+        self._early = EarlyClaims(config.early_claim_wait_s, config.max_early_claims)
         self._peers: dict[int, _Peer] = {}
 
     @property
@@ -106,27 +100,23 @@ class ProducerProtocol:
         if lease <= self._last_lease or request_id in self._lease_of:
             raise KVTransferStateError(f"offer {lease} of {request_id!r} after {self._last_lease}")
         self._last_lease = lease
-        early = self._early.pop(lease, None)
-        skipped = [number for number in self._early if number < lease]
-        actions = [action for number in skipped for action in self._forget_early(number, "was never made")]
-        if (
-            early is not None
-            and early.message.request_id == request_id
-            and isinstance(early.message, Release)
-        ):
+        claimants = self._early.take(lease, request_id)
+        actions = [
+            action
+            for number, name, others in self._early.take_up_to(lease)
+            for action in self._deny_all(name, number, others, "was never made")
+        ]
+        if claimants.are_done:
             return [*actions, OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
         if not self._free_guards:
-            if early is not None:
-                actions += self._deny(early.peer_id, early.message, "was refused: too many offers are held")
+            actions += self._deny_all(request_id, lease, claimants, "was refused: too many offers are held")
             return [*actions, OfferEnded(request_id, "aborted", "too many offers are held")]
         index = self._free_guards.pop()
-        held = _Offer(request_id, lease, index, block_ids, num_tokens, now + self._config.lease_s)
+        deadline = now + self._config.lease_s
+        held = _Offer(request_id, lease, index, block_ids, num_tokens, deadline, claimants)
         self._offers[lease] = held
         self._lease_of[request_id] = lease
-        actions.append(SetGuard(index, lease))
-        if early is not None and isinstance(early.message, Claim):
-            actions += self._claim(early.peer_id, early.message, now)
-        return actions
+        return [*actions, SetGuard(index, lease), *(self._grant(held, peer) for peer in claimants.peers)]
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """End an offer now. Unknown requests are ignored: the offer may have ended by itself."""
@@ -137,19 +127,17 @@ class ProducerProtocol:
 
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
         """A consumer connected; it must say `Hello` within `connect_timeout_s`."""
-        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s)
+        nobody = Speaker(peer_id, "", 0)
+        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s, nobody)
         return []
 
     def peer_lost(self, peer_id: int, now: float) -> list[Action]:
         """A peer is gone: what it had claimed ends. Unknown peers are ignored."""
         if self._peers.pop(peer_id, None) is None:
             return []
-        for lease in [lease for lease, early in self._early.items() if early.peer_id == peer_id]:
-            # A release stays true when its sender has gone; a claim does not.
-            if isinstance(self._early[lease].message, Claim):
-                del self._early[lease]
-        claimed = [held for held in self._offers.values() if held.claimant == peer_id]
-        return [action for held in claimed for action in self._end(held, "aborted", "its consumer was lost")]
+        self._early.lose(peer_id)
+        lost = [held for held in self._offers.values() if held.claimants.lose(peer_id)]
+        return [action for held in lost for action in self._end_if_done(held, "its consumer was lost")]
 
     def receive(self, peer_id: int, message: ConsumerMessage, now: float) -> list[Action]:
         """A message came. From a peer that is not (or no longer) connected it is ignored."""
@@ -157,18 +145,20 @@ class ProducerProtocol:
         if peer is None:
             return []
         if isinstance(message, Hello):
-            peer.hello_deadline = math.inf
+            if not peer.is_ready:
+                peer.hello_deadline = math.inf
+                peer.speaker = Speaker(peer_id, message.engine_id, message.epoch)
             return [Send(peer_id, self._welcome)]
         if not peer.is_ready:
             return [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         match message:
             case Claim():
-                return self._claim(peer_id, message, now)
+                return self._claim(peer.speaker, message, now)
             case Heartbeat():
                 self._renew(peer_id, message, now)
                 return []
             case Release():
-                return self._release(peer_id, message, now)
+                return self._release(peer.speaker, message, now)
 
     def greet(self, peer_id: int) -> list[Action]:
         """Answer a `Hello` of another version, so that its sender can tell what is wrong."""
@@ -183,8 +173,8 @@ class ProducerProtocol:
             actions += self._revoke(
                 held, "expired", f"expired {self._config.lease_s} s after its last sign of life"
             )
-        for lease in [lease for lease, early in self._early.items() if early.deadline <= now]:
-            actions += self._forget_early(lease, "was not made in time")
+        for lease, request_id, claimants in self._early.take_overdue(now):
+            actions += self._deny_all(request_id, lease, claimants, "was not made in time")
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.hello_deadline <= now]:
             actions += [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         return actions
@@ -193,15 +183,16 @@ class ProducerProtocol:
         """When `advance` will have something to do; infinity if never."""
         return min(
             min((held.deadline for held in self._offers.values()), default=math.inf),
-            min((early.deadline for early in self._early.values()), default=math.inf),
+            self._early.next_deadline(),
             min((peer.hello_deadline for peer in self._peers.values()), default=math.inf),
         )
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and drop every peer."""
         actions: list[Action] = []
-        for lease in list(self._early):
-            actions += self._forget_early(lease, "will not be made: the producer shuts down")
+        for lease, request_id, claimants in self._early.take_up_to(MAX_LEASE):
+            why = "will not be made: the producer shuts down"
+            actions += self._deny_all(request_id, lease, claimants, why)
         for held in list(self._offers.values()):
             actions += self._revoke(held, "aborted", "was aborted: the producer shuts down")
         actions += [Disconnect(peer_id) for peer_id in self._peers]
@@ -210,61 +201,56 @@ class ProducerProtocol:
 
     # -- one offer -----------------------------------------------------------------------------------
 
-    def _claim(self, peer_id: int, claim: Claim, now: float) -> list[Action]:
+    def _claim(self, speaker: Speaker, claim: Claim, now: float) -> list[Action]:
         if claim.lease > self._last_lease:
-            return self._keep_early(peer_id, claim, now)
+            refusal = self._early.keep(speaker, claim, now)
+            return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)] if refusal else []
         held = self._offers.get(claim.lease)
         if held is None or held.request_id != claim.request_id:
-            return self._deny(peer_id, claim, "is over, or was never made")
-        if held.claimant not in (_NOBODY, peer_id):
-            return self._deny(peer_id, claim, "is claimed by another consumer")
-        held.claimant = peer_id
+            refusal = "is over, or was never made"
+        else:
+            refusal = held.claimants.claim(speaker, claim)
+        if held is None or refusal:
+            return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)]
         held.deadline = now + self._config.lease_s
-        grant = Grant(held.request_id, held.lease, held.guard_index, held.num_tokens, held.block_ids)
-        return [Send(peer_id, grant)]
+        return [self._grant(held, speaker.peer_id)]
+
+    def _grant(self, held: _Offer, peer_id: int) -> Action:
+        return Send(
+            peer_id, Grant(held.request_id, held.lease, held.guard_index, held.num_tokens, held.block_ids)
+        )
 
     def _renew(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
             held = self._offers.get(lease)
-            if held is not None and held.claimant in (_NOBODY, peer_id):
+            if held is not None and held.claimants.may_renew(peer_id):
                 held.deadline = now + self._config.lease_s
 
-    def _release(self, peer_id: int, release: Release, now: float) -> list[Action]:
+    def _release(self, speaker: Speaker, release: Release, now: float) -> list[Action]:
         if release.lease > self._last_lease:
-            return self._keep_early(peer_id, release, now)
+            self._early.keep(speaker, release, now)
+            return []
         held = self._offers.get(release.lease)
-        if held is None or held.request_id != release.request_id or held.claimant not in (_NOBODY, peer_id):
+        if held is None or held.request_id != release.request_id:
             return []
-        if release.delivered and held.claimant == peer_id:
+        held.claimants.release(speaker, release)
+        return self._end_if_done(held, "its consumer gave it up")
+
+    def _end_if_done(self, held: _Offer, why_not: str) -> list[Action]:
+        """End an offer that every rank of its consumer is done with."""
+        if not held.claimants.are_done:
+            return []
+        if held.claimants.have_everything:
             return self._end(held, "delivered", "was delivered")
-        return self._end(held, "aborted", "its consumer gave it up")
+        return self._end(held, "aborted", why_not)
 
-    def _keep_early(self, peer_id: int, message: Claim | Release, now: float) -> list[Action]:
-        """Wait for the offer. The first to speak about it is its consumer; he may change a claim into a release."""
-        known = self._early.get(message.lease)
-        changes = known is not None and known.peer_id == peer_id and isinstance(known.message, Claim)
-        if known is not None and not (changes and isinstance(message, Release)):
-            return self._deny(peer_id, message, "is claimed by another consumer, or given up")
-        if known is None and len(self._early) >= self._config.max_early_claims:
-            return self._deny(peer_id, message, "has not been made, and too many others are waited for")
-        self._early[message.lease] = _Early(peer_id, message, now + self._config.early_claim_wait_s)
-        return []
-
-    def _forget_early(self, lease: int, what: str) -> list[Action]:
-        early = self._early.pop(lease)
-        return self._deny(early.peer_id, early.message, what)
-
-    def _deny(self, peer_id: int, message: Claim | Release, what: str) -> list[Action]:
-        """Answer a claim. A release needs no answer."""
-        if not isinstance(message, Claim):
-            return []
-        return [Send(peer_id, Deny(message.request_id, message.lease, f"the offer {what}"))]
+    def _deny_all(self, request_id: str, lease: int, claimants: Claimants, what: str) -> list[Action]:
+        return [_denial(peer_id, request_id, lease, what) for peer_id in claimants.peers]
 
     def _revoke(self, held: _Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
         actions = self._end(held, outcome, what)
-        if held.claimant != _NOBODY:
-            revoke = Send(held.claimant, Revoke(held.request_id, held.lease, f"the offer {what}"))
-            actions.insert(1, revoke)
+        revoke = Revoke(held.request_id, held.lease, f"the offer {what}")
+        actions[1:1] = [Send(peer_id, revoke) for peer_id in held.claimants.peers]
         return actions
 
     def _end(
@@ -275,3 +261,7 @@ class ProducerProtocol:
         del self._lease_of[held.request_id]
         self._free_guards.append(held.guard_index)
         return [ClearGuard(held.guard_index), OfferEnded(held.request_id, outcome, reason)]
+
+
+def _denial(peer_id: int, request_id: str, lease: int, what: str) -> Action:
+    return Send(peer_id, Deny(request_id, lease, f"the offer {what}"))

@@ -121,6 +121,7 @@ class ReshardPlanner:
         for share in choose_sources(local, remotes):
             step = _step_of(share, local.num_blocks, remotes[share.rank].num_blocks)
             tables.setdefault(step, []).append(_grain_table(share))
+        self._layers = {step: _alike(parts) for step, parts in tables.items()}
         try:
             self._grain_tables = {step: merged(np.concatenate(parts)) for step, parts in tables.items()}
         except RegionError as error:  # layers of ours overlap: whose bytes would be right?
@@ -151,20 +152,44 @@ class ReshardPlanner:
         if len(groups) != self._num_groups:
             raise RegionError(f"{len(groups)} block tables for {self._num_groups} groups of layers")
         tables: list[list[RegionTable]] = [[] for _ in range(self._num_ranks)]
-        for step in self._unit_tables:
+        for step, unit_table in self._unit_tables.items():
             units = _units(groups[step.group_index], step, num_tokens)
-            tables[step.rank].extend(self._tables_of_units(step, units))
+            tables[step.rank].extend(_tables_of_units(step, self._grain_tables[step], unit_table, units))
         return [
             RegionPairs(merged(np.concatenate(parts)) if parts else np.empty((0, 3), np.int64))
             for parts in tables
         ]
 
-    def _tables_of_units(self, step: _Step, units: _Units) -> Iterator[RegionTable]:
-        is_short = units.num_tokens < step.unit
-        yield _table_of_units(self._unit_tables[step], step, units, ~is_short)
-        if is_short.any():
-            rest = int(units.num_tokens[is_short][0])
-            yield _table_of_units(_unit_table(step, self._grain_tables[step], rest), step, units, is_short)
+    def num_regions_per_layer(self, groups: Sequence[GroupTables], num_tokens: int) -> list[int]:
+        """Region pairs that the same bytes need, for each rank, when no pair spans two layers."""
+        counts = [0] * self._num_ranks
+        for step, layers in self._layers.items():
+            units = _units(groups[step.group_index], step, num_tokens)
+            for table, num_layers in layers:
+                parts = list(_tables_of_units(step, table, _unit_table(step, table, step.unit), units))
+                counts[step.rank] += num_layers * len(merged(np.concatenate(parts)))
+        return counts
+
+
+def _alike(tables: Sequence[RegionTable]) -> list[tuple[RegionTable, int]]:
+    """One table of each set of layers whose bytes lie alike, however far from each other; and how many they are."""
+    found: dict[bytes, tuple[RegionTable, int]] = {}
+    for table in tables:
+        shape = table.copy()
+        shape[:, :2] -= table[0, :2]
+        first, count = found.get(shape.tobytes(), (table, 0))
+        found[shape.tobytes()] = first, count + 1
+    return list(found.values())
+
+
+def _tables_of_units(
+    step: _Step, grain_table: RegionTable, unit_table: RegionTable, units: _Units
+) -> Iterator[RegionTable]:
+    is_short = units.num_tokens < step.unit
+    yield _table_of_units(unit_table, step, units, ~is_short)
+    if is_short.any():
+        rest = int(units.num_tokens[is_short][0])
+        yield _table_of_units(_unit_table(step, grain_table, rest), step, units, is_short)
 
 
 # -- one unit: once per peer ---------------------------------------------------------------------------

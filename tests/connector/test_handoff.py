@@ -57,6 +57,11 @@ def load(
     return blocks
 
 
+def by_token(node: ModelFreeNode, blocks: list[int]) -> torch.Tensor:
+    """What blocks hold: (layer, key or value, token, head, element)."""
+    return node.contents(blocks).transpose(1, 2).flatten(2, 3)
+
+
 def assert_whole(node: ModelFreeNode) -> None:
     """Nothing is held or remembered any more, and every block is free once."""
     assert not node.held
@@ -117,6 +122,21 @@ class TestDelivery:
         assert torch.equal(consumer.contents(blocks[2:]), expected[:, 2:])
         assert torch.equal(consumer.contents(cached), before)
         assert consumer.stats.transfers[0].num_blocks == 3
+
+    @pytest.mark.parametrize("consumer_block_size", [2, 8, 16])
+    @pytest.mark.parametrize("producer_layout", ["uniform", "per-layer"])
+    def test_other_block_sizes_arrive_token_by_token(
+        self, make_node: MakeNode, consumer_block_size: int, producer_layout: Any
+    ) -> None:
+        producer = make_node(replace(UNIFORM, layout=producer_layout))
+        consumer = make_node(replace(UNIFORM, block_size=consumer_block_size))
+        offered, params = producer.prefill("p", 18, seed=4)
+        expected = by_token(producer, offered)[:, :, :18]
+        blocks = load(consumer, producer, Request("d", 18, params))
+        assert torch.equal(by_token(consumer, blocks)[:, :, :18], expected)
+        (record,) = consumer.stats.transfers
+        assert record.num_bytes == expected.numel() * expected.element_size()
+        assert record.num_regions_per_layer >= record.num_regions > 0
 
     def test_a_prompt_that_is_here_moves_nothing_and_frees_the_producer(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
@@ -298,7 +318,7 @@ class TestFailure:
     @pytest.mark.parametrize(
         ("shape", "fields", "named"),
         [
-            (replace(UNIFORM, block_size=8), {}, "block_size"),
+            (replace(UNIFORM, block_size=6), {}, "block_size"),
             (replace(UNIFORM, dtype=torch.bfloat16), {}, "cache_dtype"),
             (replace(UNIFORM, num_layers=4), {}, "num_layers"),
             (replace(UNIFORM, num_kv_heads=4), {}, "num_kv_heads"),

@@ -241,7 +241,7 @@ class TestRegistration:
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         fields = describe_caches(engine_config("inproc", model="m"), config, caches, []).fields
         assert fields == {
-            "protocol": 1,
+            "protocol": 2,
             "model": "m",
             "dtype": "float32",
             "cache_dtype": "float32",

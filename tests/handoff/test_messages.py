@@ -16,6 +16,7 @@ from kvferry.connector.handoff.messages import (
     MAX_GROUP_BLOCKS,
     MAX_GROUPS,
     MAX_LEASE,
+    MAX_RANKS,
     PROTOCOL_VERSION,
     Claim,
     Deny,
@@ -36,17 +37,18 @@ EXAMPLES = [
     Welcome(
         PROTOCOL_VERSION, "prefill-0", 9, "abc", {"model": "m", "block_size": 16}, {"layers": (1, ("a", {}))}
     ),
-    Claim("r", 1),
+    Claim("r", 1, 0, 1),
     Grant("r", 1, 0, 20, ((1, 2), ())),
     Deny("r", 1, "it is over"),
     Heartbeat((1, 2, MAX_LEASE)),
-    Release("r", 1, True),
+    Release("r", 1, True, 0, 1),
     Revoke("r", 1, "it expired"),
 ]
 BY_TAG = {type(message).__name__: message for message in EXAMPLES}
 
 text = st.text(st.characters(codec="utf-8"), max_size=40)
 lease = st.integers(1, MAX_LEASE)
+rank, num_ranks = st.integers(0, MAX_RANKS - 1), st.integers(1, MAX_RANKS)
 tables = st.lists(st.lists(st.integers(0, 2**31 - 1)).map(tuple), max_size=4).map(tuple)
 any_message = st.one_of(
     st.builds(Hello, st.just(PROTOCOL_VERSION), text, lease, text),
@@ -59,11 +61,11 @@ any_message = st.one_of(
         st.dictionaries(text, text | st.integers(-(2**63) + 1, 2**63 - 1), max_size=5),
         st.dictionaries(text, tables, max_size=5),
     ),
-    st.builds(Claim, text, lease),
+    st.builds(Claim, text, lease, rank, num_ranks),
     st.builds(Grant, text, lease, st.integers(0, 1 << 20), st.integers(1, 1 << 20), tables),
     st.builds(Deny, text, lease, text),
     st.builds(Heartbeat, st.lists(lease).map(tuple)),
-    st.builds(Release, text, lease, st.booleans()),
+    st.builds(Release, text, lease, st.booleans(), rank, num_ranks),
     st.builds(Revoke, text, lease, text),
 )
 plain = st.recursive(
@@ -161,6 +163,8 @@ def test_an_unknown_field_is_named(tag: str) -> None:
         ("Claim", {"lease": 0}, "Claim.lease is from 1"),
         ("Claim", {"lease": 2**63}, "Claim.lease is from 1"),
         ("Claim", {"request_id": "x" * (MAX_TEXT_CHARS + 1)}, "Claim.request_id has 1025 characters"),
+        ("Claim", {"rank": MAX_RANKS}, "Claim.rank is from 0"),
+        ("Release", {"num_ranks": 0}, "Release.num_ranks is from 1"),
         ("Release", {"delivered": 1}, "Release.delivered must be a boolean, got int"),
         ("Heartbeat", {"leases": [1, True]}, "Heartbeat.leases holds only integers"),
         ("Heartbeat", {"leases": [1, -1]}, "Heartbeat.leases holds integers from 1"),
@@ -190,7 +194,7 @@ def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str)
         (packed(1), "array of a tag"),
         (msgpack.packb({"a": 1}), "array of a tag"),
         (msgpack.packb(["Claim", {}, 1]), "array of a tag"),
-        (encode(Claim("r", 1)) + b"\x00", "not MessagePack"),
+        (encode(Claim("r", 1, 0, 1)) + b"\x00", "not MessagePack"),
         (b"\x91" * 5000 + b"\xc0", "not MessagePack"),
         (b"\x92\xa5Claim\x82\xa5lease\x01\xa5lease\x01", "'lease' appears twice"),
         (b"\x00" * (MAX_MESSAGE_BYTES + 1), "at most"),
@@ -218,9 +222,9 @@ def test_a_long_prompt_fits_into_a_message() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Claim("x" * (MAX_TEXT_CHARS + 1), 1),
-        Claim("r", 0),
-        Claim("\ud800", 1),
+        Claim("x" * (MAX_TEXT_CHARS + 1), 1, 0, 1),
+        Claim("r", 0, 0, 1),
+        Claim("\ud800", 1, 0, 1),
         Grant("r", 1, 0, 1, ((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8),
         replace(EXAMPLES[1], layout={"x": object()}),
     ],

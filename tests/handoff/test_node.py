@@ -18,14 +18,14 @@ from kvferry.connector.handoff.events import (
     RemoteOffer,
     Send,
 )
-from kvferry.connector.handoff.messages import Claim, Grant, Hello, Welcome, decode, encode
+from kvferry.connector.handoff.messages import PROTOCOL_VERSION, Claim, Grant, Hello, Welcome, decode, encode
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.transports.errors import BackpressureError, VersionMismatchError
 
 CONSUMER, PRODUCER = 1, 2
 OFFER = RemoteOffer("there", 22, "theirs", 3, ("sim://there",), 12, ((4, 5, 6),))
-HELLO = Hello(1, "there", 22, "d")
+HELLO = Hello(PROTOCOL_VERSION, "there", 22, "d")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def node(identity: Identity, config: HandoffConfig) -> NodeProtocol:
 
 def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
-    (answer,) = node.message_received(CONSUMER, encode(Claim("r", 1)), 0.0)
+    (answer,) = node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
     assert isinstance(answer, Send)
     assert isinstance(decode(encode(answer.message)), Grant)
 
@@ -50,21 +50,23 @@ def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None
 @pytest.mark.parametrize("data", [b"", b"garbage", msgpack.packb(["Claim", {"lease": True}])])
 def test_a_consumer_that_sends_garbage_loses_what_it_claimed(node: NodeProtocol, data: bytes) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
-    node.message_received(CONSUMER, encode(Claim("r", 1)), 0.0)
+    node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
     actions = node.message_received(CONSUMER, data, 0.0)
     assert [type(action) for action in actions] == [Disconnect, ClearGuard, OfferEnded]
 
 
 def test_a_consumer_of_another_version_is_told_ours(node: NodeProtocol) -> None:
     node.peer_connected(5, incoming=True, now=0.0)
-    (answer,) = node.message_received(5, msgpack.packb(["Hello", {"version": 2}]), 0.0)
+    (answer,) = node.message_received(5, msgpack.packb(["Hello", {"version": PROTOCOL_VERSION + 1}]), 0.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Welcome)
     assert node.advance(4.0)[0] == Disconnect(5)
 
 
 def test_a_producer_of_another_version_fails_the_load(node: NodeProtocol) -> None:
-    actions = node.message_received(PRODUCER, msgpack.packb(["Welcome", {"version": 2}]), 0.0)
+    actions = node.message_received(
+        PRODUCER, msgpack.packb(["Welcome", {"version": PROTOCOL_VERSION + 1}]), 0.0
+    )
     assert actions == [Disconnect(PRODUCER)]
     (ended,) = node.consumer.load("ours", (GroupBlocks(0, (1,)),), 0.0)
     assert isinstance(ended, LoadEnded)
@@ -72,7 +74,7 @@ def test_a_producer_of_another_version_fails_the_load(node: NodeProtocol) -> Non
 
 
 def test_messages_of_the_other_role_are_ignored(node: NodeProtocol) -> None:
-    assert node.message_received(PRODUCER, encode(Claim("r", 1)), 0.0) == []
+    assert node.message_received(PRODUCER, encode(Claim("r", 1, 0, 1)), 0.0) == []
     assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, ((1,),))), 0.0) == []
 
 

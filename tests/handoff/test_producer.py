@@ -55,7 +55,7 @@ def offered(producer: ProducerProtocol, lease: int = 1, request_id: str = "r", n
 
 def claimed(producer: ProducerProtocol, lease: int = 1, now: float = 0.0) -> int:
     guard = offered(producer, lease, now=now)
-    assert producer.receive(PEER, Claim("r", lease), now) == [
+    assert producer.receive(PEER, Claim("r", lease, 0, 1), now) == [
         Send(PEER, Grant("r", lease, guard, 12, TABLES))
     ]
     return guard
@@ -78,7 +78,7 @@ def test_an_offer_sets_its_guard(producer: ProducerProtocol) -> None:
 
 def test_a_claim_is_granted_and_renews_the_lease(producer: ProducerProtocol) -> None:
     offered(producer)
-    (granted,) = producer.receive(PEER, Claim("r", 1), now=20.0)
+    (granted,) = producer.receive(PEER, Claim("r", 1, 0, 1), now=20.0)
     assert isinstance(granted, Send)
     assert isinstance(granted.message, Grant)
     assert producer.next_deadline() == 50.0
@@ -95,7 +95,7 @@ def test_a_heartbeat_renews_the_lease(producer: ProducerProtocol, prepare) -> No
 @pytest.mark.parametrize(("delivered", "outcome"), [(True, "delivered"), (False, "aborted")])
 def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: bool, outcome: str) -> None:
     guard = claimed(producer)
-    cleared, ended = producer.receive(PEER, Release("r", 1, delivered), now=1.0)
+    cleared, ended = producer.receive(PEER, Release("r", 1, delivered, 0, 1), now=1.0)
     assert cleared == ClearGuard(guard)
     assert isinstance(ended, OfferEnded)
     assert (ended.request_id, ended.outcome) == ("r", outcome)
@@ -106,7 +106,7 @@ def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: b
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_release_without_a_claim_is_never_a_delivery(producer: ProducerProtocol, delivered: bool) -> None:
     guard = offered(producer)
-    cleared, ended = producer.receive(PEER, Release("r", 1, delivered), now=1.0)
+    cleared, ended = producer.receive(PEER, Release("r", 1, delivered, 0, 1), now=1.0)
     assert cleared == ClearGuard(guard)
     assert isinstance(ended, OfferEnded)
     assert ended.outcome == "aborted"
@@ -157,7 +157,7 @@ def test_an_abort_clears_revokes_and_reports(producer: ProducerProtocol) -> None
 def test_shutdown_ends_everything(producer: ProducerProtocol) -> None:
     claimed(producer)
     offered(producer, lease=2, request_id="s")
-    producer.receive(OTHER, Claim("t", 3), now=1.0)
+    producer.receive(OTHER, Claim("t", 3, 0, 1), now=1.0)
     actions = producer.shutdown(now=1.0)
     assert [type(action) for action in actions].count(ClearGuard) == 2
     assert {action.request_id for action in actions if isinstance(action, OfferEnded)} == {"r", "s"}
@@ -173,20 +173,20 @@ def test_shutdown_ends_everything(producer: ProducerProtocol) -> None:
 
 def test_an_ended_offer_is_denied(producer: ProducerProtocol) -> None:
     claimed(producer)
-    producer.receive(PEER, Release("r", 1, True), now=1.0)
-    assert "is over" in denial(producer.receive(PEER, Claim("r", 1), now=2.0))
+    producer.receive(PEER, Release("r", 1, True, 0, 1), now=1.0)
+    assert "is over" in denial(producer.receive(PEER, Claim("r", 1, 0, 1), now=2.0))
 
 
 def test_a_lease_of_another_request_is_denied(producer: ProducerProtocol) -> None:
     offered(producer)
-    assert "was never made" in denial(producer.receive(PEER, Claim("not r", 1), now=1.0))
-    assert producer.receive(PEER, Release("not r", 1, True), now=1.0) == []
+    assert "was never made" in denial(producer.receive(PEER, Claim("not r", 1, 0, 1), now=1.0))
+    assert producer.receive(PEER, Release("not r", 1, True, 0, 1), now=1.0) == []
 
 
 def test_a_second_claimant_is_denied_and_can_do_nothing(producer: ProducerProtocol) -> None:
     claimed(producer)
-    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1), now=1.0))
-    assert producer.receive(OTHER, Release("r", 1, True), now=1.0) == []
+    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, 0, 1), now=1.0))
+    assert producer.receive(OTHER, Release("r", 1, True, 0, 1), now=1.0) == []
     producer.receive(OTHER, Heartbeat((1,)), now=20.0)
     assert producer.next_deadline() == 30.0
 
@@ -209,48 +209,134 @@ def test_lease_numbers_only_grow(producer: ProducerProtocol) -> None:
         producer.offer("r", 6, TABLES, 12, now=1.0)
 
 
+# -- several ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks(producer: ProducerProtocol) -> ProducerProtocol:
+    """An offer that is claimed by both ranks of one consumer, over two connections."""
+    for peer in (3, 4):
+        producer.peer_connected(peer, now=0.0)
+        producer.receive(peer, Hello(PROTOCOL_VERSION, "pair", 6, "d"), now=0.0)
+    offered(producer)
+    for rank, peer in enumerate((3, 4)):
+        (granted,) = producer.receive(peer, Claim("r", 1, rank, 2), now=1.0)
+        assert isinstance(granted, Send)
+        assert isinstance(granted.message, Grant)
+    return producer
+
+
+def outcome(actions: list[Action]) -> str:
+    (ended,) = [action for action in actions if isinstance(action, OfferEnded)]
+    return ended.outcome
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(True, True, "delivered"), (True, False, "aborted"), (False, True, "aborted")],
+)
+def test_an_offer_is_delivered_when_every_rank_has_it(
+    two_ranks: ProducerProtocol, first: bool, second: bool, expected: str
+) -> None:
+    assert two_ranks.receive(3, Release("r", 1, first, 0, 2), now=2.0) == []
+    assert two_ranks.receive(3, Release("r", 1, first, 0, 2), now=2.0) == []
+    assert outcome(two_ranks.receive(4, Release("r", 1, second, 1, 2), now=3.0)) == expected
+
+
+def test_a_rank_that_is_lost_ends_its_own_share_only(two_ranks: ProducerProtocol) -> None:
+    assert two_ranks.peer_lost(3, now=2.0) == []
+    two_ranks.receive(4, Heartbeat((1,)), now=3.0)
+    assert two_ranks.next_deadline() == 33.0
+    assert outcome(two_ranks.receive(4, Release("r", 1, True, 1, 2), now=4.0)) == "aborted"
+
+
+def test_a_rank_that_never_comes_is_waited_for_in_bounds(two_ranks: ProducerProtocol) -> None:
+    offered(two_ranks, lease=2, request_id="s", now=1.0)
+    two_ranks.receive(3, Claim("s", 2, 0, 2), now=1.0)
+    two_ranks.receive(3, Release("s", 2, True, 0, 2), now=2.0)
+    assert any(
+        isinstance(action, OfferEnded) and action.outcome == "expired" for action in two_ranks.advance(31.0)
+    )
+
+
+def test_every_rank_is_told_of_the_end(two_ranks: ProducerProtocol) -> None:
+    actions = two_ranks.abort("r", now=2.0)
+    told = [action.peer_id for action in actions if isinstance(action, Send)]
+    assert told == [3, 4]
+    assert isinstance(actions[0], ClearGuard)
+
+
+@pytest.mark.parametrize(
+    ("peer", "claim", "reason"),
+    [
+        (3, Claim("r", 1, 0, 3), "another consumer"),
+        (3, Claim("r", 1, 1, 2), "another consumer"),
+        (3, Claim("r", 1, 2, 2), "no share for rank 2 of 2"),
+        (PEER, Claim("r", 1, 0, 2), "another consumer"),
+    ],
+    ids=["another-number", "anothers-share", "no-such-rank", "another-node"],
+)
+def test_a_contradictory_claim_is_denied(
+    two_ranks: ProducerProtocol, peer: int, claim: Claim, reason: str
+) -> None:
+    assert reason in denial(two_ranks.receive(peer, claim, now=2.0))
+    assert two_ranks.receive(peer, Release("r", 1, True, claim.rank, claim.num_ranks), now=2.0) == []
+    assert two_ranks.num_offers == 1
+
+
+def test_a_rank_cannot_claim_again_what_it_is_done_with(two_ranks: ProducerProtocol) -> None:
+    two_ranks.receive(3, Release("r", 1, True, 0, 2), now=2.0)
+    assert "over for this rank" in denial(two_ranks.receive(3, Claim("r", 1, 0, 2), now=3.0))
+
+
+def test_all_ranks_may_be_early(producer: ProducerProtocol) -> None:
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    assert "no share" in denial(producer.receive(OTHER, Claim("s", 2, 1, 1), now=0.0))
+    assert [type(action) for action in producer.offer("r", 1, TABLES, 12, now=1.0)] == [SetGuard, Send]
+
+
 # -- early -------------------------------------------------------------------------------------------
 
 
 def test_an_early_claim_is_granted_when_the_offer_comes(producer: ProducerProtocol) -> None:
-    assert producer.receive(PEER, Claim("r", 1), now=0.0) == []
+    assert producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0) == []
     guarded, granted = producer.offer("r", 1, TABLES, 12, now=2.0)
     assert isinstance(guarded, SetGuard)
     assert granted == Send(PEER, Grant("r", 1, guarded.index, 12, TABLES))
 
 
 def test_an_early_claim_waits_no_longer_than_it_may(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1), now=0.0)
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
     assert producer.next_deadline() == 3.0
     assert "in time" in denial(producer.advance(now=3.0))
     assert producer.next_deadline() == math.inf
 
 
 def test_an_early_claim_of_a_number_that_was_left_out_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1), now=0.0)
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
     denied, guarded = producer.offer("s", 2, TABLES, 12, now=1.0)
     assert "never made" in denial([denied])
     assert isinstance(guarded, SetGuard)
 
 
 def test_an_early_claim_of_another_request_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("not r", 1), now=0.0)
-    guarded, denied = producer.offer("r", 1, TABLES, 12, now=1.0)
-    assert isinstance(guarded, SetGuard)
+    producer.receive(PEER, Claim("not r", 1, 0, 1), now=0.0)
+    denied, guarded = producer.offer("r", 1, TABLES, 12, now=1.0)
     assert "never made" in denial([denied])
+    assert isinstance(guarded, SetGuard)
 
 
 def test_early_claims_are_bounded(producer: ProducerProtocol) -> None:
     for lease in (1, 2):
-        assert producer.receive(PEER, Claim("r", lease), now=0.0) == []
-    assert "too many" in denial(producer.receive(PEER, Claim("r", 3), now=0.0))
-    assert producer.receive(PEER, Release("r", 4, False), now=0.0) == []
+        assert producer.receive(PEER, Claim("r", lease, 0, 1), now=0.0) == []
+    assert "too many" in denial(producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0))
+    assert producer.receive(PEER, Release("r", 4, False, 0, 1), now=0.0) == []
 
 
 def test_a_second_early_claimant_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1), now=0.0)
-    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1), now=0.0))
-    assert producer.receive(OTHER, Release("r", 1, False), now=0.0) == []
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, 0, 1), now=0.0))
+    assert producer.receive(OTHER, Release("r", 1, False, 0, 1), now=0.0) == []
     assert isinstance(producer.offer("r", 1, TABLES, 12, now=1.0)[1], Send)
 
 
@@ -259,8 +345,8 @@ def test_an_early_release_ends_the_offer_as_soon_as_it_comes(
     producer: ProducerProtocol, claims_first: bool
 ) -> None:
     if claims_first:
-        producer.receive(PEER, Claim("r", 1), now=0.0)
-    producer.receive(PEER, Release("r", 1, False), now=0.0)
+        producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    producer.receive(PEER, Release("r", 1, False, 0, 1), now=0.0)
     producer.peer_lost(PEER, now=0.5)
     (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
     assert isinstance(ended, OfferEnded)
@@ -268,16 +354,18 @@ def test_an_early_release_ends_the_offer_as_soon_as_it_comes(
     assert producer.num_offers == 0
 
 
-def test_an_early_claim_dies_with_its_sender(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1), now=0.0)
+def test_an_offer_whose_early_claimant_is_gone_ends_as_soon_as_it_comes(producer: ProducerProtocol) -> None:
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
     producer.peer_lost(PEER, now=0.5)
-    offered(producer)
+    (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
+    assert isinstance(ended, OfferEnded)
+    assert ended.outcome == "aborted"
 
 
 def test_an_early_claim_without_a_guard_is_denied(producer: ProducerProtocol) -> None:
     offered(producer, lease=1, request_id="a")
     offered(producer, lease=2, request_id="b")
-    producer.receive(PEER, Claim("r", 3), now=0.0)
+    producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0)
     denied, ended = producer.offer("r", 3, TABLES, 12, now=1.0)
     assert "too many" in denial([denied])
     assert isinstance(ended, OfferEnded)
@@ -308,11 +396,11 @@ def test_a_peer_that_says_nothing_is_dropped(producer: ProducerProtocol) -> None
 def test_a_peer_that_does_not_say_hello_first_is_dropped(producer: ProducerProtocol) -> None:
     offered(producer)
     producer.peer_connected(3, now=0.0)
-    assert producer.receive(3, Claim("r", 1), now=0.0) == [Disconnect(3)]
-    assert producer.receive(3, Claim("r", 1), now=0.0) == []
+    assert producer.receive(3, Claim("r", 1, 0, 1), now=0.0) == [Disconnect(3)]
+    assert producer.receive(3, Claim("r", 1, 0, 1), now=0.0) == []
 
 
 def test_an_unknown_peer_is_ignored(producer: ProducerProtocol) -> None:
     offered(producer)
-    assert producer.receive(99, Claim("r", 1), now=0.0) == []
+    assert producer.receive(99, Claim("r", 1, 0, 1), now=0.0) == []
     assert producer.receive(99, Hello(PROTOCOL_VERSION, "x", 5, "d"), now=0.0) == []

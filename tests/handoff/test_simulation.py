@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import hypothesis.strategies as st
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvferry.connector.handoff.consumer import ConsumerProtocol
-from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard, StartRead
+from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
+from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.handoff.testing import PromiseBroken, Simulation, explore
+from kvferry.connector.handoff.testing import PromiseBroken, Simulation, Spread, explore
 from kvferry.transports.regions import Guard
 
 
@@ -33,6 +35,45 @@ def test_promises_hold_in_thousands_of_schedules() -> None:
         "load dropped",
     }
     assert min(outcomes.values()) >= 30
+
+
+SPREADS = {
+    "tensor-parallel": (Spread(2), Spread(1), Spread(2)),
+    "four-two-one": (Spread(4), Spread(2), Spread(1)),
+    "pipeline-parallel": (Spread(1, 2), Spread(1), Spread(2, 2)),
+}
+
+
+@pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
+def test_promises_hold_between_nodes_of_several_ranks(spreads: tuple[Spread, ...]) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(150):
+        simulation = Simulation(spreads=spreads)
+        explore(simulation, seed, num_steps=120)
+        outcomes.update(simulation.outcomes)
+    assert {"offer delivered", "load loaded", "load failed", "load dropped"} <= set(outcomes)
+    assert outcomes["load loaded"] >= 60
+
+
+@pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
+def test_nodes_of_several_ranks_load_everything_without_faults(spreads: tuple[Spread, ...]) -> None:
+    simulation = Simulation(spreads=spreads)
+    for number, (producer, consumer) in enumerate(permutations(range(3), 2)):
+        simulation.offer(producer, number)
+        simulation.claim(consumer, 0, 0)
+        simulation.load(consumer, 0, number)
+        simulation.settle()
+    assert set(simulation.outcomes) == {"load loaded", "offer delivered"}
+    simulation.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
+def test_promises_hold_between_nodes_of_several_ranks_in_many_more_schedules(
+    spreads: tuple[Spread, ...],
+) -> None:
+    for seed in range(20_000, 21_000):
+        explore(Simulation(spreads=spreads), seed, num_steps=200)
 
 
 @pytest.mark.slow
@@ -107,6 +148,10 @@ class AnySchedule(RuleBasedStateMachine):
     def kill(self, node: int) -> None:
         self.simulation.kill(node)
 
+    @rule(rank=numbers)
+    def kill_rank(self, rank: int) -> None:
+        self.simulation.kill_rank(rank)
+
     @rule(link=numbers)
     def sever(self, link: int) -> None:
         self.simulation.sever(link)
@@ -159,12 +204,8 @@ class UsesOneGuardValue(ProducerProtocol):
 
 class ExpectsOneGuardValue(ConsumerProtocol):
     def _start_read(self, *args):
-        return [
-            replace(action, guard=Guard(action.guard.index, ONE_VALUE))
-            if isinstance(action, StartRead)
-            else action
-            for action in super()._start_read(*args)
-        ]
+        read = super()._start_read(*args)
+        return replace(read, guard=Guard(read.guard.index, ONE_VALUE))
 
 
 class ReportsTwice(ConsumerProtocol):
@@ -174,13 +215,13 @@ class ReportsTwice(ConsumerProtocol):
 
 
 class ReportsBeforeTheReadEnded(ConsumerProtocol):
-    def _end(self, handoff, outcome, error, release=True):
-        return self._report(handoff, outcome, error)
+    def _end(self, load, verdict):
+        return self._report(load, verdict)
 
 
 class AcceptsStaleBytes(ConsumerProtocol):
-    def read_ended(self, request_id, error, now):
-        return super().read_ended(request_id, None, now)
+    def read_ended(self, read, error, now):
+        return super().read_ended(read, None, now)
 
 
 class ForgetsLoadsOfLostPeers(ConsumerProtocol):
@@ -189,17 +230,34 @@ class ForgetsLoadsOfLostPeers(ConsumerProtocol):
 
 
 class NeverGivesUp(ConsumerProtocol):
-    def _time_out(self, handoff, now):
-        handoff.deadline = float("inf")
+    def _time_out(self, load, part, now):
+        part.deadline = float("inf")
         return []
 
 
+class ReportsWithTheFirstPart(ConsumerProtocol):
+    """It looks right between nodes of one rank."""
+
+    def read_ended(self, read, error, now):
+        actions = super().read_ended(read, error, now)
+        load = self._loads.get(read.request_id)
+        return actions if load is None or error else self._report(load, Verdict("loaded"))
+
+
+class DeliversToTheFirstRank(ProducerProtocol):
+    def _end_if_done(self, held, why_not):
+        return self._end(held, "delivered", "was delivered")
+
+
 def first_broken_promise(
-    producer: type[ProducerProtocol], consumer: type[ConsumerProtocol], checks_after_copy: bool
+    producer: type[ProducerProtocol],
+    consumer: type[ConsumerProtocol],
+    checks_after_copy: bool,
+    spreads: tuple[Spread, ...] = (Spread(), Spread(), Spread()),
 ) -> str:
     for seed in range(5000):
-        try:
-            explore(Simulation(producer, consumer, checks_after_copy), seed)
+        try:  # long enough for blocks and guards to be used again while somebody reads
+            explore(Simulation(producer, consumer, checks_after_copy, spreads), seed, num_steps=160)
         except PromiseBroken as broken:
             return str(broken)
     return "none"
@@ -242,3 +300,16 @@ WRONG_BYTES = "loaded bytes are the offered ones"
 )
 def test_a_planted_bug_is_found(producer, consumer, checks_after_copy, promise) -> None:
     assert promise in first_broken_promise(producer, consumer, checks_after_copy)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "promise"),
+    [
+        pytest.param(ProducerProtocol, ReportsWithTheFirstPart, "nothing writes", id="one-part-is-the-load"),
+        pytest.param(
+            DeliversToTheFirstRank, ConsumerProtocol, "loaded by every rank", id="one-rank-is-the-node"
+        ),
+    ],
+)
+def test_a_planted_bug_that_one_rank_would_hide_is_found(producer, consumer, promise) -> None:
+    assert promise in first_broken_promise(producer, consumer, True, SPREADS["four-two-one"])

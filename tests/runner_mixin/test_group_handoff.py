@@ -295,9 +295,16 @@ def test_each_kind_moves_what_it_needs_and_a_shared_cache_once(make_node: Callab
     )
 
 
-def test_nodes_with_other_kernel_blocks_say_so(make_node: Callable[..., Node]) -> None:
-    """Their pages have another order: nothing is read, rather than something wrong."""
-    producer, consumer = make_node("TORCH"), make_node("SMALL")
-    _, params = producer.prefill()
-    consumer.load(params, producer)
-    assert "page_format" in consumer.done.load_errors["a"]
+@pytest.mark.parametrize(("theirs", "ours"), [("TORCH", "SMALL"), ("SMALL", "TORCH")])
+def test_nodes_with_other_kernel_blocks_and_layouts_understand_each_other(
+    theirs: str, ours: str, make_node: Callable[..., Node]
+) -> None:
+    """Their pages have another order: each token finds its place, and a state crosses as it is."""
+    producer, consumer = make_node(theirs, cross_layer_blocks=False), make_node(ours)
+    expected, params = producer.prefill()
+    state = producer.state()
+    request = consumer.load(params, producer)
+    assert consumer.done.load_errors == {}
+    for mine, its in zip(consumer.state(), state, strict=True):
+        assert mine.equal(its)
+    torch.testing.assert_close(consumer.compute(request, 1)[:, 0], expected[:, -1])

@@ -1,0 +1,194 @@
+"""What a runtime and a transport do in a simulated world: actions are carried out, messages travel, reads copy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from ...transports.errors import (
+    KVTransferError,
+    PeerLostError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from ._simulated import SimulatedEngine, SimulatedRank, SimulatedRead, require
+from .events import Action, ClearGuard, Connect, Disconnect, LoadEnded, OfferEnded, Send, SetGuard, StartRead
+from .messages import encode
+
+__all__ = ["SimulatedWorld"]
+
+
+class SimulatedWorld(ABC):
+    """Engines and everything between them.
+
+    Args:
+        checks_after_copy: Whether the transport checks guards when it should. False is a planted bug.
+    """
+
+    def __init__(self, checks_after_copy: bool) -> None:
+        self.now = 0.0
+        self.engines: dict[str, SimulatedEngine] = {}
+        self._checks_after_copy = checks_after_copy
+        self._counter = 0
+
+    @abstractmethod
+    def offer_ended(self, rank: SimulatedRank, ended: OfferEnded) -> None:
+        """A rank reports the end of an offer."""
+
+    @abstractmethod
+    def load_ended(self, rank: SimulatedRank, ended: LoadEnded) -> None:
+        """A rank reports the end of a load."""
+
+    @property
+    def ranks(self) -> list[SimulatedRank]:
+        """All that live."""
+        return [rank for engine in self.engines.values() for rank in engine.living_ranks]
+
+    # -- what happens by itself ------------------------------------------------------------------------
+
+    def deliver(self, which: int) -> bool:
+        """Something that is under way between two ranks arrives."""
+        waiting = [(rank, peer) for rank in self.ranks for peer, box in rank.inbox.items() if box]
+        if not waiting:
+            return False
+        rank, peer_id = waiting[which % len(waiting)]
+        event = rank.inbox[peer_id].popleft()
+        if isinstance(event, bool):
+            self.do(rank, rank.protocol.peer_connected(peer_id, event, self.now))
+        elif isinstance(event, bytes):
+            self.do(rank, rank.protocol.message_received(peer_id, event, self.now))
+        else:
+            self._forget_peer(rank, peer_id)
+            for key in [key for key, read in rank.reads.items() if read.order.peer_id == peer_id]:
+                self._end_read(rank, key, event)
+            self.do(rank, rank.protocol.peer_lost(peer_id, event, self.now))
+        return True
+
+    def copy(self, which: int) -> bool:
+        """A read goes on by one region, or checks its guard and ends."""
+        reading = [(rank, key) for rank in self.ranks for key in rank.reads]
+        if not reading:
+            return False
+        rank, key = reading[which % len(reading)]
+        read = rank.reads[key]
+        guard = read.order.guard
+        holds = read.source.guards[guard.index] == guard.value
+        if read.num_copied == 0:
+            read.held_before = holds
+        if read.error is not None:
+            self._end_read(rank, key, read.error)
+        elif read.num_copied < len(read.order.pairs):
+            local, remote, size = (int(value) for value in read.order.pairs.table[read.num_copied])
+            rank.pool[local : local + size] = read.source.pool[remote : remote + size]
+            read.num_copied += 1
+        else:
+            is_fresh = holds if self._checks_after_copy else read.held_before
+            self._end_read(rank, key, None if is_fresh else StaleRegionError("the guard changed"))
+        return True
+
+    def tick(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+        for rank in self.ranks:
+            for read in rank.reads.values():
+                if read.deadline <= self.now and read.error is None:
+                    read.error = TransferTimeoutError("the read took too long")
+            self.do(rank, rank.protocol.advance(self.now))
+            require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
+
+    def sever(self, which: int) -> None:
+        """A connection breaks; either end learns of it in its own time."""
+        linked = [(rank, peer_id) for rank in self.ranks for peer_id in rank.links]
+        if linked:
+            rank, peer_id = linked[which % len(linked)]
+            remote, remote_peer_id = rank.links.pop(peer_id)
+            del remote.links[remote_peer_id]
+            rank.inbox[peer_id].append(PeerLostError("the connection broke"))
+            remote.inbox[remote_peer_id].append(PeerLostError("the connection broke"))
+
+    def die(self, rank: SimulatedRank) -> None:
+        """A process ends. Mapped memory outlives it in its readers."""
+        rank.is_dead = True
+        for remote, remote_peer_id in list(rank.links.values()):
+            remote.inbox[remote_peer_id].append(PeerLostError("the peer died"))
+            del remote.links[remote_peer_id]
+        rank.links.clear()
+
+    # -- what a runtime does with actions --------------------------------------------------------------
+
+    def do(self, rank: SimulatedRank, actions: list[Action]) -> None:
+        """Carry out actions, and what follows from them."""
+        waiting = deque(actions)
+        while waiting:
+            waiting.extend(self._act(rank, waiting.popleft()))
+
+    def next_number(self) -> int:
+        """A number that was not used before."""
+        self._counter += 1
+        return self._counter
+
+    def _act(self, rank: SimulatedRank, action: Action) -> list[Action]:
+        match action:
+            case Connect(address):
+                return self._connect(rank, address)
+            case Send(peer_id, message):
+                data = encode(message)
+                if peer_id in rank.links:
+                    remote, remote_peer_id = rank.links[peer_id]
+                    remote.inbox[remote_peer_id].append(data)
+            case SetGuard(index, value):
+                rank.guards[index] = value
+            case ClearGuard(index):
+                rank.guards[index] = 0
+            case StartRead():
+                self._start_read(rank, action)
+            case Disconnect(peer_id):
+                self._disconnect(rank, peer_id)
+            case OfferEnded():
+                self.offer_ended(rank, action)
+            case LoadEnded():
+                self.load_ended(rank, action)
+        return []
+
+    def _start_read(self, rank: SimulatedRank, order: StartRead) -> None:
+        key = (order.request_id, order.rank)
+        require(key not in rank.reads, "one read at a time for a request from a rank")
+        source = rank.links.get(order.peer_id, (rank, 0))[0]
+        rank.reads[key] = SimulatedRead(order, source, self.now + order.timeout_s)
+        if order.peer_id not in rank.links:
+            rank.reads[key].error = PeerLostError("no such peer")
+
+    def _connect(self, rank: SimulatedRank, address: str) -> list[Action]:
+        remote = self._rank_at(address)
+        if remote is None:
+            return rank.protocol.consumer.connect_failed(address, PeerLostError("nobody there"), self.now)
+        peer_id, remote_peer_id = self.next_number(), self.next_number()
+        rank.links[peer_id] = (remote, remote_peer_id)
+        remote.links[remote_peer_id] = (rank, peer_id)
+        rank.inbox[peer_id] = deque([False])
+        remote.inbox[remote_peer_id] = deque([True])
+        return rank.protocol.consumer.connecting(address, peer_id, self.now)
+
+    def _rank_at(self, address: str) -> SimulatedRank | None:
+        name, _, number = address.rpartition("/")
+        rank = self.engines[name].ranks[int(number)]
+        return None if rank.is_dead else rank
+
+    def _disconnect(self, rank: SimulatedRank, peer_id: int) -> None:
+        for read in rank.reads.values():
+            if read.order.peer_id == peer_id:
+                read.error = TransportClosedError("disconnected")
+        if peer_id in rank.links:
+            remote, remote_peer_id = rank.links[peer_id]
+            remote.inbox[remote_peer_id].append(PeerLostError("the peer hung up"))
+            del remote.links[remote_peer_id]
+        self._forget_peer(rank, peer_id)
+
+    def _forget_peer(self, rank: SimulatedRank, peer_id: int) -> None:
+        rank.links.pop(peer_id, None)
+        rank.inbox.pop(peer_id, None)
+
+    def _end_read(self, rank: SimulatedRank, key: tuple[str, int], error: KVTransferError | None) -> None:
+        read = rank.reads.pop(key)
+        self.do(rank, rank.protocol.consumer.read_ended(read.order, error, self.now))
