@@ -53,6 +53,9 @@ class Host(Protocol):
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         """As `Transport.start_read`; its end goes to `Writes.take_read`."""
 
+    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
+        """End a read with `error`, once nothing is under way for it; do nothing if it is over."""
+
     def send_write_frame(self, peer_id: int, frame: bytes) -> None:
         """Send to a peer, in order, whatever is queued; to none that is gone."""
 
@@ -149,11 +152,15 @@ class Writes:
             yield write.deadline + (_GRACE_S if write.failure else 0.0)
 
     def expire(self, now: float) -> Iterator[tuple[int, KVTransferError]]:
-        """Fail the writes whose time is up; they end when their target has stopped.
+        """Fail the writes whose time is up; they end when their target has stopped. As a target, stop where guards
+        hold no more.
 
         Returns:
             The peers that have to be dropped, and why: they did not stop in time.
         """
+        for read_id, incoming in list(self._incoming.items()):
+            if not self._table.holds(incoming.guard):
+                self._host.stop_read(incoming.peer_id, read_id, _stale(incoming.guard))
         for write in self._outgoing.values():
             if write.deadline <= now and not write.failure:
                 self._table.wipe(write.word)

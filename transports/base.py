@@ -31,8 +31,8 @@ Writes: the same with the roles exchanged
     * a message came that the writer sent after the `TransferEnded` of its last write there;
     * `PeerLost` of the writer came, or the target's own `disconnect` of it returned, or `close` did.
 
-    Clearing the guard is how the target ends writing early. It refuses every write that has not begun, but does not
-    stop one that has: that one ends with `StaleRegionError`, and only then can the regions be used again.
+    Clearing the guard is how the target ends writing early. Writes that have not begun are refused, and one that has
+    is stopped soon, but not at once: it ends with `StaleRegionError`, and only then can the regions be used again.
 """
 
 from __future__ import annotations

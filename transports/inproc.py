@@ -298,6 +298,12 @@ class InProcTransport(Transport):
         self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
         return transfer_id
 
+    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
+        """See `_writes.Host`. Reads that have begun are over."""
+        for read in [read for read in self._reads if read.transfer_id == read_id]:
+            self._reads.remove(read)
+            self._report(self._outcome(read, error))
+
     def send_write_frame(self, peer_id: int, frame: bytes) -> None:
         """See `_writes.Host`."""
         link = self._links.get(peer_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
 )
 from kvferry.transports.inproc import InProcTransport
+from kvferry.transports.registry import create_transport
 from kvferry.transports.testing import Link, World, pairs_of, regions_of
 
 KIB = 1 << 10
@@ -226,6 +228,31 @@ def test_a_word_of_the_writers_is_known_to_its_target_alone(world: World, link: 
     world.start_write(link, pairs_of((0, KIB, KIB)), GUARD)
     values = [writer.guards.holds(Guard(writer.guards.num_words - 1, value)) for value in range(1000)]
     assert not any(values)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "zeromq",
+        pytest.param(
+            "ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+        ),
+    ],
+)
+def test_a_cleared_guard_stops_a_write_within_its_window(scheme: str) -> None:
+    num_bytes = 64 << 20
+    world = World(lambda: create_transport(scheme, {}))
+    link = world.pair(num_bytes)
+    target, before = link.consumer, link.consumer.memory().copy()
+    target.transport.guards.set(GUARD.index, GUARD.value)
+    target.transport.accept_writes(link.producer_id, GUARD, regions_of((0, num_bytes)))
+    transfer_id = world.start_write(link, pairs_of((0, 0, num_bytes)), GUARD)
+    world.serve(lambda: bool(np.any(target.memory()[:KIB] != before[:KIB])))
+    target.transport.guards.clear(GUARD.index)
+    world.serve(lambda: bool(link.producer.ends_of(transfer_id)))
+    assert isinstance(link.producer.ends_of(transfer_id)[0].error, StaleRegionError)
+    assert np.array_equal(target.memory()[num_bytes // 2 :], before[num_bytes // 2 :])
+    world.close()
 
 
 def _say(link: Link, frame: bytes) -> None:

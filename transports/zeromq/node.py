@@ -133,6 +133,11 @@ class Node:
         self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
         return transfer_id
 
+    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
+        """See `_writes.Host`."""
+        if peer_id in self._peers:
+            self._reads.stop(self._peers[peer_id], read_id, error)
+
     def send_write_frame(self, peer_id: int, frame: bytes) -> None:
         """See `_writes.Host`."""
         if peer_id in self._peers:

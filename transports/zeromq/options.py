@@ -35,8 +35,8 @@ class ZeroMQOptions:
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
         slice_bytes: Most bytes of one region that travel as one frame.
-        window_slices: Slices that may be on their way from one peer. More fill a long fast link, whose round trip
-            times rate should fit in; fewer stay in the processor's cache.
+        window_slices: Slices that may be on their way from one peer; more are asked for when half of them are here.
+            Half should be what a long fast link carries in a round trip; fewer stay in the processor's cache.
         peer_timeout_s: A peer that is silent for longer is lost.
         handshake_timeout_s: Who connects must have said who he is after this time.
         max_queued_bytes: Bytes of messages to one peer that may wait here, beside those ZeroMQ holds.
@@ -56,7 +56,7 @@ class ZeroMQOptions:
     shared_secret_file: str = ""
     checksums: bool = True
     slice_bytes: int = 2 << 20
-    window_slices: int = 4
+    window_slices: int = 8
     peer_timeout_s: float = 2.0
     handshake_timeout_s: float = 5.0
     max_queued_bytes: int = 8 << 20

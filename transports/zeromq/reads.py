@@ -92,7 +92,12 @@ class Reads:
         return next(self._ids)
 
     def _fetch(self, peer: Peer) -> None:
-        """Fill the window, one slice of each transfer in turn."""
+        """Fill the window once half of it is free, one slice of each transfer in turn.
+
+        What is asked for together is answered together: fewer threads have to wake up for it.
+        """
+        if len(peer.in_flight) > self._options.window_slices // 2:
+            return
         while peer.waiting and len(peer.in_flight) < self._options.window_slices:
             transfer = peer.waiting.popleft()
             if transfer.transfer_id not in peer.transfers or transfer.failure:
@@ -168,6 +173,11 @@ class Reads:
         """End the reads whose time is up. What still comes for them is thrown away."""
         for transfer in [t for t in peer.transfers.values() if t.deadline <= now]:
             self._end(peer, transfer, TransferTimeoutError("the read did not end in time"))
+
+    def stop(self, peer: Peer, transfer_id: int, error: KVTransferError) -> None:
+        """End a read with an error, if it is not over. What still comes for it is thrown away."""
+        if transfer_id in peer.transfers:
+            self._end(peer, peer.transfers[transfer_id], error)
 
     def end_all(self, peer: Peer, error: KVTransferError) -> None:
         """End every read from a peer."""
