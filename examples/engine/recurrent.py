@@ -39,8 +39,10 @@ __all__ = [
 #: Kinds of layers, as transformers calls them, that keep a state: instead of a cache, or beside one.
 RECURRENT_KINDS = frozenset({"linear_attention", "hybrid"})
 
-#: More tokens than a request begins with make no other state; fewer than two could take a path of their own.
+#: How many tokens there are changes nothing of a state's shape; but for a single one mixers have a path of its own.
 _PROBE_TOKENS = 2
+#: The order in a page. The recurrent part, whose elements may be the wider ones, comes first, so that both are aligned.
+_KINDS = ("recurrent_states", "conv_states")
 
 
 def without_last_prompt_token(source: GenerationRequest) -> GenerationRequest:
@@ -125,20 +127,19 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
 
 @torch.inference_mode()
 def _probe(mixer: torch.nn.Module, model: PreTrainedModel) -> tuple[_StateTensor, ...]:
-    """What a mixer keeps of a request, the widest elements first, so that each tensor is aligned behind the others."""
+    """What a mixer keeps of a request, in the order of a page."""
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     tokens = torch.zeros(1, _PROBE_TOKENS, config.hidden_size, dtype=model.dtype, device=model.device)
     mixer(tokens, cache_params=cache)
     layer = cache.layers[int(mixer.layer_idx)]  # type: ignore[arg-type]
     assert isinstance(layer, LinearAttentionCacheLayerMixin)
-    tensors = [
+    return tuple(
         _StateTensor(kind, index, tuple(state.shape[1:]), state.dtype)
-        for kind in ("conv_states", "recurrent_states")
+        for kind in _KINDS
         for index, state in getattr(layer, kind).items()
         if state is not None
-    ]
-    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+    )
 
 
 @dataclass

@@ -294,7 +294,8 @@ class TestRecurrentState:
         connector.set_handshake_metadata({0: WORKER})
         request = Request("p-1", 10, OFFER_PARAMS)
         connector.on_new_request(request)
-        for request.num_computed_tokens in (4, 8):
+        for num_computed_tokens in (4, 8):
+            request.num_computed_tokens = num_computed_tokens
             assert connector.request_progressed(request, [[7, 8], [5]]) is None
             orders = connector.build_connector_meta(Step())
             assert isinstance(orders, HandoffMetadata)
