@@ -22,6 +22,9 @@ from kvferry.connector.config import KVTransferConfig
 
 pytestmark = pytest.mark.slow
 
+#: Three layers, keys and values of two heads of 16 floats.
+BYTES_A_TOKEN = 3 * 2 * 2 * 16 * 4
+
 #: One token, one block, a block and a token, several chunks; two that share a prefix.
 PROMPTS = [[9], [*range(4)], [*range(20, 25)], [*range(30, 70)], [*range(30, 62), 1, 2, 3]]
 
@@ -44,6 +47,29 @@ def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
         assert spread.tokens(f"t{index}") == reference("llama", prompt, 30), prompt
     assert spread.core.stats().totals.num_preemptions > 0
     assert spread.is_whole
+
+
+@pytest.mark.parametrize(
+    ("block_size", "layout"), [(4, "uniform"), (8, "per-layer"), (2, "uniform")], ids=str
+)
+@pytest.mark.parametrize("splits", [False, True], ids=["2 to 1", "1 to 2"])
+def test_a_prompt_crosses_between_two_ranks_and_one(
+    splits: bool, block_size: int, layout: str, spread: Any, make_node: Any, drive: Any, reference: Any
+) -> None:
+    single = make_node(connector="shm", role="kv_both", block_size=block_size, layout=layout)
+    producer, consumer = (single, spread) if splits else (spread, single)
+    # Not a whole number of blocks, several chunks, and unknown to either's prefix cache.
+    name, prompt = f"{block_size}-{splits}", [100 * splits + block_size, *range(7, 50)]
+    producer.add(name, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    drive(producer, until=lambda: producer.is_over(name))
+    params = producer.last(name).kv_transfer_params
+    consumer.add(name, prompt, max_tokens=9, kv_transfer_params=params)
+    drive(producer, consumer, until=lambda: consumer.is_over(name))
+    last = consumer.last(name)
+    assert consumer.tokens(name) == reference("llama", prompt, 9)
+    assert (last.metrics.num_loaded_tokens, last.metrics.transfer.error) == (len(prompt), "")
+    assert last.metrics.transfer.num_bytes == len(prompt) * BYTES_A_TOKEN
+    drive(producer, consumer, until=lambda: producer.is_whole and consumer.is_whole)
 
 
 def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:
