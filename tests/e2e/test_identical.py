@@ -38,7 +38,7 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokens() -> list[int]:
     """A text of some hundred tokens."""
     tokenizer = Tokenizer.from_file(str(default_model_folder() / "tokenizer.json"))
@@ -47,7 +47,7 @@ def tokens() -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def arguments() -> tuple[str, ...]:
     """The default model, in float32 on the CPU."""
     return (
@@ -56,7 +56,7 @@ def arguments() -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(spawn: Spawn, arguments: Sequence[str], tokens: list[int]) -> list[list[int]]:
     """A single node's tokens for each prompt. It is asked once, whatever the number of transports."""
     with Launcher(spawn) as launcher:
