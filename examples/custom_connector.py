@@ -42,10 +42,13 @@ class FileConnector(kv.KVConnectorBase):
         options = self.kv_transfer_config.kv_connector_extra_config
         if set(options) != {"folder"}:
             raise ConfigurationError(f"FileConnector has one option, folder: {dict(options)}", key="folder")
-        if len(caches.kv_cache_groups) != 1 or config.parallel.world_size != 1:
-            raise ConfigurationError("FileConnector knows one KV cache group, and one rank")
+        specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+        # By the end of an answer a window has let go of the prompt's blocks, and a state has moved on.
+        is_full = [type(spec) for spec in specs] == [kv.FullAttentionSpec]
+        if not is_full or config.parallel.world_size != 1:
+            raise ConfigurationError("FileConnector knows one group of full attention, and one rank")
         self._folder = Path(str(options["folder"]))
-        self._spec = caches.kv_cache_groups[0].kv_cache_spec
+        self._spec = specs[0]
         self._orders = Orders()  # scheduler half
         self._kv_caches: dict[str, torch.Tensor] = {}  # worker half, as all that follows
         self._saved: set[str] = set()

@@ -13,6 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.connector import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVConnectorFactory,
+    KVConnectorRole,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.transports.errors import ConfigurationError
 
@@ -105,3 +114,21 @@ def test_a_missing_folder_and_an_unknown_option_are_refused(options: dict[str, s
     )
     with pytest.raises(ConfigurationError, match="one option, folder"), ModelFreeNode(config, SHAPE):
         pass
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(SlidingWindowSpec(4, 2, 8, torch.float32, sliding_window=8), id="window"),
+        pytest.param(MambaSpec(4, ((3,),), (torch.float32,)), id="state"),
+    ],
+)
+def test_what_is_gone_when_an_answer_ends_is_not_kept(spec: KVCacheSpec, tmp_path: Path) -> None:
+    config = engine_config(
+        "FileConnector",
+        kv_connector_module_path="custom_connector",
+        kv_connector_extra_config={"folder": str(tmp_path)},
+    )
+    caches = KVCacheConfig(8, (), (KVCacheGroupSpec(("layers.0",), spec),))
+    with pytest.raises(ConfigurationError, match="one group of full attention"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
