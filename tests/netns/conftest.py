@@ -1,0 +1,195 @@
+"""Two hosts in miniature: network namespaces, what joins them, and what may happen on the way.
+
+Each host is a network namespace with an address of its own on its loopback interface, `10.79.0.1` and `10.79.0.2`.
+Two ways lead from one to the other, and a route chooses: a veth pair of limited rate, whose link is cut and mended, and
+a pair of TUN interfaces with a relay in this process between them, which delays and loses packets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+HOSTS = ("p", "d")
+ADDRESS = {"p": "10.79.0.1", "d": "10.79.0.2"}
+LINK_ADDRESS = {"p": "10.77.0.1", "d": "10.77.0.2"}
+OTHER = {"p": "d", "d": "p"}
+RATE = "100mbit"  # a pool of 32 MiB takes almost three seconds, so a test can act while it crosses
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2's `ip`."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Relay(threading.Thread):
+    """The wire between the two TUN interfaces.
+
+    Attributes:
+        delay_s: Time that a packet is under way.
+        loss: Share of the packets that never arrive.
+    """
+
+    def __init__(self, descriptors: tuple[int, int]) -> None:
+        super().__init__(name="relay")
+        self.delay_s = 0.0
+        self.loss = 0.0
+        self.num_lost = 0
+        self._out = dict(zip(descriptors, reversed(descriptors), strict=True))
+        self._stopped = os.eventfd(0)
+        self._random = random.Random(1)
+        self._under_way: list[tuple[float, int, int, bytes]] = []
+        self._order = itertools.count()
+
+    def run(self) -> None:
+        while True:
+            due = max(0.0, self._under_way[0][0] - time.monotonic()) if self._under_way else None
+            ready = select.select([*self._out, self._stopped], [], [], due)[0]
+            if self._stopped in ready:
+                return
+            for descriptor in ready:
+                self._take(descriptor)
+            self._deliver(time.monotonic())
+
+    def _take(self, descriptor: int) -> None:
+        packet = os.read(descriptor, 65536)
+        if self._random.random() < self.loss:
+            self.num_lost += 1
+            return
+        due = time.monotonic() + self.delay_s
+        heapq.heappush(self._under_way, (due, next(self._order), self._out[descriptor], packet))
+
+    def _deliver(self, now: float) -> None:
+        while self._under_way and self._under_way[0][0] <= now:
+            _, _, descriptor, packet = heapq.heappop(self._under_way)
+            with contextlib.suppress(OSError):  # an interface that is full or down loses packets, as in life
+                os.write(descriptor, packet)
+
+    def close(self) -> None:
+        os.eventfd_write(self._stopped, 1)
+        self.join()
+        os.close(self._stopped)
+
+
+class Network:
+    """Two hosts and what joins them. Everything is in namespaces of this process's own, named after it.
+
+    Attributes:
+        hosts: What the hosts are called.
+        address: Host → its address.
+    """
+
+    hosts = HOSTS
+    address = ADDRESS
+
+    def __init__(self, resources: ExitStack) -> None:
+        self._resources = resources
+        for host in HOSTS:
+            ip("netns", "add", self.namespace(host))
+            resources.callback(ip, "netns", "del", self.namespace(host))
+            ip("-n", self.namespace(host), "addr", "add", f"{ADDRESS[host]}/32", "dev", "lo")
+            ip("-n", self.namespace(host), "link", "set", "lo", "up")
+        self._join()
+
+    @staticmethod
+    def namespace(host: str) -> str:
+        return f"kvferry-{os.getpid()}-{host}"
+
+    def inside(self, host: str) -> list[str]:
+        """What runs the command that follows on a host."""
+        return ["ip", "netns", "exec", self.namespace(host)]
+
+    def _join(self) -> None:
+        ends = [("name", "veth", "netns", self.namespace(host)) for host in HOSTS]
+        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for host in HOSTS:
+            ip("-n", self.namespace(host), "addr", "add", f"{LINK_ADDRESS[host]}/24", "dev", "veth")
+            limit = ["rate", RATE, "burst", "256kb", "latency", "200ms"]
+            tc = ["tc", "-n", self.namespace(host), "qdisc", "add", "dev", "veth", "root", "tbf", *limit]
+            subprocess.run(tc, check=True, capture_output=True)
+        self.mend()
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        ip("-n", self.namespace("p"), "link", "set", "veth", "down")
+
+    def deafen(self, host: str) -> None:
+        """Let nothing that the other host sends arrive here; what this one sends still does."""
+        sender = self.namespace(OTHER[host])
+        nowhere = ("lladdr", "02:00:00:00:00:99", "dev", "veth", "nud", "permanent")
+        ip("-n", sender, "neigh", "replace", LINK_ADDRESS[host], *nowhere)
+
+    def mend(self) -> None:
+        """Undo whatever was done to the cable."""
+        for host in HOSTS:
+            namespace, neighbour = self.namespace(host), LINK_ADDRESS[OTHER[host]]
+            ip("-n", namespace, "link", "set", "veth", "up")
+            with contextlib.suppress(subprocess.CalledProcessError):  # there is none
+                ip("-n", namespace, "neigh", "del", neighbour, "dev", "veth")
+            route = (ADDRESS[OTHER[host]], "via", neighbour, "dev", "veth", "src", ADDRESS[host])
+            ip("-n", namespace, "route", "replace", *route)
+
+    def use_relay(self) -> Relay:
+        """Lead all traffic through a relay. `mend` leads it back."""
+        relay = Relay((self._add_tun("p"), self._add_tun("d")))
+        relay.start()
+        self._resources.callback(relay.close)
+        return relay
+
+    def _add_tun(self, host: str) -> int:
+        name, flags = f"kvf{os.getpid()}{host}", 0x1001  # IFF_TUN | IFF_NO_PI
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._resources.callback(os.close, descriptor)
+        fcntl.ioctl(descriptor, 0x400454CA, struct.pack("16sH22x", name.encode(), flags))  # TUNSETIFF
+        ip("link", "set", name, "mtu", "8000", "netns", self.namespace(host))
+        ip("-n", self.namespace(host), "link", "set", name, "up")
+        ip(
+            "-n",
+            self.namespace(host),
+            "route",
+            "replace",
+            ADDRESS[OTHER[host]],
+            "dev",
+            name,
+            "src",
+            ADDRESS[host],
+        )
+        return descriptor
+
+
+def remove_leftovers() -> None:
+    """Remove namespaces of test runs that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith("kvferry-")):
+        if not Path(f"/proc/{name.split('-')[1]}").exists():
+            ip("netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("building network namespaces takes root, and iproute2's ip and tc")
+    with ExitStack() as resources:
+        try:
+            remove_leftovers()
+            made = Network(resources)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(
+                f"this machine builds no network namespaces, veth pairs and rate limits: {error.stderr}"
+            )
+        yield made

@@ -1,0 +1,156 @@
+"""Real nodes and a router, end to end, on two hosts in miniature: one host is lost, and comes back."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from demo.nursery import Nursery
+from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
+from engine.testing import write_tiny_model
+
+T = TypeVar("T")
+
+INSIDE = Path(__file__).parent / "children" / "inside.py"
+START_TIMEOUT_S = 110.0
+LEASE_S = 6.0
+MAX_TOKENS = 6
+#: Connection attempts run into the void for 5 s, and what waits for a lease waits for that too.
+MISSED_S = 30.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+class Host:
+    """Starts processes on a host, and calls what talks to them in threads that are there."""
+
+    def __init__(self, network: Any, host: str, launcher: Launcher, resources: ExitStack) -> None:
+        self.address: str = network.address[host]
+        self._namespace = network.namespace(host)
+        self._launcher = launcher
+        enter: Callable[[str], None] = runpy.run_path(str(INSIDE))["enter"]
+        self._threads = resources.enter_context(
+            ThreadPoolExecutor(4, initializer=enter, initargs=(self._namespace,))
+        )
+
+    def start(self, script: str, *arguments: str) -> LaunchedProcess:
+        """Start one of the examples. Returns at once."""
+        place = (self._namespace, str(EXAMPLES / script))
+        return self._launcher.start(
+            script, str(INSIDE), *place, "--host", "0.0.0.0", "--port", "0", *arguments
+        )
+
+    def url_of(self, node: LaunchedProcess) -> str:
+        return f"http://{self.address}:{node.port}"
+
+    def call(self, function: Callable[[], T]) -> T:
+        return self._threads.submit(function).result()
+
+    def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
+        """Call all at once."""
+        return [future.result() for future in [self._threads.submit(function) for function in functions]]
+
+
+@dataclass(frozen=True)
+class Town:
+    """A prefill node on the host `p`; on the host `d` another one, the decode node, the router, and a single node."""
+
+    p: Host
+    d: Host
+    far: Client
+    near: Client
+    decode: Client
+    router: Client
+    single: Client
+
+    def ask(self, prompts: list[str]) -> list[Reply]:
+        """Ask the router for all of them at once; the answers are the single node's."""
+        expected = [self.complete(self.single, prompt).token_ids for prompt in prompts]
+        replies = self.d.call_all([lambda p=prompt: complete(self.router, p) for prompt in prompts])
+        assert [reply.token_ids for reply in replies] == expected
+        return replies
+
+    def complete(self, client: Client, prompt: str, **fields: Any) -> Reply:
+        host = self.p if client is self.far else self.d
+        return host.call(lambda: complete(client, prompt, **fields))
+
+    def sees_far_node(self) -> bool:
+        """Whether the router takes the prefill node on the other host for healthy."""
+        labels = f'{{role="prefill",url="{self.p.url_of(self.far.process)}"}}'
+        return self.d.call(lambda: self.router.metric(f"kvferry_router_node_healthy{labels}")) == 1.0
+
+    def wait_until_whole(self) -> None:
+        """Wait until all blocks of all nodes are free, at the latest when the leases have run out."""
+        for host, client in ((self.p, self.far), (self.d, self.near), (self.d, self.decode)):
+            wait_until(lambda host=host, client=client: host.call(client.is_whole), MISSED_S)
+
+
+def complete(client: Client, prompt: str, **fields: Any) -> Reply:
+    return client.complete(prompt, **{"max_tokens": MAX_TOKENS, **fields})
+
+
+def node_arguments(network: Any, host: str, folder: Path) -> list[str]:
+    transport = f'{{"bind_host": "{network.address[host]}", "shared_secret_file": "{folder / "secret"}"}}'
+    options = (f"transport={transport}", f"lease_s={LEASE_S}", "heartbeat_s=1", "connect_timeout_s=3")
+    return [
+        *("--model", str(folder / "model"), "--threads", "1", "--num-blocks", "64", "--log-level", "warning"),
+        *("--connector", "zeromq", *(word for option in options for word in ("--connector-option", option))),
+    ]
+
+
+@contextmanager
+def town(network: Any, folder: Path, launcher: Launcher) -> Iterator[Town]:
+    write_tiny_model(folder / "model")
+    (folder / "secret").write_text("a secret that both hosts hold\n")
+    (folder / "secret").chmod(0o600)
+    with ExitStack() as resources:
+        p, d = (Host(network, host, launcher, resources) for host in ("p", "d"))
+        at_p, at_d = (node_arguments(network, host, folder) for host in ("p", "d"))
+        far = p.start("serve.py", "--role", "prefill", *at_p)
+        near, decode = (d.start("serve.py", "--role", role, *at_d) for role in ("prefill", "decode"))
+        single = d.start("serve.py", *at_d[: at_d.index("--connector")])
+        launcher.wait_ready([far, near, decode, single], START_TIMEOUT_S)
+        prefills = ("--prefill", p.url_of(far), "--prefill", d.url_of(near))
+        router = d.start("router.py", *prefills, "--decode", d.url_of(decode), "--check-interval-s", "0.5")
+        launcher.wait_ready([router], START_TIMEOUT_S)
+        made = Town(p, d, *map(Client, (far, near, decode, router, single)))
+        wait_until(made.sees_far_node)
+        yield made
+
+
+def test_a_host_is_lost_and_comes_back(network: Any, tmp_path: Path) -> None:
+    with Nursery() as nursery, Launcher(nursery.spawn) as launcher, town(network, tmp_path, launcher) as made:
+        prompts = [f"{index}: a ferry between two hosts. " * 4 for index in range(12)]
+        replies = made.ask(prompts[:4])
+        assert all(reply.transfer["num_blocks"] > 0 and not reply.transfer["error"] for reply in replies)
+        assert num_prompts_of(made, made.far) == num_prompts_of(made, made.near) == 2
+
+        offered = made.complete(made.far, prompts[4], max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+        network.cut()
+        made.ask(prompts[5:9])  # two of them to the host that is gone
+        params = offered.body["kv_transfer_params"]
+        recomputed = made.complete(made.decode, prompts[4], kv_transfer_params=params)
+        assert recomputed.token_ids == made.complete(made.single, prompts[4]).token_ids
+        assert recomputed.transfer["error"]
+        wait_until(lambda: not made.sees_far_node(), MISSED_S)
+        made.wait_until_whole()  # while it is still cut
+
+        network.mend()
+        wait_until(made.sees_far_node, MISSED_S)
+        before = num_prompts_of(made, made.far)
+        made.ask(prompts[9:11])
+        assert num_prompts_of(made, made.far) == before + 1
+        made.wait_until_whole()
+
+
+def num_prompts_of(made: Town, client: Client) -> float:
+    host = made.p if client is made.far else made.d
+    return host.call(lambda: client.metric("kvferry_output_tokens_total"))
