@@ -40,8 +40,9 @@ __all__ = ["Host", "Writes"]
 #: How long after a write's deadline its target may take to say that it has stopped.
 _GRACE_S = 1.0
 
-#: A target reads for one peer at most this many requests at a time.
+#: A target reads for one peer at most this many requests, of this many regions in all, at a time.
 _MAX_INCOMING = 4096
+_MAX_INCOMING_ROWS = 4 << 20
 
 #: A peer for which more is queued does not take the answers to what it writes.
 _MAX_QUEUED_BYTES = 128 << 20
@@ -81,6 +82,7 @@ class _Incoming:
     peer_id: int
     request_id: int
     guard: Guard
+    num_rows: int
 
 
 class Writes:
@@ -176,8 +178,9 @@ class Writes:
         self._windows.accept(peer_id, guard, regions, pool)
 
     def _on_request(self, peer_id: int, request: Request) -> None:
-        if sum(incoming.peer_id == peer_id for incoming in self._incoming.values()) >= _MAX_INCOMING:
-            raise ProtocolError(f"the peer asks for more than {_MAX_INCOMING} writes at a time")
+        rows = [incoming.num_rows for incoming in self._incoming.values() if incoming.peer_id == peer_id]
+        if len(rows) >= _MAX_INCOMING or sum(rows) > _MAX_INCOMING_ROWS:
+            raise ProtocolError(f"the peer asks for {len(rows)} writes of {sum(rows)} regions at a time")
         if not self._windows.admits(peer_id, request.guard, request.pairs):
             self._answer(peer_id, request.request_id, _stale(request.guard), "")
             return
@@ -187,7 +190,7 @@ class Writes:
             return  # it is not there to be answered
         except RegionError as error:
             raise ProtocolError(f"a write of what is not the peer's: {error}") from error
-        self._incoming[read_id] = _Incoming(peer_id, request.request_id, request.guard)
+        self._incoming[read_id] = _Incoming(peer_id, request.request_id, request.guard, len(request.pairs))
 
     def take_read(self, ended: TransferEnded) -> bool:
         """Answer the peer for whom a read was made; whether it was made for one."""

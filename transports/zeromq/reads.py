@@ -110,7 +110,10 @@ class Reads:
     def _send_fetch(self, peer: Peer, transfer: _Transfer, index: int) -> None:
         """Fetch a slice; the one after the last is empty, and asks for the guard alone."""
         rows = transfer.plan.rows_of(index) if index < len(transfer.plan) else transfer.plan.rows[:0]
-        fetch = Fetch(transfer.transfer_id, index, transfer.guard, self._options.checksums, rows)
+        is_whole = len(transfer.plan) == 1
+        fetch = Fetch(
+            transfer.transfer_id, index, transfer.guard, self._options.checksums, rows, is_whole=is_whole
+        )
         peer.in_flight.add((transfer.transfer_id, index))
         peer.link.send([fetch.head(), fetch.body()])
 

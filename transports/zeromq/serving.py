@@ -57,8 +57,9 @@ class PoolServer:
             _send_stale(link, fetch)
         elif not len(fetch.rows):
             _send_slice(link, fetch, b"", is_settled=True)
-        elif len(fetch.rows) == 1 and fetch.rows[0, 1] >= ZERO_COPY_BYTES:
-            # By reference: the bytes leave later, so only a later answer can vouch for them.
+        elif len(fetch.rows) == 1 and fetch.rows[0, 1] >= ZERO_COPY_BYTES and not fetch.is_whole:
+            # By reference: the bytes leave later, so only a later answer can vouch for them. For a single slice
+            # to ask again would take longer than copying it.
             frame = zmq.Frame(self._region(*fetch.rows[0].tolist()), copy=False)
             _send_slice(link, fetch, frame, is_settled=False)
         else:

@@ -4,7 +4,7 @@
 |---|---|---|
 | hello | kind, magic, version, num_guards | segment sizes of the pool, int64 |
 | message | kind | one control message |
-| fetch | kind, transfer_id, index, guard index, guard value, with_checksum | (remote offset, num_bytes) int64 rows |
+| fetch | kind, transfer_id, index, guard index, guard value, with_checksum, is_whole | (remote offset, num_bytes) int64 rows |
 | slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end |
 | stale | kind, transfer_id, index | empty |
 | about a write | kind | see `_write_frames` |
@@ -64,7 +64,7 @@ class _Kind(IntEnum):
 _GREETING = struct.Struct("<B14sI")
 _HELLO = struct.Struct("<B14sII")
 _MESSAGE = _WRITE = struct.Struct("<B")
-_FETCH = struct.Struct("<BQIqq?")
+_FETCH = struct.Struct("<BQIqq??")
 _SLICE = struct.Struct("<BQI?Q")
 _STALE = struct.Struct("<BQI")
 
@@ -100,18 +100,24 @@ class Message:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Send me these regions, as one slice, if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+    """Send me these regions, as one slice, if the guard holds.
+
+    Attributes:
+        rows: `(num_rows, 2)`: offset, num_bytes.
+        is_whole: The read has no other slice: a settled answer ends it.
+    """
 
     transfer_id: int
     index: int
     guard: Guard
     with_checksum: bool
     rows: Int64Array
+    is_whole: bool = False
 
     def head(self) -> bytes:
-        guard = self.guard
+        wanted = (self.with_checksum, self.is_whole)
         return _FETCH.pack(
-            _Kind.FETCH, self.transfer_id, self.index, guard.index, guard.value, self.with_checksum
+            _Kind.FETCH, self.transfer_id, self.index, self.guard.index, self.guard.value, *wanted
         )
 
     def body(self) -> bytes:
@@ -198,14 +204,14 @@ def _decode_message(head: memoryview, body: memoryview) -> Message:
 
 
 def _decode_fetch(head: memoryview, body: memoryview) -> Fetch:
-    _, transfer_id, index, guard_index, guard_value, with_checksum = _FETCH.unpack(head)
+    _, transfer_id, index, guard_index, guard_value, with_checksum, is_whole = _FETCH.unpack(head)
     if body.nbytes % 16 or body.nbytes > 16 * MAX_ROWS:
         raise ProtocolError(f"a fetch has at most {MAX_ROWS} rows of 16 bytes, got {body.nbytes} bytes")
     rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2).astype(np.int64)
     lengths = rows[:, 1]
     if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
         raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
-    return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows)
+    return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows, is_whole)
 
 
 def _decode_slice(head: memoryview, body: memoryview) -> Slice:

@@ -9,10 +9,12 @@ again, each time another value; says `lost` and ends when the other is gone.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import numpy as np
 
 from kvferry.transports import Guard, MessageReceived, PeerLost, Pool, RegionPairs, TransferEnded
+from kvferry.transports.errors import PeerLostError
 from kvferry.transports.registry import create_transport
 
 POOL_BYTES = 16 << 20
@@ -29,7 +31,8 @@ def main() -> None:
         for event in transport.wait_events(20):
             if isinstance(event, MessageReceived) or (isinstance(event, TransferEnded) and not event.error):
                 memory[:] = memory[0] % 100 + 1
-                transport.start_write(peer_id, pairs, Guard(3, 9), timeout_s=20)
+                with suppress(PeerLostError):  # the event comes next
+                    transport.start_write(peer_id, pairs, Guard(3, 9), timeout_s=20)
             elif isinstance(event, PeerLost):
                 print("lost", flush=True)
                 transport.close()
