@@ -1,4 +1,7 @@
-"""The other process of the zeromq tests: `zeromq_peer.py serve` or `zeromq_peer.py connect ADDRESS`.
+"""The other process of the network transports' tests.
+
+    network_peer.py SCHEME serve              serve a pool; says its address
+    network_peer.py SCHEME connect ADDRESS    connect; says so
 
 It has a pool of `POOL_BYTES`, byte i being `i * 7 % 251`, guard 3 holds 9, and it ends when its standard input does.
 """
@@ -11,21 +14,21 @@ import threading
 import numpy as np
 
 from kvferry.transports import Connected, Pool
-from kvferry.transports.zeromq import ZeroMQTransport
+from kvferry.transports.registry import create_transport
 
-POOL_BYTES = 64 << 20
+POOL_BYTES = 24 << 20
 
 
 def main() -> None:
-    transport = ZeroMQTransport()
+    transport = create_transport(sys.argv[1], {})
     arena = transport.allocate(POOL_BYTES)
     np.frombuffer(arena.buffer, dtype=np.uint8)[:] = (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8)
     transport.register(Pool([arena.segment]))
     transport.guards.set(3, 9)
-    if sys.argv[1] == "serve":
+    if sys.argv[2] == "serve":
         print(transport.listen(""), flush=True)
     else:
-        transport.start_connect(sys.argv[2], timeout_s=20)
+        transport.start_connect(sys.argv[3], timeout_s=20)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set(), transport.wake())).start()
     while not ended.is_set():
