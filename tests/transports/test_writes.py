@@ -26,7 +26,8 @@ from kvferry.transports.errors import (
 )
 from kvferry.transports.inproc import InProcTransport
 from kvferry.transports.registry import create_transport
-from kvferry.transports.testing import Link, World, pairs_of, regions_of
+from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.testing import Link, Node, World, pairs_of, regions_of
 
 KIB = 1 << 10
 GUARD = Guard(2, 22)
@@ -253,6 +254,24 @@ def test_a_cleared_guard_stops_a_write_within_its_window(scheme: str) -> None:
     assert isinstance(link.producer.ends_of(transfer_id)[0].error, StaleRegionError)
     assert np.array_equal(target.memory()[num_bytes // 2 :], before[num_bytes // 2 :])
     world.close()
+
+
+def test_memory_in_no_arena_is_written_from_over_shm() -> None:
+    """And into: the target's own pool may be anything."""
+    world = World(SharedMemoryTransport)
+    memories = [np.full(KIB, value, dtype=np.uint8) for value in (1, 2)]
+    for memory in memories:
+        node = Node(SharedMemoryTransport(), [])
+        node.transport.register(Pool([Segment(memory.ctypes.data, memory.nbytes)]))
+        world.nodes.append(node)
+    link = world.link(*world.nodes)
+    link.consumer.transport.guards.set(GUARD.index, GUARD.value)
+    link.consumer.transport.accept_writes(link.producer_id, GUARD, regions_of((0, KIB)))
+    ended = world.write(link, pairs_of((0, 24, KIB - 24)), GUARD)
+    world.close()
+    assert ended.error is None
+    assert ended.mechanism == "process_vm_readv"
+    assert memories[1].tolist() == [2] * 24 + [1] * (KIB - 24)
 
 
 def _say(link: Link, frame: bytes) -> None:
