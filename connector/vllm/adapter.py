@@ -20,6 +20,7 @@ from ..worker_half import HandoffWorker, new_epoch
 from .config import HostOptions, engine_config, kv_cache_config
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
+from .sharing import SharedOffers
 from .stats import KvferryPromMetrics, KvferryStats
 from .worker import WorkerSide
 
@@ -144,7 +145,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -173,7 +174,8 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     transfer = engine_config(vllm_config).kv_transfer
     assert transfer is not None
-    return SchedulerSide(HandoffScheduler(transfer, kv_cache_config(config)))
+    shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
+    return SchedulerSide(HandoffScheduler(transfer, kv_cache_config(config)), shared)
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:

@@ -10,8 +10,10 @@ from typing import Any, Self
 from ...transports.errors import KVTransferError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
+from ..params import parse_transfer_params
 from ..scheduler_half import HandoffScheduler
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
+from .sharing import SharedOffers
 
 __all__ = ["SchedulerSide"]
 
@@ -48,30 +50,46 @@ class SchedulerSide:
     vLLM's scheduler cannot be told no: an exception ends the engine. So a refused request gets its blocks as
     for any load, and a worker half says at once that the load failed. Then vLLM's own policy,
     `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
+
+    Args:
+        shared: Empty; it belongs to this object from now on.
     """
 
-    def __init__(self, half: HandoffScheduler) -> None:
+    def __init__(self, half: HandoffScheduler, shared: SharedOffers) -> None:
         self._half = half
+        self._shared = shared
         self._refused: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
 
     @property
     def num_remembered_requests(self) -> int:
-        return self._half.num_requests + len(self._refused) + len(self._refused_loads)
+        return (
+            self._half.num_requests
+            + self._shared.num_requests
+            + len(self._refused)
+            + len(self._refused_loads)
+        )
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
+        request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
-            self._half.on_new_request(_Request.of(request))
+            wish = parse_transfer_params(request.kv_transfer_params)
+            if not self._shared.follow(request_id, wish, prompt):
+                self._half.on_new_request(_Request.of(request))
+                self._shared.lead(request_id, wish, prompt)
         except KVTransferError as error:
-            logger.warning("request %s cannot be handed over: %s", request.request_id, error)
-            self._refused[request.request_id] = str(error)
+            logger.warning("request %s cannot be handed over: %s", request_id, error)
+            self._refused[request_id] = str(error)
             # vLLM reads them once more after us, and takes for granted that they are a dictionary.
             request.kv_transfer_params = None
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM has it: `None` tokens means that it is to ask again in the next step."""
+        if self._shared.is_waiting(request.request_id):
+            return None, False
         if request.request_id not in self._refused:
             return self._half.get_num_new_matched_tokens(_Request.of(request), num_computed_tokens)
         num_missing = request.num_prompt_tokens - num_computed_tokens
@@ -79,6 +97,8 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids()
+        if not num_external_tokens:  # nothing is to be loaded, or everything was
+            self._shared.end_load(request.request_id)
         reason = self._refused.pop(request.request_id, None)
         if reason is None:
             self._half.update_state_after_alloc(_Request.of(request), tables, num_external_tokens)
@@ -91,6 +111,8 @@ class SchedulerSide:
         return StepMetadata(self._half.build_connector_meta(), refused)
 
     def update_connector_output(self, output: Any) -> None:
+        for request_id in output.failed_recving or ():
+            self._fail_followers(request_id)
         self._half.update_connector_output(
             KVConnectorOutput(
                 finished_sending=set(output.finished_sending or ()),
@@ -102,4 +124,10 @@ class SchedulerSide:
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._refused.pop(request.request_id, None)
+        self._shared.leave(request.request_id)
+        self._fail_followers(request.request_id)
         return self._half.request_finished(_Request.of(request), block_ids)
+
+    def _fail_followers(self, request_id: str) -> None:
+        for follower in self._shared.end_load(request_id):
+            self._refused[follower] = f"request {request_id}, which was to load the same offer, did not"

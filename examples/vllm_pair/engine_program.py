@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.request import RequestStatus
 
 
 class VllmHost:
@@ -82,9 +83,13 @@ class VllmHost:
     def status(self) -> dict[str, Any]:
         """What the scheduler holds, and what kvferry's half of it remembers."""
         connector = self._scheduler.connector
+        requests = self._scheduler.requests.values()
         return {
             "free_blocks": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            "num_requests": len(self._scheduler.requests),
+            "num_requests": len(requests),
+            "num_loading": sum(
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
+            ),
             "num_groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
             "num_remembered": connector.num_remembered_requests,
         }

@@ -59,11 +59,11 @@ class Node:
         model: The model's folder.
         log: File for what it prints.
         host: Which engine.
-        extra: `kv_connector_extra_config`.
+        transfer: vLLM's KV transfer configuration.
         settings: More of vLLM's engine arguments.
     """
 
-    def __init__(self, model: Path, log: Path, host: str, extra: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, model: Path, log: Path, host: str, transfer: dict[str, Any], **settings: Any) -> None:
         self.host = host
         self._log = log
         self._arrived = threading.Condition()
@@ -72,7 +72,12 @@ class Node:
         readable, writable = os.pipe()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, HOSTS[host], str(writable), json.dumps(_settings(model, extra) | settings)],
+                [
+                    sys.executable,
+                    HOSTS[host],
+                    str(writable),
+                    json.dumps(_settings(model, transfer) | settings),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -189,7 +194,7 @@ class Node:
             return wanted
 
 
-def _settings(model: Path, extra: dict[str, Any]) -> dict[str, Any]:
+def _settings(model: Path, transfer: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": str(model),
         "dtype": "float32",
@@ -199,12 +204,16 @@ def _settings(model: Path, extra: dict[str, Any]) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": NUM_BLOCKS,
         "max_num_seqs": MAX_NUM_SEQS,
-        "kv_transfer_config": {
-            "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.connector.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": transfer,
+    }
+
+
+def _transfer(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -236,9 +245,10 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     def start(**arguments: Any) -> Node:
         log = tmp_path_factory.mktemp("node") / "log"
-        extra = EXTRA | arguments.pop("extra", {})
+        connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
+        transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
         host = arguments.pop("host", "vllm")
-        nodes.append(Node(arguments.pop("model", model), log, host, extra, **arguments))
+        nodes.append(Node(arguments.pop("model", model), log, host, transfer, **arguments))
         return nodes[-1]
 
     yield start
@@ -310,6 +320,11 @@ def shm_pair(start_pair: Callable[..., Pair]) -> Pair:
 @pytest.fixture(scope="session")
 def zeromq_pair(start_pair: Callable[..., Pair]) -> Pair:
     return start_pair(extra={"transport": "zeromq"})
+
+
+@pytest.fixture(scope="session")
+def ucx_pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair(extra={"transport": "ucx"})
 
 
 @pytest.fixture(scope="session")

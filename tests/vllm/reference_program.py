@@ -97,6 +97,7 @@ class ReferenceHost:
         return {
             "free_blocks": stats.num_free_blocks,
             "num_requests": stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered,
+            "num_loading": stats.num_loading,
             "num_groups": len(self._core.parts.kv_cache_config.kv_cache_groups),
             "num_remembered": self._core.parts.scheduler.handoffs._connector._scheduler.num_requests,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kvferry.connector.vllm import KvferryConnector
 from kvferry.connector.vllm.config import HostOptions
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.scheduler import SchedulerSide
+from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.transports.errors import ConfigurationError
 
@@ -105,25 +107,34 @@ class TestPoolPlacement:
         assert torch.zeros is ordinary
 
 
+def _side(has_prefix_cache=True):
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
+    half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
+    return SchedulerSide(half, SharedOffers(has_prefix_cache))
+
+
+def _request(request_id, params):
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=[7] * 40,
+        num_prompt_tokens=40,
+        num_computed_tokens=0,
+        kv_transfer_params=params,
+        get_finished_reason=lambda: None,
+    )
+
+
 class TestRefusedRequests:
     """An exception in a scheduler method would end the engine; a refused request is a load that fails."""
 
     @pytest.fixture
     def side(self):
-        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
-        return SchedulerSide(HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config))
+        return _side()
 
     @pytest.fixture
     def request_(self):
-        return SimpleNamespace(
-            request_id="r",
-            prompt_token_ids=[7] * 40,
-            num_prompt_tokens=40,
-            num_computed_tokens=0,
-            kv_transfer_params="nonsense",
-            get_finished_reason=lambda: None,
-        )
+        return _request("r", "nonsense")
 
     def test_it_becomes_a_load_that_fails_at_once(self, side, request_):
         side.on_new_request(request_)
@@ -141,6 +152,67 @@ class TestRefusedRequests:
         request_.get_finished_reason = lambda: "abort"
         assert side.request_finished(request_, ([],)) == (False, None)
         assert side.num_remembered_requests == 0
+
+
+class TestSharedOffers:
+    """Of requests with one offer, the first loads; vLLM is told to ask for the others again."""
+
+    PARAMS: ClassVar = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e",
+        "remote_epoch": "1",
+        "remote_request_id": "r",
+        "remote_lease": 1,
+        "remote_addresses": ["shm://@a"],
+        "remote_num_tokens": 40,
+        "remote_block_ids": [[1, 2, 3]],
+        "tp_size": 1,
+    }
+    BLOCKS = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+
+    @pytest.fixture
+    def requests(self):
+        return [_request(f"{number}_r", self.PARAMS) for number in range(3)]
+
+    @staticmethod
+    def _end(side, request, failed=False):
+        ended, failures = {request.request_id}, {request.request_id} if failed else set()
+        side.update_connector_output(
+            SimpleNamespace(finished_sending=None, finished_recving=ended, failed_recving=failures)
+        )
+
+    def test_the_others_go_on_when_the_first_has_its_blocks(self, requests):
+        side = _side()
+        first, second, third = requests
+        for request in requests:
+            side.on_new_request(request)
+        assert [side.get_num_new_matched_tokens(request, 0)[0] for request in requests] == [40, None, None]
+        side.update_state_after_alloc(first, self.BLOCKS, 40)
+        side.request_finished(third, ([],))
+        assert list(side.build_connector_meta().orders.loads) == ["0_r"]
+        self._end(side, first)
+        assert side.get_num_new_matched_tokens(second, 0) == (None, False)
+        side.update_state_after_alloc(first, self.BLOCKS, 0)
+        assert side.get_num_new_matched_tokens(second, 32) == (0, False)
+        assert side.num_remembered_requests == 0
+
+    def test_the_others_fail_when_the_first_does(self, requests):
+        side = _side()
+        for request in requests:
+            side.on_new_request(request)
+        side.update_state_after_alloc(requests[0], self.BLOCKS, 40)
+        self._end(side, requests[0], failed=True)
+        for request in requests[1:]:
+            assert side.get_num_new_matched_tokens(request, 0) == (40, True)
+            side.update_state_after_alloc(request, self.BLOCKS, 40)
+        assert set(side.build_connector_meta().refused) == {"1_r", "2_r"}
+        assert side.num_remembered_requests == 0
+
+    def test_where_nothing_would_be_found_again_nobody_waits(self, requests):
+        side = _side(has_prefix_cache=False)
+        for request in requests:
+            side.on_new_request(request)
+        assert [side.get_num_new_matched_tokens(request, 0)[0] for request in requests] == [40, 40, 40]
 
 
 class TestStats:

@@ -93,6 +93,7 @@ def test_abort_while_loading(pair, prompt):
     try:
         name = next(pair.names)
         pair.decode.start(name, tokens, 8, params)
+        pair.decode.wait_for_status(lambda status: status["num_loading"] == 1)
         pair.decode.order("abort", request=name)
     finally:
         pair.prefill.signal(signal.SIGCONT)

@@ -10,7 +10,15 @@ pytestmark = pytest.mark.timeout(600)
 BYTES_PER_BLOCK = 3 * 2 * 2 * 32 * 4 * 32
 
 
-@pytest.fixture(scope="session", params=["shm", "zeromq", "reference"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        "shm",
+        "reference",
+        pytest.param("zeromq", marks=pytest.mark.slow),
+        pytest.param("ucx", marks=pytest.mark.slow),
+    ],
+)
 def running_pair(request):
     return request.getfixturevalue(f"{request.param}_pair")
 

@@ -7,15 +7,30 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SOON_S = 10.0
 
 
+@pytest.fixture(scope="session", params=["shm", "reference"])
+def running_pair(request):
+    return request.getfixturevalue(f"{request.param}_pair")
+
+
 @pytest.fixture(scope="module")
-def victims(start_node, running_pair):
+def start_alike(start_node, running_pair):
+    """Start a node of the same host as the pair's."""
+
+    def start(**arguments):
+        return start_node(host=running_pair.decode.host, **arguments)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def victims(start_alike):
     """Nodes to be done away with; they start together, after those that survive."""
-    return [start_node() for _ in range(4)]
+    return [start_alike() for _ in range(4)]
 
 
 @pytest.fixture
@@ -40,6 +55,7 @@ def test_prefill_node_killed_while_it_is_asked(doomed, prompt):
     name = next(doomed.names)
     doomed.decode.order("policy", policy="recompute")
     doomed.decode.start(name, tokens, 8, params)
+    doomed.decode.wait_for_status(lambda status: status["num_loading"] == 1)
     doomed.prefill.kill()
     doomed.assert_ended_by("recompute", doomed.decode.result(name, SOON_S), tokens)
 
@@ -63,13 +79,13 @@ def test_decode_node_killed_while_the_load_is_queued(victims, pair, prompt, is_a
     pair.prefill.wait_for_status(is_at_rest)
 
 
-def test_restart_at_the_same_address(start_node, pair, prompt):
-    address = {"address": f"shm://@kvferry-restart-{os.getpid()}"}
+def test_restart_at_the_same_address(start_alike, pair, prompt):
+    address = {"address": f"shm://@kvferry-restart-{pair.decode.host}-{os.getpid()}"}
     tokens = prompt(100)
-    first = type(pair)(start_node(extra=address).wait_until_ready(), pair.decode, pair.names)
+    first = type(pair)(start_alike(extra=address).wait_until_ready(), pair.decode, pair.names)
     stale = first.prefilled(tokens)
     first.prefill.kill()
-    second = type(pair)(start_node(extra=address).wait_until_ready(), pair.decode, pair.names)
+    second = type(pair)(start_alike(extra=address).wait_until_ready(), pair.decode, pair.names)
     answer = second.decode.ask(next(second.names), tokens, 8, stale)
     second.assert_ended_by("fail", answer, tokens)
     second.decode.order("forget")
@@ -78,11 +94,11 @@ def test_restart_at_the_same_address(start_node, pair, prompt):
     assert second.prefill.stop() == 0
 
 
-def test_another_model(start_node, model, tmp_path, pair, prompt):
+def test_another_model(start_alike, model, tmp_path, pair, prompt):
     """The weights may be the same; nobody knows that they are."""
     other = tmp_path / "other"
     other.symlink_to(model)
-    stranger = type(pair)(start_node(model=other).wait_until_ready(), pair.decode, pair.names)
+    stranger = type(pair)(start_alike(model=other).wait_until_ready(), pair.decode, pair.names)
     tokens = prompt(100)
     answer = stranger.hand_over(tokens)
     stranger.assert_ended_by("fail", answer, tokens)
@@ -90,6 +106,6 @@ def test_another_model(start_node, model, tmp_path, pair, prompt):
     stranger.prefill.close()
 
 
-def test_an_engine_ends_when_it_is_told_to(start_node):
-    node = start_node().wait_until_ready()
+def test_an_engine_ends_when_it_is_told_to(start_alike):
+    node = start_alike().wait_until_ready()
     assert node.stop() == 0

@@ -6,10 +6,22 @@ import pytest
 
 pytestmark = pytest.mark.timeout(600)
 
-MECHANISMS = {"shm": "mapped", "zeromq": "tcp"}
+#: By transport. What UCX moves bytes by is its own choice.
+LABELS = {
+    "shm": {"transport": "shm", "mechanism": "mapped"},
+    "zeromq": {"transport": "zeromq", "mechanism": "tcp"},
+    "ucx": {"transport": "ucx"},
+}
 
 
-@pytest.fixture(scope="session", params=MECHANISMS)
+@pytest.fixture(
+    scope="session",
+    params=[
+        "shm",
+        pytest.param("zeromq", marks=pytest.mark.slow),
+        pytest.param("ucx", marks=pytest.mark.slow),
+    ],
+)
 def transport(request):
     return request.param
 
@@ -21,7 +33,7 @@ def running_pair(request, transport):
 
 def test_the_mechanism_is_visible(pair, prompt, transport):
     """Over shared memory, blocks are read out of the pool that vLLM itself computes in."""
-    labels = {"transport": transport, "mechanism": MECHANISMS[transport]}
+    labels = LABELS[transport]
     before = pair.decode.metric("kvferry_transfers_total", **labels)
     pair.hand_over(prompt(100))
     assert pair.decode.metric("kvferry_transfers_total", **labels) == before + 1

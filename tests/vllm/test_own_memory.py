@@ -1,0 +1,63 @@
+"""A vLLM that allocates its cache where nobody else can map it, as those before 0.31 do: peers read it all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+#: A connector without the hook; vLLM finds it by the path of its module.
+MODULE = """
+from kvferry.connector.vllm import KvferryConnector
+
+
+class ConnectorWithoutHook(KvferryConnector):
+    def get_mem_pool_context(self):
+        return None
+"""
+
+
+@pytest.fixture(scope="module")
+def hookless(start_node, shm_pair, tmp_path_factory):
+    """A node whose cache is in vLLM's own memory, beside the others, whose is not."""
+    folder = tmp_path_factory.mktemp("connector")
+    (folder / "connector_without_hook.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(folder))
+        node = start_node(connector=("ConnectorWithoutHook", "connector_without_hook"))
+    return node.wait_until_ready()
+
+
+@pytest.fixture(scope="module", params=["prefill", "decode"])
+def running_pair(request, hookless, shm_pair):
+    """The node on either side of a handoff."""
+    nodes = {"prefill": shm_pair.prefill, "decode": shm_pair.decode, request.param: hookless}
+    return type(shm_pair)(nodes["prefill"], nodes["decode"], shm_pair.names)
+
+
+@pytest.fixture
+def mechanism(pair, hookless):
+    """A mapped pool can be read into any memory; memory that cannot be mapped is read with the kernel's help."""
+    return "process_vm_readv" if pair.prefill is hookless else "mapped"
+
+
+@pytest.mark.parametrize("num_tokens", [5, 33, 800])
+def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens, mechanism):
+    tokens = prompt(num_tokens)
+    before = pair.decode.metric("kvferry_transfers_total", mechanism=mechanism)
+    answer = pair.hand_over(tokens)
+    assert pair.decode.metric("kvferry_transfers_total", mechanism=mechanism) == before + 1
+    assert answer["tokens"] == pair.alone(tokens)
+
+
+def test_an_offer_that_is_over(pair, prompt, policy):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.decode.order("forget")
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_the_start_says_so(hookless):
+    assert "vLLM's memory, which peers cannot map" in hookless.log

@@ -1,0 +1,256 @@
+"""`vllm serve` as users run it: the prefill server dies at each stage and comes back; what the decode server does then."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_pair.cluster import KVFERRY, start_vllm
+
+from demo.launcher import LaunchedProcess, Launcher
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+START_S = 400.0
+ANSWER_S = 120.0
+#: Within which a request ends whose prompt cannot be had.
+SOON_S = 10.0
+OPTIONS = {
+    "lease_s": 3,
+    "heartbeat_s": 0.5,
+    "connect_timeout_s": 2,
+    "claim_timeout_s": 2,
+    "early_claim_wait_s": 1,
+}
+ARGUMENTS = (
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--skip-tokenizer-init", "--num-gpu-blocks-override", "128"),
+)
+USAGE = "vllm:kv_cache_usage_perc"
+LOADS, FAILURES = "kvferry_loads_total", "kvferry_load_failures_total"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered.
+
+    Attributes:
+        seconds: After how long.
+        content: The JSON object; empty for an error.
+    """
+
+    status: int
+    seconds: float
+    content: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each sample."""
+        return [choice["token_ids"] for choice in self.content["choices"]]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.content["kv_transfer_params"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One `vllm serve`."""
+
+    process: LaunchedProcess
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Reply:
+        body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+        body |= {"temperature": 0, "ignore_eos": True, **more}
+        request = urllib.request.Request(
+            f"{self.process.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        started = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                return Reply(response.status, time.monotonic() - started, json.load(response))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, time.monotonic() - started, {})
+
+    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> list[list[int]]:
+        """The tokens where nothing of the prompt is known yet."""
+        return self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).tokens
+
+    def offer(self, prompt: list[int]) -> dict[str, Any]:
+        """Have it compute a prompt for another server; returns what that one is to be told."""
+        return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
+            text = response.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))
+
+    def wait_for(self, name: str, is_so: Callable[[float], bool]) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while not is_so(value := self.metric(name)):
+            assert time.monotonic() < deadline, f"{name} is still {value}"
+            time.sleep(0.02)
+
+    def assert_no_block_is_in_use(self) -> None:
+        self.wait_for(USAGE, lambda usage: usage == 0.0)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What became of requests to the decode server when the prefill server was killed.
+
+    Attributes:
+        prompts: By stage of the request at that moment: "loaded", "asked" or "later".
+        stale: What the decode server was told of an offer that it never read.
+    """
+
+    prompts: dict[str, list[int]]
+    replies: dict[str, Reply]
+    stale: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def start_server() -> Iterator[Callable[..., Server]]:
+    """Start a server; they end with the module. `wait_until_ready` is the caller's."""
+    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
+        environment.setenv("OMP_NUM_THREADS", "1")
+
+        def start(model: Path, port: int = 0, policy: str = "fail", **options: Any) -> Server:
+            transfer = {**KVFERRY, "kv_load_failure_policy": policy}
+            transfer["kv_connector_extra_config"] = {"transport": "shm", **OPTIONS, **options}
+            name = f"server {len(launcher.processes)}"
+            return Server(start_vllm(launcher, name, str(model), ARGUMENTS, transfer, port))
+
+        yield start
+
+
+def _wait_until_ready(*servers: Server) -> None:
+    processes = [server.process for server in servers]
+    launcher = Launcher()  # it only waits
+    launcher.wait_listening(processes, START_S)
+    launcher.wait_ready(processes, START_S)
+
+
+@pytest.fixture(scope="module")
+def address() -> dict[str, str]:
+    """Where the prefill server is reached by its peers, in every life."""
+    return {"address": f"shm://@kvferry-servers-{os.getpid()}"}
+
+
+@pytest.fixture(scope="module")
+def servers(start_server, model, tmp_path_factory, address) -> dict[str, Server]:
+    """A prefill and a decode server, and one whose model has another name."""
+    other = tmp_path_factory.mktemp("stranger") / "other"
+    other.symlink_to(model)
+    started = {
+        "prefill": start_server(model, **address),
+        "decode": start_server(model),
+        "stranger": start_server(other, policy="recompute"),
+    }
+    _wait_until_ready(*started.values())
+    return started
+
+
+@pytest.fixture(scope="module")
+def decode(servers) -> Server:
+    return servers["decode"]
+
+
+@pytest.fixture(scope="module")
+def killed(servers, decode, prompt) -> Killed:
+    """Kill the prefill server while requests that need it are at every stage."""
+    prefill = servers["prefill"]
+    prompts = {stage: prompt(100, seed) for seed, stage in enumerate(("loaded", "asked", "later"))}
+    told = {stage: prefill.offer(tokens) for stage, tokens in prompts.items()}
+    stale = prefill.offer(prompt(200))
+
+    def ask(stage: str, max_tokens: int = 8) -> Reply:
+        return decode.complete(prompts[stage], max_tokens, kv_transfer_params=told[stage])
+
+    with ThreadPoolExecutor() as clients:
+        replies = {"loaded": clients.submit(ask, "loaded", 1200)}
+        decode.wait_for(LOADS, lambda loads: loads == 1)
+        prefill.process.send_signal(signal.SIGSTOP)
+        replies["asked"] = clients.submit(ask, "asked")
+        decode.wait_for("vllm:num_requests_kv_fetch_by_stage", lambda num_loading: num_loading == 1)
+        prefill.process.kill()
+        replies["later"] = clients.submit(ask, "later")
+        return Killed(prompts, {stage: reply.result() for stage, reply in replies.items()}, stale)
+
+
+@pytest.fixture(scope="module")
+def restarted(killed, servers, start_server, model, address) -> Server:
+    """The prefill server again, at the same port and address."""
+    server = start_server(model, port=servers["prefill"].process.port, **address)
+    _wait_until_ready(server)
+    return server
+
+
+def test_what_was_loaded_before_goes_on(killed, decode):
+    assert killed.replies["loaded"].tokens == decode.alone(killed.prompts["loaded"], 1200)
+
+
+@pytest.mark.parametrize("stage", ["asked", "later"])
+def test_what_was_not_ends_by_policy_soon(killed, stage):
+    assert killed.replies[stage].status == 500
+    assert killed.replies[stage].seconds < SOON_S
+
+
+def test_the_decode_server_lives_and_its_blocks_are_free(killed, decode):
+    decode.assert_no_block_is_in_use()
+    assert decode.complete(killed.prompts["later"]).status == 200
+
+
+def test_an_offer_of_the_server_before_it_was_restarted(killed, restarted, decode, prompt):
+    reply = decode.complete(prompt(200), kv_transfer_params=killed.stale)
+    assert reply.status == 500
+    assert reply.seconds < SOON_S
+    decode.assert_no_block_is_in_use()
+
+
+def test_after_the_restart_prompts_are_handed_over_again(restarted, decode, prompt):
+    tokens = prompt(300)
+    before = decode.metric(LOADS)
+    reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens))
+    assert decode.metric(LOADS) == before + 1
+    assert reply.tokens == decode.alone(tokens)
+    decode.assert_no_block_is_in_use()
+
+
+def test_several_samples_of_one_prompt_load_it_once(restarted, decode, prompt):
+    tokens = prompt(400)
+    before = decode.metric(LOADS), decode.metric(FAILURES)
+    how = {"n": 3, "temperature": 1, "seed": 7}
+    reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens), **how)
+    assert (decode.metric(LOADS), decode.metric(FAILURES)) == (before[0] + 1, before[1])
+    assert reply.tokens == decode.alone(tokens, **how)
+    assert len({tuple(sample) for sample in reply.tokens}) > 1
+    decode.assert_no_block_is_in_use()
+
+
+def test_a_server_of_another_model_computes_the_prompt_itself(restarted, servers, prompt):
+    tokens, stranger = prompt(100), servers["stranger"]
+    reply = stranger.complete(tokens, kv_transfer_params=restarted.offer(tokens))
+    assert reply.tokens == stranger.alone(tokens)
+    assert (stranger.metric(LOADS), stranger.metric(FAILURES)) == (0, 1)
+    stranger.assert_no_block_is_in_use()
+
+
+def test_offers_that_ended_leave_the_prefill_server_its_blocks(restarted, decode, prompt):
+    tokens = prompt(500)
+    decode.complete(tokens, kv_transfer_params=restarted.offer(tokens))
+    restarted.assert_no_block_is_in_use()

@@ -1,0 +1,81 @@
+"""Requests with one offer, as vLLM makes them of one request for several samples: one loads, the others wait for it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+NOBODY = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "somebody",
+    "remote_epoch": "1f",
+    "remote_request_id": "r",
+    "remote_lease": 1,
+    "remote_addresses": ["shm://@nobody-listens-here"],
+    "remote_num_tokens": 100,
+    "remote_block_ids": [[1, 2, 3, 4]],
+    "tp_size": 1,
+}
+
+
+@pytest.fixture
+def queued(pair):
+    """Start three requests with one offer while the decode node has no place for any of them."""
+
+    def start(tokens, params):
+        names = [next(pair.names) for _ in range(3)]
+        for name in names:
+            pair.decode.start(name, tokens, 8, params)
+        return names
+
+    return start
+
+
+def test_one_loads_for_all(pair, prompt, queued):
+    tokens = prompt(200)
+    before = pair.decode.order("figures")
+    with pair.busy(pair.decode):
+        names = queued(tokens, pair.prefilled(tokens))
+    answers = [pair.decode.result(name)["tokens"] for name in names]
+    after = pair.decode.order("figures")
+    assert (after["num_loads"] - before["num_loads"], after["num_failures"]) == (1, before["num_failures"])
+    assert answers == [pair.alone(tokens)] * 3
+
+
+def test_the_policy_holds_for_all(pair, prompt, policy, queued):
+    tokens = prompt(100)
+    with pair.busy(pair.decode):
+        names = queued(tokens, NOBODY)
+    for name in names:
+        pair.assert_ended_by(policy, pair.decode.result(name), tokens)
+
+
+def test_the_one_that_loads_is_aborted(pair, prompt, policy, queued):
+    tokens = prompt(100)
+    with pair.busy(pair.decode):
+        first, *others = queued(tokens, pair.prefilled(tokens))
+        pair.decode.order("abort", request=first)
+    for name in others:
+        pair.assert_ended_by(policy, pair.decode.result(name), tokens)
+
+
+def test_one_that_waits_is_aborted(pair, prompt, queued):
+    tokens = prompt(100)
+    with pair.busy(pair.decode):
+        first, second, third = queued(tokens, pair.prefilled(tokens))
+        pair.decode.order("abort", request=second)
+    answers = [pair.decode.result(name)["tokens"] for name in (first, third)]
+    assert answers == [pair.alone(tokens)] * 2
+
+
+def test_another_prompt_does_not_wait(pair, prompt):
+    """What the offer holds is not its prompt; it gets what any second reader of an offer gets."""
+    tokens, others = prompt(100, seed=1), prompt(100, seed=2)
+    with pair.busy(pair.decode):
+        params = pair.prefilled(tokens)
+        first, second = next(pair.names), next(pair.names)
+        pair.decode.start(first, tokens, 8, params)
+        pair.decode.start(second, others, 8, params)
+    assert pair.decode.result(second)["reason"] == "error"
+    assert pair.decode.result(first)["tokens"] == pair.alone(tokens)
