@@ -13,6 +13,7 @@ from .answers import Answer
 from .assembly import assemble
 from .errors import InvalidRequestError, PromptTooLongError
 from .ledger import Ledger
+from .prompt_items import check_items
 from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
@@ -82,6 +83,8 @@ class EngineCore:
             raise InvalidRequestError(
                 f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
             )
+        if source.items:
+            self._check_items(source)
         num_prompt, longest = len(source.prompt_token_ids), self.max_model_len - 1
         if num_prompt > longest:
             raise PromptTooLongError(
@@ -90,6 +93,13 @@ class EngineCore:
                 num_prompt_tokens=num_prompt,
                 max_prompt_tokens=longest,
             )
+
+    def _check_items(self, source: GenerationRequest) -> None:
+        config = self.parts.model.text_config
+        if getattr(config, "hidden_size_per_layer_input", 0):
+            # Its layers look at token ids once more, and vectors have none.
+            raise InvalidRequestError("this model takes tokens only", param="prompt_items")
+        check_items(source, config.hidden_size)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now; returns its last output, or nothing if there is no such request."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature
 
-from .types import FinishReason, GenerationRequest, TransferRecord
+from .types import FinishReason, GenerationRequest, PromptItem, TransferRecord
 
 __all__ = ["BlockHasher", "Request", "RequestFigures", "RequestStatus"]
 
@@ -53,13 +54,11 @@ class Request:
     Attributes:
         source: What was asked for.
         all_token_ids: The prompt, and what was generated.
+        mm_features: What the hashes depend on of the prompt's items.
         block_hashes: Hashes of the full blocks of these tokens.
         num_computed_tokens: Tokens whose keys and values are in the request's blocks.
         may_load: Whether the connector may still be asked for a load; one request loads at most once.
     """
-
-    # What block hashes can depend on beside tokens, salt and adapter; this engine serves text only.
-    mm_features: Sequence[MultiModalFeature] = ()
 
     def __init__(
         self, request_id: str, source: GenerationRequest, hasher: BlockHasher, arrival_s: float
@@ -67,6 +66,7 @@ class Request:
         self.request_id = request_id
         self.source = source
         self.all_token_ids = list(source.prompt_token_ids)
+        self.mm_features = tuple(_feature(item) for item in source.items)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.status = RequestStatus.WAITING
@@ -116,3 +116,9 @@ class Request:
         """Add a generated token."""
         self.all_token_ids.append(token_id)
         self.block_hashes += self._hasher(self)
+
+
+def _feature(item: PromptItem) -> MultiModalFeature:
+    """What block hashes depend on of an item: its contents, and where they are."""
+    contents = hashlib.sha256(item.vectors + bytes(item.is_embed))
+    return MultiModalFeature(contents.hexdigest(), item.offset, item.length)

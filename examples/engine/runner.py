@@ -20,6 +20,7 @@ from kvferry.transports.errors import ConfigurationError
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
 from .lora import set_step_adapters
+from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
 from .sampling import sample
 from .settings import Layout
@@ -123,7 +124,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             set_step_adapters(plan),
             self.maybe_get_kv_connector_output(plan) as report,
         ):
-            tokens = iter(self._forward(inputs))
+            tokens = iter(self._forward(inputs, self._embedded(plan, inputs)))
         return ModelRunnerOutput(
             req_ids=tuple(item.request.request_id for item in plan.scheduled),
             sampled_token_ids=tuple((next(tokens),) if item.yields_token else () for item in plan.scheduled),
@@ -138,10 +139,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return ForwardContext(self._layers, metadata, states)
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs) -> list[int]:
-        """Compute the step's tokens; returns the next token of each request that yields one."""
+    def _embedded(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
+        embedding = self._model.get_input_embeddings()
+        return embed_step(plan, inputs.input_ids, embedding)
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> list[int]:
+        """Compute the step's tokens, or vectors; returns the next token of each request that yields one."""
         result = self._model(
-            input_ids=inputs.input_ids,
+            input_ids=inputs.input_ids if embedded is None else None,
+            inputs_embeds=embedded,
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=inputs.logits_indices,

@@ -13,6 +13,7 @@ __all__ = [
     "EngineTotals",
     "FinishReason",
     "GenerationRequest",
+    "PromptItem",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -54,6 +55,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PromptItem:
+    """Vectors in the place of some of a prompt's tokens, as an encoder of images or sounds makes them.
+
+    Attributes:
+        offset: Position of its first token in the prompt.
+        length: Its tokens in the prompt; what ids they have changes nothing but for those without a vector.
+        vectors: `(num_vectors, hidden_size)` float32, little-endian.
+        is_embed: For each of its tokens, whether there is a vector; empty: for all.
+    """
+
+    offset: int
+    length: int
+    vectors: bytes
+    is_embed: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to be continued.
 
@@ -62,6 +80,7 @@ class GenerationRequest:
         kv_transfer_params: What a router or a prefill node said about this request's KV cache.
         cache_salt: The prefix cache serves it only what requests with the same salt left there; empty: no salt.
         lora_name: The adapter that it runs with; empty: none.
+        items: By rising offset, without overlap.
     """
 
     request_id: str
@@ -70,6 +89,7 @@ class GenerationRequest:
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str = ""
     lora_name: str = ""
+    items: tuple[PromptItem, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class NodeServer:
             kv_transfer_params=client.kv_transfer_params,
             cache_salt=client.cache_salt,
             lora_name=lora_name,
+            items=client.items,
         )
         model = lora_name or engine.model_name
         envelope = Envelope(wording, request_id, model, int(time.time()), client.return_token_ids)

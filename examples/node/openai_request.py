@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.types import SamplingParams
+from engine.types import PromptItem, SamplingParams
 from web.errors import bad_request
 from web.fields import Fields
+
+from .prompt_items import parse_items
 
 __all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion"]
 
@@ -72,6 +74,7 @@ class ClientRequest:
         include_usage: A stream ends with a chunk that has the usage.
         return_token_ids: Answers carry `token_ids` beside the text.
         cache_salt: The prefix cache is shared only with requests that have the same; empty: with those without.
+        items: What of the prompt is vectors rather than tokens.
     """
 
     model: str
@@ -82,6 +85,7 @@ class ClientRequest:
     return_token_ids: bool
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
+    items: tuple[PromptItem, ...]
 
 
 def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
@@ -133,6 +137,7 @@ def _client_request(
         return_token_ids=fields.boolean("return_token_ids", False),
         kv_transfer_params=fields.optional_mapping("kv_transfer_params"),
         cache_salt=fields.text("cache_salt", ""),
+        items=parse_items(body),
     )
 
 

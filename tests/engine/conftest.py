@@ -50,10 +50,10 @@ class Node:
     def add(self, request_id: str, prompt: Sequence[int], **more: Any) -> None:
         """Add a request: `kv_transfer_params`, and sampling parameters (greedy, past the end token)."""
         params, salt = more.pop("kv_transfer_params", None), more.pop("cache_salt", "")
-        lora_name = more.pop("lora_name", "")
+        lora_name, items = more.pop("lora_name", ""), more.pop("items", ())
         sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **more})
         with self.at_work() as core:
-            request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name)
+            request = GenerationRequest(request_id, tuple(prompt), sampling, params, salt, lora_name, items)
             core.add(request, time.monotonic())
 
     def step(self) -> None:

@@ -1,0 +1,104 @@
+"""Parts of a prompt that are vectors rather than tokens: what an encoder, elsewhere, made of an image or a sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvferry.runner_mixin.multimodal import gather_mm_placeholders, scatter_mm_placeholders
+
+from .errors import InvalidRequestError
+from .step import StepPlan
+from .types import GenerationRequest, PromptItem
+
+__all__ = ["check_items", "embed_step"]
+
+_ELEMENT_BYTES = 4
+
+
+def check_items(source: GenerationRequest, hidden_size: int) -> None:
+    """Make sure that the items of a request fit its prompt and the model.
+
+    Raises:
+        InvalidRequestError: one is outside the prompt, or in front of the end of the one before, or has more or
+            fewer vectors than places for them.
+    """
+    end = 0
+    for index, item in enumerate(source.items):
+        where = f"item {index} of the prompt"
+        if item.length < 1 or item.offset < end or item.offset + item.length > len(source.prompt_token_ids):
+            raise _refusal(
+                f"{where} has tokens {item.offset} to {item.offset + item.length}: they must be behind the item "
+                f"before and in the prompt, {end} to {len(source.prompt_token_ids)}"
+            )
+        if item.is_embed and len(item.is_embed) != item.length:
+            raise _refusal(
+                f"{where} has {item.length} tokens, and says of {len(item.is_embed)} what they are"
+            )
+        num_vectors = sum(item.is_embed) if item.is_embed else item.length
+        if len(item.vectors) != num_vectors * hidden_size * _ELEMENT_BYTES:
+            raise _refusal(
+                f"{where} has {len(item.vectors)} bytes; {num_vectors} vectors of {hidden_size} float32 are "
+                f"{num_vectors * hidden_size * _ELEMENT_BYTES}"
+            )
+        end = item.offset + item.length
+
+
+def embed_step(plan: StepPlan, input_ids: torch.Tensor, embedding: torch.nn.Module) -> torch.Tensor | None:
+    """Make a step's input vectors, or None if tokens are all that it has.
+
+    Args:
+        input_ids: `(1, num_tokens)`, the tokens of all requests one after the other.
+        embedding: From these to the vectors of tokens.
+
+    Returns:
+        `(1, num_tokens, hidden_size)`.
+    """
+    parts = list(_parts(plan))
+    if not parts:
+        return None
+    embedded: torch.Tensor = embedding(input_ids)
+    for part in parts:
+        vectors, is_embed = part.tensors(embedded.shape[-1])
+        rows = torch.arange(part.row, part.row + part.end - part.first)
+        rows = rows if is_embed is None else rows[is_embed]
+        embedded[0, rows.to(embedded.device)] = vectors.to(embedded)
+    return embedded
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Placeholders `[first, end)` of an item, which a step computes; the first of them is row `row` of the step."""
+
+    item: PromptItem
+    first: int
+    end: int
+    row: int
+
+    def tensors(self, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The vectors of these placeholders, and which of them take one; None: all."""
+        is_embed = torch.tensor(self.item.is_embed) if self.item.is_embed else None
+        vectors = torch.from_numpy(np.frombuffer(self.item.vectors, "<f4").reshape(-1, hidden_size).copy())
+        part = slice(self.first, self.end)
+        placeholders = scatter_mm_placeholders(vectors, is_embed)[part]
+        mask = None if is_embed is None else is_embed[part]
+        return gather_mm_placeholders(placeholders, mask), mask
+
+
+def _parts(plan: StepPlan) -> Iterator[_Part]:
+    start = 0
+    for scheduled in plan.scheduled:
+        computed = scheduled.request.num_computed_tokens
+        for item in scheduled.request.source.items:
+            first = max(item.offset, computed)
+            end = min(item.offset + item.length, computed + scheduled.num_new_tokens)
+            if first < end:
+                yield _Part(item, first - item.offset, end - item.offset, start + first - computed)
+        start += scheduled.num_new_tokens
+
+
+def _refusal(why: str) -> InvalidRequestError:
+    return InvalidRequestError(why, param="prompt_items")

@@ -1,0 +1,179 @@
+"""Prompts with vectors in the place of tokens: computed, cached by content, and handed over."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import InvalidRequestError
+from engine.types import PromptItem
+from engine.weights import load_model
+from node.openai_request import parse_chat, parse_completion
+from web.errors import ApiError
+
+HIDDEN = 64
+#: Steps have 16 tokens, blocks 4: the first item lies across two steps, the second has two tokens of its own.
+PROMPT = [7] * 43
+FIRST, SECOND = (12, 9), (30, 6)
+IS_EMBED = (True, True, False, True, True, False)
+
+
+def vectors(seed: int, count: int) -> bytes:
+    return np.random.default_rng(seed).normal(0, 0.3, (count, HIDDEN)).astype("<f4").tobytes()
+
+
+def items(first: int = 1, second: int = 2) -> tuple[PromptItem, ...]:
+    """Both items, their contents by seed."""
+    return (PromptItem(*FIRST, vectors(first, 9)), PromptItem(*SECOND, vectors(second, 4), IS_EMBED))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[[str], Path]) -> Callable[..., list[int]]:
+    """`(items, num_tokens)` → what transformers answers to the same vectors."""
+    model: Any = load_model(tiny_model("llama"), torch.float32, torch.device("cpu"), "eager")
+
+    def answer(placed: Sequence[PromptItem], num_tokens: int) -> list[int]:
+        embedded = model.get_input_embeddings()(torch.tensor([PROMPT])).clone()
+        for item in placed:
+            rows = iter(np.frombuffer(item.vectors, "<f4").reshape(-1, HIDDEN))
+            for position in range(item.length):
+                if not item.is_embed or item.is_embed[position]:
+                    embedded[0, item.offset + position] = torch.from_numpy(next(rows).copy())
+        out = model.generate(
+            inputs_embeds=embedded,
+            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        return [int(token) for token in out[0]]
+
+    return answer
+
+
+def test_vectors_take_the_place_of_tokens(make_node: Any, expected: Any) -> None:
+    """Beside a request without any, in steps that begin inside an item."""
+    node = make_node(enable_prefix_caching=False)
+    node.add("plain", PROMPT, max_tokens=10)
+    node.add("placed", PROMPT, max_tokens=10, items=items())
+    node.run()
+    assert node.tokens("placed") == expected(items(), 10)
+    assert node.tokens("plain") == expected((), 10)
+    assert node.tokens("placed") != node.tokens("plain")
+
+
+@pytest.mark.parametrize(
+    ("placed", "num_cached"),
+    [
+        pytest.param(items(), 40, id="the same: all but the block of the last token"),
+        pytest.param(items(second=9), 28, id="another second item: up to its first block"),
+        pytest.param(items(first=9), 12, id="another first item: up to its first block"),
+        pytest.param((), 12, id="tokens of the same ids"),
+        pytest.param((items()[0], replace(items()[1], is_embed=IS_EMBED[::-1])), 28, id="other places"),
+        pytest.param((replace(items()[0], offset=11), items()[1]), 8, id="one token earlier"),
+    ],
+)
+def test_blocks_are_found_again_by_what_is_in_them(
+    placed: tuple[PromptItem, ...], num_cached: int, make_node: Any, expected: Any
+) -> None:
+    node = make_node()
+    node.add("a", PROMPT, max_tokens=1, items=items())
+    node.run()
+    node.add("b", PROMPT, max_tokens=6, items=placed)
+    node.run()
+    assert node.last("b").metrics.num_cached_tokens == num_cached
+    assert node.tokens("b") == expected(placed, 6)
+
+
+def test_a_prompt_with_items_is_handed_over(make_node: Any, expected: Any, drive: Any) -> None:
+    prefill, decode = (make_node(connector="shm", role=role) for role in ("kv_producer", "kv_consumer"))
+    prefill.add("a", PROMPT, max_tokens=1, items=items(), kv_transfer_params={"do_remote_decode": True})
+    drive(prefill, until=lambda: prefill.is_over("a"))
+    params = prefill.last("a").kv_transfer_params
+    decode.add("a", PROMPT, max_tokens=10, items=items(), kv_transfer_params=params)
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert decode.tokens("a") == expected(items(), 10)
+    assert decode.last("a").metrics.num_loaded_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        ((PromptItem(-1, 2, vectors(0, 2)),), "tokens -1 to 1"),
+        ((PromptItem(40, 4, vectors(0, 4)),), "tokens 40 to 44"),
+        ((PromptItem(3, 0, b""),), "tokens 3 to 3"),
+        ((PromptItem(3, 3, vectors(0, 3)), PromptItem(5, 1, vectors(0, 1))), "item 1 .* 6 to 43"),
+        ((PromptItem(3, 3, vectors(0, 2)),), "512 bytes; 3 vectors of 64 float32 are 768"),
+        ((PromptItem(3, 3, vectors(0, 2), (True, False)),), "3 tokens, and says of 2"),
+        ((PromptItem(3, 3, vectors(0, 2), (True, False, False)),), "1 vectors"),
+    ],
+)
+def test_items_that_do_not_fit_are_refused(
+    placed: tuple[PromptItem, ...], message: str, make_node: Any
+) -> None:
+    node = make_node()
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        node.add("a", PROMPT, items=placed)
+    assert caught.value.param == "prompt_items"
+    assert node.is_whole
+
+
+def test_a_client_sends_vectors_in_base64() -> None:
+    client = parse_completion({"prompt": PROMPT, "prompt_items": [as_json(item) for item in items()]})
+    assert client.items == items()
+    assert parse_completion({"prompt": "text"}).items == ()
+
+
+def as_json(item: PromptItem) -> dict[str, Any]:
+    return {
+        "offset": item.offset,
+        "length": item.length,
+        "vectors": base64.b64encode(item.vectors).decode(),
+        "is_embed": list(item.is_embed),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_items": "x"}, "must be a list"),
+        ({"prompt_items": [7]}, r"\[0\] must be an object"),
+        ({"prompt_items": [{"offset": 1, "length": 1}]}, r"\[0\] must be an object"),
+        ({"prompt_items": [{**as_json(items()[0]), "mask": []}]}, r"\[0\] must be an object"),
+        ({"prompt_items": [{**as_json(items()[0]), "offset": "1"}]}, "must be integers"),
+        ({"prompt_items": [{**as_json(items()[0]), "length": True}]}, "must be integers"),
+        (
+            {"prompt_items": [{**as_json(items()[0]), "vectors": "?"}]},
+            r"\[0\].vectors must be a text in base64",
+        ),
+        (
+            {"prompt_items": [{**as_json(items()[0]), "vectors": 5}]},
+            r"\[0\].vectors must be a text in base64",
+        ),
+        ({"prompt_items": [{**as_json(items()[0]), "is_embed": [1]}]}, "true and false"),
+        ({"prompt": "text"}, "list of token ids"),
+    ],
+)
+def test_malformed_items_are_refused(change: dict[str, Any], message: str) -> None:
+    body = {"prompt": PROMPT, "prompt_items": [as_json(items()[0])]}
+    with pytest.raises(ApiError, match=message) as caught:
+        parse_completion({**body, **change})
+    assert caught.value.param == "prompt_items"
+
+
+def test_a_chat_has_no_places_for_vectors() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt_items": [as_json(items()[0])]}
+    with pytest.raises(ApiError, match="list of token ids"):
+        parse_chat(body)
+
+
+def test_a_model_that_looks_at_token_ids_in_its_layers_takes_none(make_node: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="takes tokens only"):
+        make_node("gemma3n").add("a", PROMPT, items=items())
