@@ -63,6 +63,10 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
 test-vllm: $(VLLM_READY) ## kvferry inside real vLLM, in a venv of its own (large)
 	$(VLLM_BIN)/python -m pytest tests/vllm -m "" $(TEST_ARGS)
 
+.PHONY: test-vllm-fast
+test-vllm-fast: $(VLLM_READY) ## of those, what needs one pair of vLLM engines only
+	$(VLLM_BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+
 .PHONY: demo-vllm
 demo-vllm: $(VLLM_READY) ## a prompt, prefilled by one vLLM and answered by another
 	$(VLLM_BIN)/python examples/vllm_pair $(DEMO_ARGS)

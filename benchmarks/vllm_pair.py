@@ -1,10 +1,13 @@
-"""TTFT of a pair of vLLM nodes beside a single one: kvferry on each transport, and vLLM's NixlConnector.
+"""A pair of vLLM nodes beside a single one: kvferry on each transport, and vLLM's NixlConnector.
 
     .venv-vllm/bin/python benchmarks/vllm_pair.py [--shapes 128x1 128x8 1024x1 ...] [--rounds N] [--json FILE]
 
 All engines run at once; in each round every system answers as many prompts, one system after the other, in another
-order each round, while the others are stopped, since some of them use processors even when nobody asks. A shape is prompt tokens x requests at a time. What counts are the ratios to the single node in the
-same round, and of those the median. Prompts are new in every round and for every system, so no prefix is cached.
+order each round, while the others are stopped, since some of them use processors even when nobody asks. A shape is prompt
+tokens x requests at a time. What counts are the ratios to the single node in the same round, and of those the median: of the
+time to the first token (TTFT), and of the time from one token to the next (ITL). Bytes are what the decode node says it
+received; 1.00 is each byte of the prompts' cache once. Prompts are new in every round and for every system, so no prefix is
+cached.
 
 The model is random: little to compute, and as much KV cache a token as a large one, so that the handoff can be seen.
 NixlConnector takes part if `nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over UCX on main memory.
@@ -38,6 +41,7 @@ OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 #: For what an engine does first when it is woken up.
 SETTLE_S = 0.3
 NIXL_PORTS = count(24600)
+KVFERRY_BYTES, NIXL_BYTES = "kvferry_loaded_bytes_total", "vllm:nixl_bytes_transferred_sum"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -69,10 +73,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sample:
-    """Means over the requests of one round: seconds to the first token, and between later ones."""
+    """Means over the requests of one round: seconds to the first token, and between later ones; and bytes of all."""
 
     ttft_s: float
     itl_s: float
+    num_bytes: int
 
 
 class Engine:
@@ -83,6 +88,7 @@ class Engine:
         self._answers = answers
         self._waiting: dict[tuple[str, str | int], asyncio.Future[tuple[float, dict[str, Any]]]] = {}
         self._reader = asyncio.create_task(self._read())
+        self._last_order = 0
 
     @classmethod
     async def start(cls, settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> Engine:
@@ -115,10 +121,17 @@ class Engine:
         """When the first token and the last one came, and the answer."""
         first, finished = self._expect("first", request), self._expect("finished", request)
         order = {"id": 0, "do": "add", "request": request, "prompt": prompt, "max_tokens": max_tokens}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**order, "params": params}).encode() + b"\n")
+        self._order({**order, "params": params})
         (first_at, _), (finished_at, answer) = await asyncio.gather(first, finished)
         return first_at, finished_at, answer
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        self._last_order += 1
+        told = self._expect("id", self._last_order)
+        self._order({"id": self._last_order, "do": "metric", "name": name})
+        _, answer = await told
+        return float(sum(value for _, value in answer["samples"]))
 
     def free(self) -> None:
         """Let every thread run on every core: NixlConnector ties its engines to one core, the same one for all."""
@@ -133,13 +146,17 @@ class Engine:
         await self._process.wait()
         self._reader.cancel()
 
-    def _expect(self, kind: str, request: str) -> asyncio.Future[tuple[float, dict[str, Any]]]:
+    def _order(self, order: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def _expect(self, kind: str, request: str | int) -> asyncio.Future[tuple[float, dict[str, Any]]]:
         return self._waiting.setdefault((kind, request), asyncio.get_running_loop().create_future())
 
     async def _read(self) -> None:
         while line := await self._answers.readline():
             answer = json.loads(line)
-            for kind in ("first", "finished"):
+            for kind in ("first", "finished", "id"):
                 waiting = self._waiting.pop((kind, answer.get(kind, "")), None)
                 if waiting is not None:
                     waiting.set_result((time.perf_counter(), answer))
@@ -154,6 +171,7 @@ class System:
     name: str
     prefill: Engine | None
     decode: Engine
+    bytes_metric: str
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -166,9 +184,12 @@ class System:
             engine.signal(signal.SIGSTOP)
 
     async def measure(self, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+        before = await self.decode.metric(self.bytes_metric)
         timings = await asyncio.gather(*(self._one(prompt, max_tokens) for prompt in prompts))
         return Sample(
-            statistics.mean(ttft for ttft, _ in timings), statistics.mean(itl for _, itl in timings)
+            ttft_s=statistics.mean(ttft for ttft, _ in timings),
+            itl_s=statistics.mean(itl for _, itl in timings),
+            num_bytes=int(await self.decode.metric(self.bytes_metric) - before),
         )
 
     async def _one(self, prompt: list[int], max_tokens: int) -> tuple[float, float]:
@@ -260,12 +281,12 @@ async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -
             )
             for engine in engines:
                 stack.push_async_callback(engine.close)
-            systems.append(System(name, *engines))
+            systems.append(System(name, *engines, NIXL_BYTES if name == "nixl" else KVFERRY_BYTES))
             print(f"{name}: both engines run", flush=True)
             for engine in engines:
                 engine.free()
                 engine.signal(signal.SIGSTOP)
-        yield [System("one node", None, systems[0].decode), *systems]
+        yield [System("one node", None, systems[0].decode, systems[0].bytes_metric), *systems]
 
 
 # -- measuring ---------------------------------------------------------------------------------------
@@ -305,7 +326,9 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
             "ttft_ratio": statistics.median(a.ttft_s / b.ttft_s for a, b in zip(own, alone, strict=True)),
             "added_s": statistics.median(a.ttft_s - b.ttft_s for a, b in zip(own, alone, strict=True)),
             "itl_ratio": statistics.median(a.itl_s / b.itl_s for a, b in zip(own, alone, strict=True)),
-            "num_bytes": 0 if name == "one node" else shape.num_bytes * shape.concurrency,
+            "num_bytes": statistics.median(sample.num_bytes for sample in own),
+            "bytes_ratio": statistics.median(sample.num_bytes for sample in own)
+            / (shape.num_bytes * shape.concurrency),
         }
         for name, own in samples.items()
     ]
@@ -314,13 +337,14 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} at a time")
     print(
-        f"  {'':<16} {'TTFT ms':>9} {'best':>7} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7}"
+        f"  {'':<16} {'TTFT ms':>9} {'best':>7} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7} {'ratio':>6}"
     )
     for row in rows:
         print(
             f"  {row['system']:<16} {row['ttft_s'] * 1e3:>9.1f} {row['best_ttft_s'] * 1e3:>7.1f} "
             f"{row['ttft_ratio']:>6.2f} {row['added_s'] * 1e3:>9.1f} "
-            f"{row['itl_s'] * 1e3:>7.1f} {row['itl_ratio']:>6.2f} {row['num_bytes'] / 1e6:>7.1f}",
+            f"{row['itl_s'] * 1e3:>7.1f} {row['itl_ratio']:>6.2f} "
+            f"{row['num_bytes'] / 1e6:>7.1f} {row['bytes_ratio']:>6.2f}",
             flush=True,
         )
 
@@ -333,7 +357,7 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="+", type=Shape.parse, default=[Shape.parse(text) for text in shapes]
     )
-    parser.add_argument("--connectors", nargs="+", default=["shm", "zeromq", "nixl"])
+    parser.add_argument("--connectors", nargs="+", default=["shm", "zeromq", "ucx", "nixl"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--json", type=Path)
