@@ -292,7 +292,7 @@ class TestRecurrentState:
             engine_config("inproc", role="kv_producer"), KVConnectorRole.SCHEDULER, WITH_STATE
         )
         connector.set_handshake_metadata({0: WORKER})
-        request = Request("p-1", 10, OFFER_PARAMS)
+        request = Request("p-1", 10, {**OFFER_PARAMS, "overlap": True})
         connector.on_new_request(request)
         for num_computed_tokens in (4, 8):
             request.num_computed_tokens = num_computed_tokens
