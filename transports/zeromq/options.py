@@ -3,93 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self, get_type_hints
+from typing import ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from .._network_options import NetworkOptions
 from .._options import require_int
-from .._tcp import authority, ports_of, require_seconds, require_type
-from ..base import MAX_MESSAGE_BYTES
+from .._tcp import authority
 from ..errors import ConfigurationError
 
 __all__ = ["SCHEME", "Address", "ZeroMQOptions"]
 
 SCHEME = "zeromq"
 
-_MAX_WINDOW_BYTES = 64 << 20
 _CURVE_CHOICES = ("auto", "on", "off")
 
 
-@dataclass(frozen=True)
-class ZeroMQOptions:
-    """Options of the transport.
+@dataclass(frozen=True, kw_only=True)
+class ZeroMQOptions(NetworkOptions):
+    """Options of the transport, beside those of `NetworkOptions`.
 
     Attributes:
-        bind_host: Host name or IP address to listen on.
-        port: Port to listen on; 0 lets the system choose.
-        port_range: `"low-high"`: listen on the first free port of these; instead of `port`.
-        advertise_host: What peers connect to; needed when `bind_host` is a wildcard, of use with several NICs.
         curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which is on but for loopback.
         allow_plaintext: Accept `curve="off"` beyond loopback. Whoever reaches the port can then read the pool.
         curve_secret_key_file: This node's CURVE secret key, 40 characters of Z85.
         curve_allowed_keys_file: The public keys of the nodes to talk to, one a line, Z85; `# ` begins a comment.
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
-        slice_bytes: Most bytes of one region that travel as one frame.
         window_slices: Slices that may be on their way from one peer; more are asked for when half of them are here.
             Half should be what a long fast link carries in a round trip; fewer stay in the processor's cache.
-        peer_timeout_s: A peer that is silent for longer is lost.
-        handshake_timeout_s: Who connects must have said who he is after this time.
-        max_queued_bytes: Bytes of messages to one peer that may wait here, beside those ZeroMQ holds.
-        num_guards: Words in the guard table.
         io_threads: Threads in which ZeroMQ moves bytes.
         congestion_control: TCP congestion control for accepted connections; empty keeps the system's.
     """
 
-    bind_host: str = "127.0.0.1"
-    port: int = 0
-    port_range: str = ""
-    advertise_host: str = ""
+    MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
+    MAX_WINDOW_BYTES: ClassVar[int] = 64 << 20
+
     curve: str = "auto"
     allow_plaintext: bool = False
     curve_secret_key_file: str = ""
     curve_allowed_keys_file: str = ""
     shared_secret_file: str = ""
     checksums: bool = True
-    slice_bytes: int = 2 << 20
     window_slices: int = 8
-    peer_timeout_s: float = 2.0
-    handshake_timeout_s: float = 5.0
-    max_queued_bytes: int = 8 << 20
-    num_guards: int = 65536
     io_threads: int = 1
     congestion_control: str = ""
 
     def __post_init__(self) -> None:
-        for key, kind in get_type_hints(type(self)).items():
-            if kind in (bool, str):
-                require_type(key, getattr(self, key), kind)
+        super().__post_init__()
         if self.curve not in _CURVE_CHOICES:
             known = ", ".join(_CURVE_CHOICES)
             raise ConfigurationError(f"curve={self.curve!r}; allowed: {known}", key="curve", value=self.curve)
-        require_int("port", self.port, 0, 65535)
-        require_int("slice_bytes", self.slice_bytes, 64 << 10, 4 << 20)
-        require_int("window_slices", self.window_slices, 1, 64)
-        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
-        require_int("num_guards", self.num_guards, 1, 1 << 24)
         require_int("io_threads", self.io_threads, 1, 16)
-        require_seconds("peer_timeout_s", self.peer_timeout_s, 0.4, 3600)
-        require_seconds("handshake_timeout_s", self.handshake_timeout_s, 0.1, 3600)
-        if self.slice_bytes * self.window_slices > _MAX_WINDOW_BYTES:
-            raise ConfigurationError(
-                f"slice_bytes * window_slices is at most {_MAX_WINDOW_BYTES}",
-                key="window_slices",
-                value=self.window_slices,
-            )
-        self.ports()
-
-    def ports(self) -> range:
-        """The ports to try, in order. Raises ConfigurationError: see `ports_of`."""
-        return ports_of(self.port, self.port_range)
 
 
 @dataclass(frozen=True)
