@@ -30,10 +30,9 @@ def ours(name: str, scheme: str, options: Mapping[str, Any], *, in_arena: bool =
     return Contender(name, own_ours, OurReader, described, "ucxx-cu12" if scheme == "ucx" else "")
 
 
-def _nixl(name: str, transports: str, *, progress_thread: bool) -> Contender:
-    environment = {"NIXL_LOG_LEVEL": "FATAL", **({"UCX_TLS": transports} if transports else {})}
-    options = {"progress_thread": progress_thread}
-    return Contender(name, own_nixl, NixlReader, options, "nixl-cu12", environment)
+def _nixl(name: str, environment: Mapping[str, str]) -> Contender:
+    quiet = {"NIXL_LOG_LEVEL": "FATAL", **environment}
+    return Contender(name, own_nixl, NixlReader, distribution="nixl-cu12", environment=quiet)
 
 
 def all_contenders(secret_file: Path, congestion_control: str) -> list[Contender]:
@@ -54,8 +53,7 @@ def all_contenders(secret_file: Path, congestion_control: str) -> list[Contender
         ours("kvferry zeromq", "zeromq", plain),
         ours("kvferry zeromq, CURVE", "zeromq", curve),
         ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}),
-        _nixl("NIXL, cma", "", progress_thread=False),
-        _nixl("NIXL, tcp", "tcp", progress_thread=False),
-        _nixl("NIXL, tcp, progress thread", "tcp", progress_thread=True),
+        _nixl("NIXL, cma", {}),
+        _nixl("NIXL, tcp", {"UCX_TLS": "tcp"}),
         Contender("Mooncake, tcp", own_mooncake, MooncakeReader, {}, "mooncake-transfer-engine-non-cuda"),
     ]

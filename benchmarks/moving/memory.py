@@ -31,7 +31,7 @@ class MemcpyReader(Reader):
 
     def read(self, pairs: RegionPairs) -> str:
         num_bytes = pairs.num_bytes
-        to, of = self._random.integers(0, self.pool.nbytes - num_bytes, 2).tolist()
+        to, of = self._random.integers(0, self.pool.nbytes - num_bytes + 1, 2).tolist()
         ctypes.memmove(
             self.pool.ctypes.data + (to & ~4095), self._source.ctypes.data + (of & ~4095), num_bytes
         )
