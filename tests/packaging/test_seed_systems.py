@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seed-systems.md"
 
@@ -167,7 +165,6 @@ def _rows() -> list[Row]:
 
 
 ROWS = _rows()
-every_row = pytest.mark.parametrize("row", ROWS, ids=[f"{row.section[0]}-{row.signature}" for row in ROWS])
 
 
 def _lives_at(where: str) -> object:
@@ -230,52 +227,49 @@ def _tests_in(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("section", FOUNDING)
-def test_nothing_is_left_out(section: str) -> None:
-    listed = {row.name for row in ROWS if row.section == section}
-    assert listed >= FOUNDING[section].keys()
+def test_nothing_is_left_out() -> None:
+    listed = {(row.section, row.name) for row in ROWS}
+    assert not {(section, name) for section, names in FOUNDING.items() for name in names} - listed
 
 
-@every_row
-def test_it_is_there_with_these_arguments(row: Row) -> None:
-    target = _lives_at(row.where)
-    assert row.where.split(":")[1].split(".")[-1] == row.name
-    if "(" in row.signature:
-        assert _arguments(row.signature) == _real_arguments(target)
+def test_they_are_there_with_these_arguments() -> None:
+    for row in ROWS:
+        target = _lives_at(row.where)
+        assert row.where.split(":")[1].split(".")[-1] == row.name
+        if "(" in row.signature:
+            assert _arguments(row.signature) == _real_arguments(target), row.signature
 
 
-@every_row
-def test_it_says_what_it_does(row: Row) -> None:
-    target = _lives_at(row.where)
-    if isinstance(target, NewType):
-        return
-    own = getattr(target, "__doc__", None) or ""
-    assert own.strip()
-    assert not own.startswith(f"{row.name}("), "made by dataclass"
+def test_they_say_what_they_do() -> None:
+    for row in ROWS:
+        target = _lives_at(row.where)
+        if not isinstance(target, NewType):
+            own = getattr(target, "__doc__", None) or ""
+            assert own.strip(), row.signature
+            assert not own.startswith(f"{row.name}("), f"made by dataclass: {row.signature}"
 
 
-@every_row
-def test_arguments_are_those_that_engine_authors_know(row: Row) -> None:
-    known = FOUNDING[row.section].get(row.name)
-    if known is not None:
-        assert tuple(name for name, _ in _arguments(row.signature))[: len(known)] == known
+def test_arguments_are_those_that_engine_authors_know() -> None:
+    for row in ROWS:
+        known = FOUNDING[row.section].get(row.name)
+        if known is not None:
+            assert tuple(name for name, _ in _arguments(row.signature))[: len(known)] == known, row.signature
 
 
-@every_row
-def test_the_engine_uses_it_or_the_page_says_that_it_does_not(row: Row) -> None:
-    if row.used.startswith("*library*"):
-        return
-    path, *by = re.findall(r"`([^`]+)`", row.used)
-    assert path.startswith("examples/engine/")
-    assert (by[0] if by else row.name) in _names_in(ROOT / path)
+def test_the_engine_uses_them_or_the_page_says_that_it_does_not() -> None:
+    for row in ROWS:
+        if not row.used.startswith("*library*"):
+            path, *by = re.findall(r"`([^`]+)`", row.used)
+            assert path.startswith("examples/engine/"), row.signature
+            assert (by[0] if by else row.name) in _names_in(ROOT / path), row.signature
 
 
-@every_row
-def test_its_tests_exist(row: Row) -> None:
-    assert row.tests
-    for test in row.tests:
-        path, _, name = test.partition("::")
-        assert name in _tests_in(ROOT / path), test
+def test_their_tests_exist() -> None:
+    for row in ROWS:
+        assert row.tests, row.signature
+        for test in row.tests:
+            path, _, name = test.partition("::")
+            assert name in _tests_in(ROOT / path), test
 
 
 def test_only_these_are_for_other_engines_than_ours() -> None:
