@@ -97,16 +97,14 @@ class Pair:
         self.assert_whole()
 
     def assert_recovers(self) -> None:
-        """On a cable that was just mended a connection may still break, but soon handoffs succeed again."""
-        deadline = time.monotonic() + 30
-        while True:
-            request_id, expected = self.start_load()
-            error, digest = self.end_load(request_id, 30)
-            self.assert_whole()
-            if not error:
-                assert digest == expected
-                return
-            assert time.monotonic() < deadline, error
+        """Over a cable that was mended the next handoff succeeds, or the one after it on a machine that is too busy."""
+        request_id, expected = self.start_load()
+        error, digest = self.end_load(request_id, 30)
+        self.assert_whole()
+        if error:
+            self.assert_delivers()
+        else:
+            assert digest == expected
 
     def assert_whole(self) -> None:
         """Nobody holds a block any more, at the latest when the lease has run out."""

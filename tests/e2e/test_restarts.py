@@ -1,0 +1,81 @@
+"""Nodes that are started again at the address that they had: another epoch, and the other node finds them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.launcher import Launcher
+from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "The old ferry sank; the new one has her name and her berth. " * 3
+
+
+@pytest.fixture
+def address(transport: str, tmp_path: Path) -> str:
+    """Where a node can listen again and again; over the network by IPv6, where there is some."""
+    if transport == "shm":
+        return f"shm://{tmp_path}/berth.sock"
+    for family, host, written in (
+        (socket.AF_INET6, "::1", "[::1]"),
+        (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
+    ):
+        try:
+            with socket.create_server((host, 0), family=family) as free:
+                return f"{transport}://{written}:{free.getsockname()[1]}"
+        except OSError:
+            continue
+    raise AssertionError("there is no loopback")
+
+
+@pytest.fixture
+def start(launcher: Launcher, tiny_arguments: Sequence[str], address: str) -> Callable[[str], Client]:
+    """Start a node of a role; a prefill node always at the same address."""
+
+    def started(role: str) -> Client:
+        where = ("--connector-option", f"address={address}") if role == "prefill" else ()
+        node = launcher.start_node(role, role, *tiny_arguments, *where)
+        launcher.wait_ready([node], 110)
+        return Client(node)
+
+    return started
+
+
+def offer(prefill: Client, prompt: str) -> dict[str, Any]:
+    params: dict[str, Any] = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE).body[
+        "kv_transfer_params"
+    ]
+    return params
+
+
+@pytest.mark.every_transport
+def test_either_node_may_be_started_again(start: Callable[[str], Client], tiny_single: Client) -> None:
+    prefill, decode = start("prefill"), start("decode")
+
+    def load(index: int, params: dict[str, Any]) -> str:
+        """Answer a prompt with an offer of it; returns why it was not loaded."""
+        reply = decode.complete(f"{index} {PROMPT}", max_tokens=4, kv_transfer_params=params)
+        assert reply.token_ids == tiny_single.complete(f"{index} {PROMPT}", max_tokens=4).token_ids
+        return str(reply.transfer["error"])
+
+    assert load(0, offer(prefill, f"0 {PROMPT}")) == ""
+    stale = offer(prefill, f"1 {PROMPT}")
+
+    prefill.process.kill()
+    prefill = start("prefill")
+    fresh = offer(prefill, f"2 {PROMPT}")
+    assert fresh["remote_addresses"] == stale["remote_addresses"]
+    assert fresh["remote_epoch"] != stale["remote_epoch"]
+    assert "restarted" in load(1, stale)
+    assert load(2, fresh) == ""
+
+    decode.process.kill()
+    decode = start("decode")
+    assert load(3, offer(prefill, f"3 {PROMPT}")) == ""
+    wait_until(decode.is_whole)
