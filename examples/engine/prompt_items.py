@@ -24,7 +24,7 @@ def check_items(source: GenerationRequest, hidden_size: int) -> None:
 
     Raises:
         InvalidRequestError: one is outside the prompt, or in front of the end of the one before, or has more or
-            fewer vectors than places for them.
+            fewer vectors than places for them, or one that is not finite.
     """
     end = 0
     for index, item in enumerate(source.items):
@@ -44,6 +44,8 @@ def check_items(source: GenerationRequest, hidden_size: int) -> None:
                 f"{where} has {len(item.vectors)} bytes; {num_vectors} vectors of {hidden_size} float32 are "
                 f"{num_vectors * hidden_size * _ELEMENT_BYTES}"
             )
+        if not np.isfinite(np.frombuffer(item.vectors, "<f4")).all():
+            raise _refusal(f"{where} has vectors that are not finite")
         end = item.offset + item.length
 
 

@@ -113,6 +113,7 @@ def test_a_prompt_with_items_is_handed_over(make_node: Any, expected: Any, drive
         ((PromptItem(3, 3, vectors(0, 2)),), "512 bytes; 3 vectors of 64 float32 are 768"),
         ((PromptItem(3, 3, vectors(0, 2), (True, False)),), "3 tokens, and says of 2"),
         ((PromptItem(3, 3, vectors(0, 2), (True, False, False)),), "1 vectors"),
+        ((PromptItem(3, 1, np.full(HIDDEN, np.nan, "<f4").tobytes()),), "not finite"),
     ],
 )
 def test_items_that_do_not_fit_are_refused(
