@@ -11,7 +11,8 @@ import pytest
 from demo.launcher import Launcher
 from demo.testing import Client, children_of, wait_until
 
-pytestmark = pytest.mark.slow
+#: Worker processes import PyTorch, each for itself.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 

@@ -20,7 +20,8 @@ from engine.settings import EngineSettings
 from engine.types import GenerationRequest, SamplingParams
 from kvferry.connector.config import KVTransferConfig
 
-pytestmark = pytest.mark.slow
+#: Worker processes import PyTorch, each for itself.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Three layers, keys and values of two heads of 16 floats.
 BYTES_A_TOKEN = 3 * 2 * 2 * 16 * 4
