@@ -177,17 +177,8 @@ class Copier:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
                 if self._is_closing:
                     return
-                read, piece = self._take_piece()
-            error = self._copy(read, piece)
-            with self._changed:
-                if error is not None:
-                    self._stop(read, error)
-                read.num_in_flight -= 1
-                if read.error is not None:
-                    self._changed.notify_all()
-                is_over = read.num_in_flight == 0 and read not in self._waiting
-            if is_over:
-                self._end(read)
+                taken = self._take_piece()
+            self._run(*taken)
 
     def _take_piece(self) -> tuple[Read, Piece]:
         read = self._waiting[0]
@@ -206,6 +197,8 @@ class Copier:
             if error is not None:
                 self._stop(read, error)
             read.num_in_flight -= 1
+            if read.error is not None:
+                self._changed.notify_all()
             is_over = read.num_in_flight == 0 and read not in self._waiting
         if is_over:
             self._end(read)
