@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.kv_cache_specs import (
@@ -14,6 +15,7 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -102,8 +104,9 @@ def test_layers_that_cannot_share_a_pool_are_an_error(
 ) -> None:
     with pytest.raises(ValueError, match="one page size"):
         get_kv_cache_config(make_config(), layers(full, replace(windowed(8), head_size=4)), 2**30)
+    state = MambaSpec(4, shapes=((1,),), dtypes=(torch.float32,), page_size_padded=full.page_size_bytes)
     with pytest.raises(ValueError, match="enable_hybrid_kv_cache_manager is off"):
-        get_kv_cache_config(make_config(hybrid=False), layers(windowed(4), windowed(8)), 2**30)
+        get_kv_cache_config(make_config(hybrid=False), layers(windowed(8), state), 2**30)
 
 
 @pytest.mark.parametrize("num_pages", [-3, 0, 1])
