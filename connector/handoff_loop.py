@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from ..transports.base import Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
 from ..transports.errors import KVTransferError, TransferTimeoutError, TransportClosedError
@@ -16,6 +17,7 @@ from .handoff.events import (
     Connect,
     Disconnect,
     LoadEnded,
+    OfferCompleted,
     OfferEnded,
     Send,
     SetGuard,
@@ -23,7 +25,7 @@ from .handoff.events import (
 )
 from .handoff.messages import encode
 from .handoff.node import NodeProtocol
-from .metadata import HandoffMetadata
+from .metadata import HandoffMetadata, OfferOrder, OpenOrder
 from .outcomes import Outcomes
 
 __all__ = ["HandoffLoop"]
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.
 _MAX_WAIT_S = 1.0
+#: Between two looks whether the thread still lives, while it is waited for.
+_RETRACT_POLL_S = 0.1
 
 
 class HandoffLoop:
@@ -50,7 +54,7 @@ class HandoffLoop:
         self._transport = transport
         self._outcomes = outcomes
         self._driver = _Driver(transport, protocol, outcomes)
-        self._orders: deque[HandoffMetadata] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-handoff")
@@ -58,11 +62,28 @@ class HandoffLoop:
 
     def submit(self, orders: HandoffMetadata) -> None:
         """Have one step's orders carried out; returns at once."""
-        self._outcomes.expect(orders)
-        self._orders.append(orders)
+        self._outcomes.expect(orders, _now())
+        self._orders.append(partial(self._driver.carry_out, orders))
         self._transport.wake()
         if self._has_ended.is_set():  # set before its last look at what is owed, so one of us two sees these
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
+
+    def retract(self, request_ids: set[str], timeout_s: float) -> None:
+        """End offers now; when this returns, no bytes of their blocks are accepted by anybody any more."""
+        is_done = threading.Event()
+
+        def retract() -> None:
+            self._driver.abort(request_ids)
+            is_done.set()
+
+        self._orders.append(retract)
+        self._transport.wake()
+        deadline = _now() + timeout_s
+        while not is_done.wait(_RETRACT_POLL_S) and not self._has_ended.is_set():
+            if _now() > deadline:
+                logger.error("the handoff thread does not answer; every offer of this node ends")
+                self._driver.clear_guards()
+                return
 
     def close(self, timeout_s: float) -> None:
         """End every handoff, close the transport and wait for the thread. Idempotent.
@@ -96,7 +117,7 @@ class HandoffLoop:
         main_thread = threading.main_thread()
         while not self._is_closing.is_set() and main_thread.is_alive():
             while self._orders:
-                self._driver.carry_out(self._orders.popleft())
+                self._orders.popleft()()
             self._driver.turn()
 
     def _drain(self) -> None:
@@ -123,13 +144,32 @@ class _Driver:
         """Turn one step's orders into calls of the protocol."""
         producer, consumer = self._protocol.producer, self._protocol.consumer
         for request_id, order in orders.offers.items():
-            self._do(producer.offer(request_id, order.lease, order.block_ids, order.num_tokens, _now()))
+            self._offer(request_id, order)
+        for request_id, extension in orders.extensions.items():
+            self._do(producer.extend(request_id, extension.block_ids, extension.num_ready))
+        for request_id, block_ids in orders.completions.items():
+            self._do(producer.complete(request_id, block_ids, _now()))
+        self.abort(orders.aborts)
         for request_id, offer in orders.claims.items():
             self._do(consumer.claim(request_id, offer, _now()))
         for request_id, blocks in orders.loads.items():
             self._do(consumer.load(request_id, blocks, _now()))
         for request_id in orders.drops:
             self._do(consumer.drop(request_id, _now()))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End offers that are still there."""
+        for request_id in request_ids:
+            self._do(self._protocol.producer.abort(request_id, _now()))
+
+    def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
+        producer = self._protocol.producer
+        if isinstance(order, OfferOrder):
+            self._do(producer.offer(request_id, order.lease, order.block_ids, order.num_tokens, _now()))
+        else:
+            self._do(
+                producer.open(request_id, order.lease, order.block_ids, order.num_tokens, order.num_ready)
+            )
 
     def turn(self) -> None:
         """Wait for what happens next, at most until the next deadline, and deal with it."""
@@ -190,6 +230,8 @@ class _Driver:
                 self._transport.disconnect(peer_id)
             case OfferEnded():
                 self._end_offer(action)
+            case OfferCompleted(request_id):
+                self._outcomes.offer_completed(request_id, _now())
             case LoadEnded():
                 self._end_load(action)
         return []
@@ -228,7 +270,7 @@ class _Driver:
         if ended.outcome == "failed":
             # As text: a log record that lives on must not keep the error's frames, and with them the pool, alive.
             logger.warning("load of request %s failed: %s", ended.request_id, str(ended.error))
-        self._outcomes.load_ended(ended)
+        self._outcomes.load_ended(ended, _now())
 
 
 def _now() -> float:

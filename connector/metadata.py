@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from .base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from .handoff.events import BlockTables, LocalBlocks, RemoteOffer
 
-__all__ = ["HandoffMetadata", "OfferOrder", "WorkerAddress"]
+__all__ = ["ExtendOrder", "HandoffMetadata", "OfferOrder", "OpenOrder", "WorkerAddress"]
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,60 @@ class OfferOrder:
 
 
 @dataclass(frozen=True)
+class OpenOrder:
+    """Let a consumer read a request's blocks while its prompt is still computed. The blocks stay the engine's.
+
+    Attributes:
+        lease: As in `OfferOrder`.
+        block_ids: Per group, the block table so far.
+        num_tokens: Tokens that will be offered in the end.
+        num_ready: Tokens whose keys and values are in the blocks.
+    """
+
+    lease: int
+    block_ids: BlockTables
+    num_tokens: int
+    num_ready: int
+
+
+@dataclass(frozen=True)
+class ExtendOrder:
+    """More of an open offer is computed.
+
+    Attributes:
+        block_ids: As in `OpenOrder`; longer than before.
+        num_ready: As in `OpenOrder`.
+    """
+
+    block_ids: BlockTables
+    num_ready: int
+
+
+@dataclass(frozen=True)
 class HandoffMetadata(KVConnectorMetadata):
     """One step's orders, each by request; carried out in the order of the attributes.
 
     Attributes:
-        offers: Blocks to hold for consumers.
+        offers: Blocks to hold, or to let read, for consumers; in the order of their leases.
+        extensions: What more of open offers is computed.
+        completions: Open offers whose request has finished, all computed: the block tables. They are held from now on.
+        aborts: Open offers whose request has ended otherwise. Their blocks are held until nobody reads them.
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
         drops: Claims that nobody needs any more.
     """
 
-    offers: Mapping[str, OfferOrder] = field(default_factory=dict)
+    offers: Mapping[str, OfferOrder | OpenOrder] = field(default_factory=dict)
+    extensions: Mapping[str, ExtendOrder] = field(default_factory=dict)
+    completions: Mapping[str, BlockTables] = field(default_factory=dict)
+    aborts: tuple[str, ...] = ()
     claims: Mapping[str, RemoteOffer] = field(default_factory=dict)
     loads: Mapping[str, LocalBlocks] = field(default_factory=dict)
     drops: tuple[str, ...] = ()
 
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.offers or self.claims or self.loads or self.drops)
+        return all(not getattr(self, order.name) for order in fields(self))
 
 
 @dataclass(frozen=True)

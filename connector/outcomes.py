@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..transports.base import Route, TransferEnded
 from ..transports.errors import KVTransferError
 from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
-from .metadata import HandoffMetadata
+from .metadata import HandoffMetadata, OfferOrder
 from .stats import KVConnectorStats, TransferRecord
 
 __all__ = ["Outcomes", "Report"]
@@ -37,6 +37,18 @@ class _Read:
     end: float
 
 
+@dataclass(frozen=True)
+class _Load:
+    """A load that is owed an end.
+
+    Attributes:
+        exposed_since: When it was ordered, or later, when the whole offer had become readable.
+    """
+
+    blocks: LocalBlocks
+    exposed_since: float
+
+
 def _seconds(reads: Sequence[_Read]) -> float:
     """From the start of the first read to the end of the last one."""
     return max(read.end for read in reads) - min(read.end - read.ended.seconds for read in reads)
@@ -56,7 +68,9 @@ class Outcomes:
         self._lock = threading.Lock()
         self._report = Report()
         self._offers: set[str] = set()
-        self._loads: dict[str, LocalBlocks] = {}
+        self._open: set[str] = set()  # offers of requests that have not finished
+        self._ended_open: set[str] = set()  # those that ended before their request
+        self._loads: dict[str, _Load] = {}
         self._reads: defaultdict[str, list[_Read]] = defaultdict(list)  # by request
         self._records: list[TransferRecord] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
@@ -67,11 +81,29 @@ class Outcomes:
         with self._lock:
             return len(self._offers) + len(self._loads)
 
-    def expect(self, orders: HandoffMetadata) -> None:
-        """Each offer and load of `orders` is owed an end from now on."""
+    def expect(self, orders: HandoffMetadata, now: float) -> None:
+        """Each load of `orders`, and each offer of a request that has finished, is owed an end from now on."""
         with self._lock:
-            self._offers.update(orders.offers)
-            self._loads.update(orders.loads)
+            for request_id, order in orders.offers.items():
+                (self._offers if isinstance(order, OfferOrder) else self._open).add(request_id)
+            for request_id in (*orders.completions, *orders.aborts):
+                self._expect_end_of_open(request_id)
+            for request_id, blocks in orders.loads.items():
+                self._loads[request_id] = _Load(blocks, exposed_since=now)
+
+    def take_open(self, request_ids: set[str]) -> set[str]:
+        """Take the open ones of these requests' offers: they lose their blocks, and no end of them is owed any more."""
+        with self._lock:
+            self._ended_open -= request_ids
+            taken = self._open & request_ids
+            self._open -= taken
+            return taken
+
+    def offer_completed(self, request_id: str, now: float) -> None:
+        """From now on nothing hides the rest of the load of this offer."""
+        with self._lock:
+            if request_id in self._loads:
+                self._loads[request_id] = replace(self._loads[request_id], exposed_since=now)
 
     def read_ended(self, read: StartRead, ended: TransferEnded, route: Route, now: float) -> None:
         """Keep the figures of a read that ended now, in seconds of any clock, for the record of its load."""
@@ -83,18 +115,19 @@ class Outcomes:
         with self._lock:
             self._end_offer(ended)
 
-    def load_ended(self, ended: LoadEnded) -> None:
+    def load_ended(self, ended: LoadEnded, now: float) -> None:
         """Nothing writes into the load's blocks any more."""
         with self._lock:
-            self._end_load(ended)
+            self._end_load(ended, now)
 
     def fail_all(self, error: KVTransferError) -> None:
         """End everything that is owed an end: offers as aborted, loads as failed."""
         with self._lock:
             for request_id in tuple(self._offers):
                 self._end_offer(OfferEnded(request_id, "aborted", str(error)))
-            for request_id, blocks in tuple(self._loads.items()):
-                self._end_load(LoadEnded(request_id, "failed", error, blocks))
+            for request_id, load in tuple(self._loads.items()):
+                ended = LoadEnded(request_id, "failed", error, load.blocks)
+                self._end_load(ended, load.exposed_since)
 
     def take_report(self) -> Report:
         """Take what ended since the last call."""
@@ -113,12 +146,25 @@ class Outcomes:
     # -- under the lock ------------------------------------------------------------------------------
 
     def _end_offer(self, ended: OfferEnded) -> None:
-        self._offers.discard(ended.request_id)
-        self._report.finished_sending.add(ended.request_id)
         self._counters[f"offers_{ended.outcome}_total"] += 1
+        if ended.request_id in self._offers:
+            self._offers.remove(ended.request_id)
+            self._report.finished_sending.add(ended.request_id)
+        elif ended.request_id in self._open:
+            self._open.remove(ended.request_id)
+            self._ended_open.add(ended.request_id)
 
-    def _end_load(self, ended: LoadEnded) -> None:
-        self._loads.pop(ended.request_id, None)
+    def _expect_end_of_open(self, request_id: str) -> None:
+        """The request of an open offer has finished; the offer may have ended before it."""
+        if request_id in self._ended_open:
+            self._ended_open.remove(request_id)
+            self._report.finished_sending.add(request_id)
+        else:
+            self._open.discard(request_id)
+            self._offers.add(request_id)
+
+    def _end_load(self, ended: LoadEnded, now: float) -> None:
+        load = self._loads.pop(ended.request_id, None)
         reads = self._reads.pop(ended.request_id, [])
         self._report.finished_recving.add(ended.request_id)
         if ended.outcome == "dropped":
@@ -126,9 +172,9 @@ class Outcomes:
         if ended.error is not None:
             self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
             self._report.load_errors[ended.request_id] = str(ended.error)
-        self._count(self._record(ended, reads))
+        self._count(self._record(ended, reads, now - load.exposed_since if load else 0.0))
 
-    def _record(self, ended: LoadEnded, reads: Sequence[_Read]) -> TransferRecord:
+    def _record(self, ended: LoadEnded, reads: Sequence[_Read], exposed_s: float) -> TransferRecord:
         return TransferRecord(
             request_id=ended.request_id,
             direction="receive",
@@ -142,6 +188,7 @@ class Outcomes:
             seconds=_seconds(reads) if reads else 0.0,
             error="" if ended.error is None else str(ended.error),
             reason=_joined(read.route.reason for read in reads),
+            exposed_seconds=exposed_s,
         )
 
     def _count(self, record: TransferRecord) -> None:

@@ -88,6 +88,9 @@ class PeerToPeerConnector(KVConnectorBase):
     def get_handshake_metadata(self) -> WorkerAddress:
         return self._worker.get_handshake_metadata()
 
+    def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
+        self._worker.handle_preemptions(preempted_req_ids)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_load_kv(cast(HandoffMetadata, self.connector_metadata))
 
@@ -136,8 +139,13 @@ class PeerToPeerConnector(KVConnectorBase):
     ) -> None:
         self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
+    def request_progressed(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        return self._scheduler.request_progressed(request, block_ids)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(scheduler_output.preempted_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.update_connector_output(connector_output)

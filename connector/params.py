@@ -1,6 +1,7 @@
 """`kv_transfer_params`: what a router carries from the producer's answer to the consumer's request.
 
-To a prefill node: `{"do_remote_decode": true}`. It answers with what `offer_params` makes; the router hands
+To a prefill node: `{"do_remote_decode": true}`, and `"overlap": true` to be answered while the prompt is still
+computed, where the node can do that. It answers with what `offer_params` makes; the router hands
 that to a decode node unchanged. The names are vLLM's where vLLM has one. Keys that are not ours are
 ignored, because proxies add some; ours are checked strictly, because anybody can write them.
 """
@@ -29,11 +30,13 @@ class TransferWish:
 
     Attributes:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
+        offer_early: Offer them while the prompt is still computed, where that can be.
         load_from: The offer to load the prompt's blocks from; None to compute them here.
     """
 
     offer_result: bool = False
     load_from: RemoteOffer | None = None
+    offer_early: bool = False
 
 
 def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
@@ -47,7 +50,8 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     if not isinstance(params, Mapping):
         raise _error("kv_transfer_params", params, "it must be an object")
     load_from = _remote_offer(params) if _flag(params, "do_remote_prefill") else None
-    return TransferWish(_flag(params, "do_remote_decode"), load_from)
+    offer_result, offer_early = _flag(params, "do_remote_decode"), _flag(params, "overlap")
+    return TransferWish(offer_result, load_from, offer_result and offer_early)
 
 
 def offer_params(offer: RemoteOffer) -> dict[str, Any]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
-from .kv_cache_specs import MambaSpec
-from .metadata import HandoffMetadata, OfferOrder, WorkerAddress
+from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest
     from .config import KVTransferConfig
-    from .kv_cache_specs import KVCacheConfig
+    from .kv_cache_specs import KVCacheConfig, KVCacheSpec
     from .output import KVConnectorOutput
 
 __all__ = ["HandoffScheduler"]
@@ -31,13 +32,24 @@ _TOKENS_COMPUTED_ANYWAY = 1
 class _Orders:
     """What the worker halves are told in the next step."""
 
-    offers: dict[str, OfferOrder] = field(default_factory=dict)
+    offers: dict[str, OfferOrder | OpenOrder] = field(default_factory=dict)
+    extensions: dict[str, ExtendOrder] = field(default_factory=dict)
+    completions: dict[str, BlockTables] = field(default_factory=dict)
+    aborts: list[str] = field(default_factory=list)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, LocalBlocks] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
 
     def freeze(self) -> HandoffMetadata:
-        return HandoffMetadata(self.offers, self.claims, self.loads, tuple(self.drops))
+        return HandoffMetadata(
+            self.offers,
+            self.extensions,
+            self.completions,
+            tuple(self.aborts),
+            self.claims,
+            self.loads,
+            tuple(self.drops),
+        )
 
 
 class HandoffScheduler:
@@ -62,6 +74,11 @@ class HandoffScheduler:
         self._workers: tuple[WorkerAddress, ...] = ()
         self._claims: dict[str, RemoteOffer] = {}
         self._offers_wanted: set[str] = set()
+        self._early_wanted: set[str] = set()
+        self._open: dict[str, RemoteOffer] = {}  # offers of requests whose prompt is still computed
+        self._keeps_all_blocks = all(
+            _keeps_all_blocks(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups
+        )
         self._unreported: set[str] = set()
         self._last_lease = 0
         self._orders = _Orders()
@@ -96,6 +113,8 @@ class HandoffScheduler:
             self._claims[request_id] = self._orders.claims[request_id] = wish.load_from
         if wish.offer_result:
             self._offers_wanted.add(request_id)
+        if wish.offer_early and self._keeps_all_blocks:
+            self._early_wanted.add(request_id)
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
@@ -132,8 +151,43 @@ class HandoffScheduler:
             for table, block_size in zip(block_ids, self._block_sizes, strict=True)
         )
 
-    def build_connector_meta(self) -> HandoffMetadata:
-        """Take the orders that came together since the last step."""
+    def request_progressed(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Open an offer of what is computed so far, or extend it, if the request asked for that.
+
+        A request that loses its blocks is not opened a second time: what becomes of it is offered when it has finished.
+
+        Raises:
+            KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
+        """
+        request_id, num_ready = request.request_id, request.num_computed_tokens
+        tables = tuple(tuple(table) for table in block_ids)
+        if request_id in self._open:
+            opening = self._orders.offers.get(request_id)
+            if isinstance(opening, OpenOrder):
+                self._orders.offers[request_id] = replace(opening, block_ids=tables, num_ready=num_ready)
+            else:
+                self._orders.extensions[request_id] = ExtendOrder(tables, num_ready)
+            return None
+        if request_id not in self._early_wanted:
+            return None
+        self._early_wanted.remove(request_id)
+        offer = self._name_offer(request_id, tables, request.num_prompt_tokens)
+        self._open[request_id] = offer
+        self._orders.offers[request_id] = OpenOrder(offer.lease, tables, offer.num_tokens, num_ready)
+        return offer_params(offer)
+
+    def build_connector_meta(self, preempted_req_ids: AbstractSet[str] = frozenset()) -> HandoffMetadata:
+        """Take the orders that came together since the last step.
+
+        Args:
+            preempted_req_ids: Requests that lost their blocks; the worker halves end their open offers.
+        """
+        for request_id in preempted_req_ids & self._open.keys():
+            del self._open[request_id]
+            self._orders.offers.pop(request_id, None)
+            self._orders.extensions.pop(request_id, None)
         orders, self._orders = self._orders, _Orders()
         return orders.freeze()
 
@@ -157,6 +211,9 @@ class HandoffScheduler:
             self._orders.drops.append(request_id)
         wanted = request_id in self._offers_wanted
         self._offers_wanted.discard(request_id)
+        self._early_wanted.discard(request_id)
+        if request_id in self._open:
+            return self._close_open(request, tuple(tuple(table) for table in block_ids))
         if not wanted or not _has_whole_prompt(request):
             return False, None
         if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
@@ -165,12 +222,36 @@ class HandoffScheduler:
         tables = tuple(tuple(table) for table in block_ids)
         return True, offer_params(self._order_offer(request_id, tables, request.num_prompt_tokens))
 
+    def _close_open(
+        self, request: ConnectorRequest, tables: BlockTables
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Complete an open offer, or take it back if its prompt was not computed as a whole."""
+        request_id = request.request_id
+        offer = self._open.pop(request_id)
+        self._orders.extensions.pop(request_id, None)
+        is_whole, is_new = _has_whole_prompt(request), request_id in self._orders.offers
+        if is_new and not is_whole:
+            del self._orders.offers[request_id]  # no worker half has heard of it
+            return False, None
+        self._unreported.add(request_id)
+        if is_new:
+            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens)
+        elif is_whole:
+            self._orders.completions[request_id] = tables
+        else:
+            self._orders.aborts.append(request_id)
+        return True, offer_params(replace(offer, block_ids=tables)) if is_whole else None
+
     def _order_offer(self, request_id: str, tables: BlockTables, num_tokens: int) -> RemoteOffer:
+        offer = self._name_offer(request_id, tables, num_tokens)
+        self._unreported.add(request_id)
+        self._orders.offers[request_id] = OfferOrder(offer.lease, tables, num_tokens)
+        return offer
+
+    def _name_offer(self, request_id: str, tables: BlockTables, num_tokens: int) -> RemoteOffer:
         if not self._workers:
             raise KVTransferStateError("no worker's address is known: set_handshake_metadata was not called")
         self._last_lease += 1
-        self._unreported.add(request_id)
-        self._orders.offers[request_id] = OfferOrder(self._last_lease, tables, num_tokens)
         return RemoteOffer(
             engine_id=self._config.engine_id,
             epoch=self._workers[0].epoch,
@@ -193,6 +274,7 @@ class HandoffScheduler:
         allowed = TransferWish(
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if self._config.is_kv_consumer else None,
+            offer_early=wish.offer_early and self._config.is_kv_producer,
         )
         if allowed != wish:
             logger.warning(
@@ -205,6 +287,13 @@ class HandoffScheduler:
 
 def _num_loadable_tokens(request: ConnectorRequest, offer: RemoteOffer) -> int:
     return min(request.num_prompt_tokens, offer.num_tokens)
+
+
+def _keeps_all_blocks(spec: KVCacheSpec) -> bool:
+    """Whether a request's blocks stay its own until it ends; others are let go of while its prompt is computed."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(_keeps_all_blocks, spec.kv_cache_specs.values()))
+    return isinstance(spec, FullAttentionSpec)
 
 
 def _has_whole_prompt(request: ConnectorRequest) -> bool:

@@ -43,6 +43,8 @@ class TransferRecord:
         seconds: From the start of the first read to the end of the last; there is one for each rank that is read from.
         error: Why it failed; empty if it did not.
         reason: Why this transport; empty where there was no choice.
+        exposed_seconds: From the moment when the whole offer was readable, or the load was ordered if that was later, until
+            the load ended: what computing the prompt did not hide.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class TransferRecord:
     seconds: float
     error: str = ""
     reason: str = ""
+    exposed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ __all__ = ["HandoffWorker", "RunningHandoffs", "new_epoch"]
 
 #: How much longer than a read, which has a deadline of its own, the end of the handoff thread may take.
 _CLOSE_GRACE_S = 5.0
+#: For so long a step waits for the handoff thread to end an offer; afterwards it ends all offers itself.
+_RETRACT_TIMEOUT_S = 1.0
 
 
 def new_epoch() -> int:
@@ -81,6 +84,11 @@ class RunningHandoffs:
         """Have one step's orders carried out; returns at once."""
         if not orders.is_empty():
             self._loop.submit(orders)
+
+    def retract(self, request_ids: set[str]) -> None:
+        """The requests lose their blocks: when this returns, nobody accepts bytes of them any more."""
+        if taken := self.outcomes.take_open(request_ids):
+            self._loop.retract(taken, _RETRACT_TIMEOUT_S)
 
     def close(self) -> None:
         """End every handoff and close the transport. Idempotent.
@@ -181,13 +189,18 @@ class HandoffWorker:
 
     # -- one step ------------------------------------------------------------------------------------
 
+    def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
+        """End the open offers of requests that lose their blocks, before these can be overwritten."""
+        if self._running is not None:
+            self._running.retract(preempted_req_ids)
+
     def start_load_kv(self, orders: HandoffMetadata) -> None:
         """Have the step's orders carried out; returns at once."""
         self._handoffs().submit(orders)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
         """Report a load as failed that could not even be ordered; once, like any load."""
-        self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks))
+        self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `get_block_ids_with_load_errors` and `take_load_errors` then tell of the same handoffs."""

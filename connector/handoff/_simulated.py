@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...transports.errors import KVTransferError
 from ..planning.layout import KVLayout, per_layer_layout, uniform_layout
 from ..planning.slots import Shard, SlotArray
-from .events import BlockTables, Identity, RemoteOffer, StartRead
+from .events import Action, Identity, RemoteOffer, StartRead
 from .node import NodeProtocol
 
 BLOCK_SIZE = 4
@@ -75,10 +75,17 @@ class SimulatedRead:
 
 @dataclass
 class SimulatedOffer:
-    """What an engine holds. Each rank ends it once."""
+    """What an engine offers. Each rank ends it once.
+
+    Attributes:
+        num_ready: Blocks whose contents are computed.
+        is_finished: Whether its request has finished; before, its blocks are the engine's whatever becomes of the offer.
+    """
 
     lease: int
     block_ids: tuple[int, ...]
+    num_ready: int
+    is_finished: bool
     ended: set[int] = field(default_factory=set)
 
 
@@ -92,6 +99,8 @@ class SimulatedLoad:
     ended: set[int] = field(default_factory=set)
 
 
+#: What a scheduler tells a rank: (request, what to do).
+Order = tuple[str, Callable[[], list[Action]]]
 PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a message, lost
 
 
@@ -108,7 +117,7 @@ class SimulatedRank:
     links: dict[int, tuple[SimulatedRank, int]] = field(default_factory=dict)
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
     reads: dict[tuple[str, int], SimulatedRead] = field(default_factory=dict)
-    orders: deque[tuple[str, int, BlockTables]] = field(default_factory=deque)
+    orders: deque[Order] = field(default_factory=deque)
     is_dead: bool = False
 
     def places(self) -> Iterable[tuple[int, int, int, int]]:

@@ -23,6 +23,8 @@ class HandoffConfig:
         early_claim_wait_s: A producer keeps a claim that came before its offer for this long; less than
             `claim_timeout_s`.
         load_wait_s: A consumer holds a granted offer for this long without blocks to load it into.
+        progress_wait_s: A consumer that has blocks waits for this long until more of an offer is ready that is still
+            being computed.
         read_timeout_s: A read of one request's blocks.
         backoff_s: Rest of an address after a connection failed; doubled with each further failure.
         max_backoff_s: Longest rest.
@@ -39,6 +41,7 @@ class HandoffConfig:
     claim_timeout_s: float = 10.0
     early_claim_wait_s: float = 5.0
     load_wait_s: float = 300.0
+    progress_wait_s: float = 30.0
     read_timeout_s: float = 30.0
     backoff_s: float = 0.1
     max_backoff_s: float = 2.0

@@ -14,7 +14,16 @@ from ...transports.errors import (
 )
 from ...transports.regions import Guard
 from .config import HandoffConfig
-from .events import Action, Identity, LoadEnded, LocalBlocks, RemoteOffer, Send, StartRead
+from .events import (
+    Action,
+    Identity,
+    LoadEnded,
+    LocalBlocks,
+    OfferCompleted,
+    RemoteOffer,
+    Send,
+    StartRead,
+)
 from .loads import Load, Part, PartKey, PartState, Verdict
 from .messages import (
     MAX_HEARTBEAT_LEASES,
@@ -23,12 +32,13 @@ from .messages import (
     Grant,
     Heartbeat,
     ProducerMessage,
-    Release,
+    Progress,
     Revoke,
     Welcome,
 )
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
+from .releases import Releases, is_of
 
 __all__ = ["ConsumerProtocol"]
 
@@ -53,10 +63,11 @@ class ConsumerProtocol:
         self._rank = rank
         self._num_ranks = num_ranks
         self._peers = Peers(identity, config)
+        self._releases = Releases(self._peers, rank, num_ranks)
         self._planners = NodePlanners(identity.layout, rank)
+        self._block_sizes = identity.layout.block_sizes
         self._loads: dict[str, Load] = {}  # by request
         self._request_of: dict[PartKey, str] = {}
-        self._given_up: dict[str, list[RemoteOffer]] = {}  # by address; over before their peer was ready
         self._failed: dict[str, KVTransferError] = {}  # by request; claims that failed before their load
 
     @property
@@ -108,8 +119,8 @@ class ConsumerProtocol:
             return [LoadEnded(request_id, "failed", error, blocks)]
         if load.blocks is not None:
             raise KVTransferStateError(f"request {request_id!r} is loaded a second time")
-        load.blocks = blocks
-        return self._start_reads(load, now)
+        load.blocks, load.num_taken = blocks, [0] * len(blocks)
+        return self._read_on(load, now)
 
     def drop(self, request_id: str, now: float) -> list[Action]:
         """The request is over: release its offer. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
@@ -154,9 +165,13 @@ class ConsumerProtocol:
         if message.request_id != load.offer.request_id:
             return []
         part = load.part_at(address)
-        if isinstance(message, Grant):
-            return self._granted(load, part, message, now)
-        return self._producer_ended(load, part, message)
+        match message:
+            case Grant():
+                return self._granted(load, part, message, now)
+            case Progress():
+                return self._progressed(load, part, message, now)
+            case Deny() | Revoke():
+                return self._producer_ended(load, part, message)
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
@@ -173,7 +188,7 @@ class ConsumerProtocol:
         part.state, part.deadline = PartState.GRANTED, math.inf
         if error is not None:
             return self._end(load, Verdict("failed", error))
-        return [] if load.num_reads else self._end(load, Verdict("loaded"))
+        return [] if load.num_reads else self._read_on(load, now)
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""
@@ -201,7 +216,7 @@ class ConsumerProtocol:
         for load in list(self._loads.values()):
             actions += self._end(load, Verdict("failed", TransportClosedError("this node shuts down")))
         self._failed.clear()
-        self._given_up.clear()
+        self._releases.clear()
         return actions + self._peers.close()
 
     # -- one peer ------------------------------------------------------------------------------------
@@ -211,11 +226,7 @@ class ConsumerProtocol:
             session = self._peers.welcome(address, welcome)
         except KVTransferError as error:
             return self._fail_peer(address, error, now)
-        actions = [
-            self._release_of(offer, session, delivered=False)
-            for offer in self._given_up.pop(address, [])
-            if _is_of(offer, session)
-        ]
+        actions = self._releases.greet(address, session)
         for load in [load for load in self._loads.values() if load.has_part_at(address)]:
             actions += self._send_claims(load, now)
         return actions
@@ -225,7 +236,7 @@ class ConsumerProtocol:
         if session is not None:
             self._planners.forget(session.peer_id)
         actions = self._peers.fail(address, now)
-        self._given_up.pop(address, None)
+        self._releases.forget(address)
         for load in [load for load in self._loads.values() if load.has_part_at(address)]:
             part = load.part_at(address)
             part.release, part.deadline = False, math.inf  # a read of a dropped peer ends by itself
@@ -255,7 +266,7 @@ class ConsumerProtocol:
             session = self._peers.session(part.address)
             if session is None or part.state is not PartState.CONNECTING:
                 continue
-            if not _is_of(load.offer, session):
+            if not is_of(load.offer, session):
                 error = StaleLeaseError(
                     f"{part.address} is not the node that made the offer, or it was restarted"
                 )
@@ -290,32 +301,45 @@ class ConsumerProtocol:
             return self._end(load, Verdict("failed", error))
         part.state, part.deadline = PartState.GRANTED, now + self._config.load_wait_s
         part.grant = grant
-        return self._start_reads(load, now)
+        return self._read_on(load, now)
+
+    def _progressed(self, load: Load, part: Part, progress: Progress, now: float) -> list[Action]:
+        if load.verdict is not None or part.grant is None:
+            return []
+        try:
+            part.advance(progress)
+        except ProtocolError as error:
+            return self._fail_peer(part.address, error, now)
+        completed: list[Action] = [OfferCompleted(load.request_id)] if load.is_whole else []
+        return completed + ([] if load.num_reads else self._read_on(load, now))
 
     def _producer_ended(self, load: Load, part: Part, message: Deny | Revoke) -> list[Action]:
         part.release = False
         return self._end(load, Verdict("failed", StaleLeaseError(message.reason)))
 
-    def _start_reads(self, load: Load, now: float) -> list[Action]:
-        """Read, if everything is there: blocks, and the grants of all ranks."""
+    def _read_on(self, load: Load, now: float) -> list[Action]:
+        """Read what is ready, once blocks and the grants of all ranks are there; end when nothing is left to read."""
+        if load.verdict is not None:
+            return self._end(load, load.verdict)
         if load.blocks is None or not load.is_granted:
             return []
         try:
-            plans = self._plan(load, load.blocks)
+            plans = self._plan_round(load)
         except KVTransferError as error:
             return self._end(load, Verdict("failed", error))
+        if not plans and load.is_taken:
+            return self._end(load, Verdict("loaded"))
         for part in load.parts:
-            part.deadline = math.inf
-        actions = [self._start_read(load, plan, now) for plan in plans]
-        return actions or self._end(load, Verdict("loaded"))
+            part.deadline = math.inf if plans else now + self._config.progress_wait_s
+        return [self._start_read(load, plan, now) for plan in plans]
 
-    def _plan(self, load: Load, blocks: LocalBlocks) -> list[RankPlan]:
-        grants = load.grants()
-        planner = self._planner(load)
+    def _plan_round(self, load: Load) -> list[RankPlan]:
+        planner, tables = self._planner(load), load.tables()
         assert planner is not None
-        if len({(grant.num_tokens, grant.block_ids) for grant in grants}) > 1:
-            raise StaleLeaseError("the ranks of the producer granted different blocks")
-        return planner.plan(blocks, grants[0].block_ids, grants[0].num_tokens)
+        blocks = load.take_readable(self._block_sizes)
+        if not any(group.block_ids for group in blocks):
+            return []
+        return planner.plan(blocks, tables, load.num_ready)
 
     def _start_read(self, load: Load, plan: RankPlan, now: float) -> Action:
         part = load.parts[plan.rank]
@@ -341,7 +365,8 @@ class ConsumerProtocol:
                 error = TransferTimeoutError("the claim was not answered in time")
                 return self._end(load, Verdict("failed", error))
             case PartState.GRANTED:
-                error = TransferTimeoutError("no blocks to load into came in time")
+                what = "no blocks to load into came" if load.blocks is None else "the prompt was not computed"
+                error = TransferTimeoutError(f"{what} in time")
                 return self._end(load, Verdict("failed", error))
             case _:
                 error = TransferTimeoutError("a read did not end in time")
@@ -360,34 +385,14 @@ class ConsumerProtocol:
         del self._loads[load.request_id]
         for key in load.keys:
             del self._request_of[key]
-        actions = [action for part in load.parts for action in self._release(load, part, verdict)]
+        actions = self._releases.release(load, delivered=verdict.outcome == "loaded")
         if load.blocks is not None:
             actions.append(LoadEnded(load.request_id, verdict.outcome, verdict.error, load.blocks))
         elif verdict.error is not None:
             self._remember(load.request_id, verdict.error)
         return actions
 
-    def _release(self, load: Load, part: Part, verdict: Verdict) -> list[Action]:
-        """Tell one rank that the load is over, now or when hands are shaken; not if it knows, or is gone."""
-        if not part.release:
-            return []
-        session = self._peers.session(part.address)
-        if session is None:
-            self._given_up.setdefault(part.address, []).append(load.offer)
-            return []
-        if not _is_of(load.offer, session):
-            return []
-        return [self._release_of(load.offer, session, delivered=verdict.outcome == "loaded")]
-
-    def _release_of(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
-        release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)
-        return Send(session.peer_id, release)
-
     def _remember(self, request_id: str, error: KVTransferError) -> None:
         if len(self._failed) >= self._config.max_failed_claims:
             del self._failed[next(iter(self._failed))]
         self._failed[request_id] = error
-
-
-def _is_of(offer: RemoteOffer, session: PeerSession) -> bool:
-    return (offer.engine_id, offer.epoch) == (session.engine_id, session.epoch)

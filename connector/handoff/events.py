@@ -21,6 +21,7 @@ __all__ = [
     "Identity",
     "LoadEnded",
     "LocalBlocks",
+    "OfferCompleted",
     "OfferEnded",
     "RemoteOffer",
     "Send",
@@ -159,6 +160,13 @@ class OfferEnded:
 
 
 @dataclass(frozen=True)
+class OfferCompleted:
+    """Tell: the offer of a request that is being loaded was still being computed, and is ready as a whole now."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class LoadEnded:
     """Report: a load that was asked for is over, once per load. Nothing writes into its blocks any more.
 
@@ -174,4 +182,6 @@ class LoadEnded:
     blocks: LocalBlocks
 
 
-Action = Connect | Send | SetGuard | ClearGuard | StartRead | Disconnect | OfferEnded | LoadEnded
+Action = (
+    Connect | Send | SetGuard | ClearGuard | StartRead | Disconnect | OfferEnded | OfferCompleted | LoadEnded
+)

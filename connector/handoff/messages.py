@@ -34,6 +34,7 @@ __all__ = [
     "Hello",
     "Message",
     "ProducerMessage",
+    "Progress",
     "Release",
     "Revoke",
     "Welcome",
@@ -41,7 +42,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -102,15 +103,32 @@ class Grant:
     """Producer: you may read these blocks for as long as the guard holds the lease number.
 
     Attributes:
-        num_tokens: Tokens of the request whose keys and values are in the blocks.
-        block_ids: Per group, the request's block table.
+        num_tokens: Tokens of the request that are offered.
+        num_ready: How many of them, from the first on, have their keys and values in the blocks by now.
+        block_ids: Per group, the request's block table; for the tokens that are ready, and perhaps for more.
     """
 
     request_id: str
     lease: int
     guard_index: int
     num_tokens: int
+    num_ready: int
     block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Producer: more of a granted offer is ready.
+
+    Attributes:
+        num_ready: As in `Grant`; more than said before.
+        more_block_ids: Per group, what comes behind the block table that was said so far.
+    """
+
+    request_id: str
+    lease: int
+    num_ready: int
+    more_block_ids: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,7 @@ class Revoke:
 
 
 ConsumerMessage = Hello | Claim | Heartbeat | Release
-ProducerMessage = Welcome | Grant | Deny | Revoke
+ProducerMessage = Welcome | Grant | Progress | Deny | Revoke
 Message = ConsumerMessage | ProducerMessage
 
 
@@ -267,7 +285,7 @@ def _plain_map(name: str, value: object) -> dict[str, object]:
 
 _lease = integer(1, MAX_LEASE)
 _TYPES: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Hello, Welcome, Claim, Grant, Deny, Heartbeat, Release, Revoke)
+    kind.__name__: kind for kind in (Hello, Welcome, Claim, Grant, Progress, Deny, Heartbeat, Release, Revoke)
 }
 _IDENTITY: dict[str, Check] = {
     "version": integer(0, MAX_LEASE),
@@ -285,8 +303,10 @@ _CHECKS: dict[str, dict[str, Check]] = {
         **_OFFER,
         "guard_index": integer(0, _MAX_BLOCK_ID),
         "num_tokens": integer(1, _MAX_BLOCK_ID),
+        "num_ready": integer(0, _MAX_BLOCK_ID),
         "block_ids": _block_tables,
     },
+    "Progress": {**_OFFER, "num_ready": integer(1, _MAX_BLOCK_ID), "more_block_ids": _block_tables},
     "Deny": {**_OFFER, "reason": text},
     "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
     "Release": {**_OFFER, "delivered": boolean, **_SPEAKER},

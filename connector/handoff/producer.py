@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...transports.errors import KVTransferStateError
@@ -19,6 +19,7 @@ from .messages import (
     Grant,
     Heartbeat,
     Hello,
+    Progress,
     Release,
     Revoke,
     Welcome,
@@ -29,15 +30,21 @@ __all__ = ["ProducerProtocol"]
 
 @dataclass
 class _Offer:
-    """An offer that is held. It is *offered* while nobody reads it, else *claimed*."""
+    """An offer that is held. It is *open* while its prompt is computed; *offered* while nobody reads it, else *claimed*."""
 
     request_id: str
     lease: int
-    guard_index: int
     block_ids: BlockTables
     num_tokens: int
+    num_ready: int
     deadline: float
-    claimants: Claimants
+    guard_index: int = -1
+    claimants: Claimants = field(default_factory=Claimants)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its request has finished; before, the blocks are the engine's, and no lease runs."""
+        return self.deadline < math.inf
 
 
 @dataclass
@@ -92,31 +99,47 @@ class ProducerProtocol:
     def offer(
         self, request_id: str, lease: int, block_ids: BlockTables, num_tokens: int, now: float
     ) -> list[Action]:
-        """Hold a request's blocks for a consumer. `OfferEnded` follows, exactly once.
+        """Hold a finished request's blocks for a consumer. `OfferEnded` follows, exactly once.
 
         Raises:
             KVTransferStateError: `lease` is not greater than every earlier one, or the request is offered already.
         """
-        if lease <= self._last_lease or request_id in self._lease_of:
-            raise KVTransferStateError(f"offer {lease} of {request_id!r} after {self._last_lease}")
-        self._last_lease = lease
-        claimants = self._early.take(lease, request_id)
-        actions = [
-            action
-            for number, name, others in self._early.take_up_to(lease)
-            for action in self._deny_all(name, number, others, "was never made")
-        ]
-        if claimants.are_done:
-            return [*actions, OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
-        if not self._free_guards:
-            actions += self._deny_all(request_id, lease, claimants, "was refused: too many offers are held")
-            return [*actions, OfferEnded(request_id, "aborted", "too many offers are held")]
-        index = self._free_guards.pop()
         deadline = now + self._config.lease_s
-        held = _Offer(request_id, lease, index, block_ids, num_tokens, deadline, claimants)
-        self._offers[lease] = held
-        self._lease_of[request_id] = lease
-        return [*actions, SetGuard(index, lease), *(self._grant(held, peer) for peer in claimants.peers)]
+        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_tokens, deadline))
+
+    def open(
+        self, request_id: str, lease: int, block_ids: BlockTables, num_tokens: int, num_ready: int
+    ) -> list[Action]:
+        """Let a consumer read a request's blocks while its prompt is still computed. `OfferEnded` follows, exactly once.
+
+        No lease runs before `complete`: what is computed is the engine's, which says `abort` when it loses the blocks.
+
+        Args:
+            block_ids: The block tables so far.
+            num_tokens: Tokens that will be offered in the end.
+            num_ready: Tokens whose keys and values are there.
+
+        Raises:
+            KVTransferStateError: as for `offer`.
+        """
+        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_ready, math.inf))
+
+    def extend(self, request_id: str, block_ids: BlockTables, num_ready: int) -> list[Action]:
+        """More tokens of an open offer are there. Unknown requests are ignored: the offer may have ended by itself.
+
+        Block tables that are not just longer than they were end it.
+        """
+        lease = self._lease_of.get(request_id)
+        return [] if lease is None else self._extend(self._offers[lease], block_ids, num_ready)
+
+    def complete(self, request_id: str, block_ids: BlockTables, now: float) -> list[Action]:
+        """The request of an open offer has finished: all is there, and the lease runs. Else as `extend`."""
+        lease = self._lease_of.get(request_id)
+        if lease is None:
+            return []
+        held = self._offers[lease]
+        held.deadline = now + self._config.lease_s
+        return self._extend(held, block_ids, held.num_tokens)
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """End an offer now. Unknown requests are ignored: the offer may have ended by itself."""
@@ -155,7 +178,7 @@ class ProducerProtocol:
             case Claim():
                 return self._claim(peer.speaker, message, now)
             case Heartbeat():
-                self._renew(peer_id, message, now)
+                self._heartbeat(peer_id, message, now)
                 return []
             case Release():
                 return self._release(peer.speaker, message, now)
@@ -201,6 +224,30 @@ class ProducerProtocol:
 
     # -- one offer -----------------------------------------------------------------------------------
 
+    def _hold(self, held: _Offer) -> list[Action]:
+        request_id, lease = held.request_id, held.lease
+        if lease <= self._last_lease or request_id in self._lease_of:
+            raise KVTransferStateError(f"offer {lease} of {request_id!r} after {self._last_lease}")
+        self._last_lease = lease
+        held.claimants = self._early.take(lease, request_id)
+        actions = [
+            action
+            for number, name, others in self._early.take_up_to(lease)
+            for action in self._deny_all(name, number, others, "was never made")
+        ]
+        if held.claimants.are_done:
+            return [*actions, OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
+        if not self._free_guards:
+            actions += self._deny_all(
+                request_id, lease, held.claimants, "was refused: too many offers are held"
+            )
+            return [*actions, OfferEnded(request_id, "aborted", "too many offers are held")]
+        held.guard_index = self._free_guards.pop()
+        self._offers[lease] = held
+        self._lease_of[request_id] = lease
+        grants = [self._grant(held, peer) for peer in held.claimants.peers]
+        return [*actions, SetGuard(held.guard_index, lease), *grants]
+
     def _claim(self, speaker: Speaker, claim: Claim, now: float) -> list[Action]:
         if claim.lease > self._last_lease:
             refusal = self._early.keep(speaker, claim, now)
@@ -212,19 +259,35 @@ class ProducerProtocol:
             refusal = held.claimants.claim(speaker, claim)
         if held is None or refusal:
             return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)]
-        held.deadline = now + self._config.lease_s
+        self._renew(held, now)
         return [self._grant(held, speaker.peer_id)]
 
     def _grant(self, held: _Offer, peer_id: int) -> Action:
-        return Send(
-            peer_id, Grant(held.request_id, held.lease, held.guard_index, held.num_tokens, held.block_ids)
+        grant = Grant(
+            held.request_id, held.lease, held.guard_index, held.num_tokens, held.num_ready, held.block_ids
         )
+        return Send(peer_id, grant)
 
-    def _renew(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
+    def _extend(self, held: _Offer, block_ids: BlockTables, num_ready: int) -> list[Action]:
+        if num_ready <= held.num_ready:
+            return []
+        ends = [len(table) for table in held.block_ids]
+        if held.block_ids != tuple(table[:end] for table, end in zip(block_ids, ends, strict=True)):
+            return self._revoke(held, "aborted", "was aborted: its blocks are others now")
+        more = tuple(table[end:] for table, end in zip(block_ids, ends, strict=True))
+        held.block_ids, held.num_ready = block_ids, num_ready
+        progress = Progress(held.request_id, held.lease, num_ready, more)
+        return [Send(peer_id, progress) for peer_id in held.claimants.peers]
+
+    def _renew(self, held: _Offer, now: float) -> None:
+        if held.is_complete:
+            held.deadline = now + self._config.lease_s
+
+    def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
             held = self._offers.get(lease)
             if held is not None and held.claimants.may_renew(peer_id):
-                held.deadline = now + self._config.lease_s
+                self._renew(held, now)
 
     def _release(self, speaker: Speaker, release: Release, now: float) -> list[Action]:
         if release.lease > self._last_lease:

@@ -14,6 +14,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from ._simulated import (
 from ._simulated_world import SimulatedWorld
 from .config import HandoffConfig
 from .consumer import ConsumerProtocol
-from .events import GroupBlocks, Identity, LoadEnded, OfferEnded, RemoteOffer
+from .events import Action, GroupBlocks, Identity, LoadEnded, OfferEnded, RemoteOffer
 from .node import NodeProtocol
 from .producer import ProducerProtocol
 
@@ -78,7 +79,7 @@ class Simulation(SimulatedWorld):
     # -- operations: each picks its subject by a number, and does nothing if there is none -----------
 
     def offer(self, which: int, num_blocks: int) -> None:
-        """A producer's scheduler makes an offer; its ranks hear of it with `hear`."""
+        """A producer's scheduler makes an offer, of a prompt that is computed, or (with a high number) that still is."""
         engine = self._pick_engine(which)
         block_ids = engine.allocate(1 + num_blocks % 3)
         if not block_ids:
@@ -89,33 +90,80 @@ class Simulation(SimulatedWorld):
         generator = np.random.default_rng(self.next_number())
         shape = (NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)
         contents = [generator.integers(0, 255, shape, dtype=np.uint8) for _ in block_ids]
-        engine.offers[request_id] = SimulatedOffer(lease, block_ids)
+        is_finished = num_blocks < 40
+        num_ready = len(block_ids) if is_finished else min(num_blocks % 2, len(block_ids) - 1)
+        engine.offers[request_id] = SimulatedOffer(lease, block_ids, num_ready, is_finished)
         self._contents[engine.address, engine.epoch, lease] = contents
         for rank in engine.living_ranks:
-            rank.fill(block_ids, contents)
-            rank.orders.append((request_id, lease, (block_ids,)))
+            rank.fill(block_ids[:num_ready], contents[:num_ready])
+            rank.orders.append((request_id, self._offering(rank, request_id, engine.offers[request_id])))
         tokens = len(block_ids) * BLOCK_SIZE
         addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
         self._made.append(
             RemoteOffer(engine.address, engine.epoch, request_id, lease, addresses, tokens, (block_ids,))
         )
 
+    def _offering(
+        self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer
+    ) -> Callable[[], list[Action]]:
+        producer, num_tokens = rank.protocol.producer, len(offer.block_ids) * BLOCK_SIZE
+        if offer.is_finished:
+            return lambda: producer.offer(request_id, offer.lease, (offer.block_ids,), num_tokens, self.now)
+        ready = offer.block_ids[: offer.num_ready]
+        return lambda: producer.open(request_id, offer.lease, (ready,), num_tokens, len(ready) * BLOCK_SIZE)
+
+    def compute(self, which: int, offer: int) -> None:
+        """A producer computes one more block of a prompt, perhaps the last."""
+        engine = self._pick_engine(which)
+        if named := self._pick_open(engine, offer):
+            request_id, held = named
+            contents = self._contents[engine.address, engine.epoch, held.lease]
+            for rank in engine.living_ranks:
+                now = slice(held.num_ready, held.num_ready + 1)
+                rank.fill(held.block_ids[now], contents[now])
+            held.num_ready += 1
+            held.is_finished = held.num_ready == len(held.block_ids)
+            for rank in engine.living_ranks:
+                rank.orders.append((request_id, self._extension(rank, request_id, held)))
+            self._free_if_over(engine, request_id)
+
+    def _extension(
+        self, rank: SimulatedRank, request_id: str, held: SimulatedOffer
+    ) -> Callable[[], list[Action]]:
+        producer, ready = rank.protocol.producer, held.block_ids[: held.num_ready]
+        if held.is_finished:
+            return lambda: producer.complete(request_id, (ready,), self.now)
+        return lambda: producer.extend(request_id, (ready,), len(ready) * BLOCK_SIZE)
+
+    def preempt(self, which: int, offer: int) -> None:
+        """A request whose prompt is being computed loses its blocks at once."""
+        engine = self._pick_engine(which)
+        if named := self._pick_open(engine, offer):
+            request_id, held = named
+            for rank in engine.living_ranks:
+                while rank.orders:
+                    self.do(rank, rank.orders.popleft()[1]())
+                self.do(rank, rank.protocol.producer.abort(request_id, self.now))
+                require(held.lease not in rank.guards, "the guard is cleared before blocks can be reused")
+            del engine.offers[request_id]
+            engine.free(held.block_ids, scribble=253)
+
     def hear(self, which: int) -> None:
-        """A rank hears of its scheduler's oldest offer."""
+        """A rank hears of its scheduler's oldest order."""
         rank = self.ranks[which % len(self.ranks)]
         if rank.orders:
-            request_id, lease, tables = rank.orders.popleft()
-            tokens = len(tables[0]) * BLOCK_SIZE
-            self.do(rank, rank.protocol.producer.offer(request_id, lease, tables, tokens, self.now))
+            self.do(rank, rank.orders.popleft()[1]())
 
     def abort(self, which: int, offer: int) -> None:
-        """A producer's engine takes an offer back; every rank that heard of it ends it."""
+        """A producer's engine takes an offer back, or its request ends before its prompt is computed."""
         engine = self._pick_engine(which)
         if engine.offers:
             request_id = sorted(engine.offers)[offer % len(engine.offers)]
+            engine.offers[request_id].is_finished = True
             for rank in engine.living_ranks:
-                if request_id not in [order[0] for order in rank.orders]:
-                    self.do(rank, rank.protocol.producer.abort(request_id, self.now))
+                abort = rank.protocol.producer.abort
+                rank.orders.append((request_id, partial(abort, request_id, self.now)))
+            self._free_if_over(engine, request_id)
 
     def claim(self, which: int, offer: int, change: int) -> None:
         """A request arrives that refers to some offer, of now or long ago, sometimes tampered with."""
@@ -195,6 +243,8 @@ class Simulation(SimulatedWorld):
         for index, engine in enumerate(list(self.engines.values())):
             if engine.is_doomed:
                 self.kill(index)
+            while self._pick_open(self._pick_engine(index), 0):
+                self.compute(index, 0)
         self.settle()
         end = self.now + _LONGEST_WAIT_S
         while (due := min(rank.protocol.next_deadline() for rank in self.ranks)) < math.inf:
@@ -226,8 +276,12 @@ class Simulation(SimulatedWorld):
         require(ended.outcome != "delivered" or self._is_loaded(name), "delivered means loaded by every rank")
         self.outcomes[f"offer {ended.outcome}"] += 1
         offer.ended.add(rank.number)
-        if len(offer.ended) == len(engine.ranks):
-            del engine.offers[ended.request_id]
+        self._free_if_over(engine, ended.request_id)
+
+    def _free_if_over(self, engine: SimulatedEngine, request_id: str) -> None:
+        offer = engine.offers[request_id]
+        if offer.is_finished and len(offer.ended) == len(engine.ranks):
+            del engine.offers[request_id]
             engine.free(offer.block_ids, scribble=255)
 
     def load_ended(self, rank: SimulatedRank, ended: LoadEnded) -> None:
@@ -270,6 +324,11 @@ class Simulation(SimulatedWorld):
             engine.ranks.append(SimulatedRank(engine, number, identity, protocol, pool))
         return engine
 
+    def _pick_open(self, engine: SimulatedEngine, which: int) -> tuple[str, SimulatedOffer] | None:
+        """An offer whose prompt is still computed."""
+        found = [(name, offer) for name, offer in sorted(engine.offers.items()) if not offer.is_finished]
+        return found[which % len(found)] if found else None
+
     def _pick_engine(self, which: int) -> SimulatedEngine:
         return list(self.engines.values())[which % len(self.engines)]
 
@@ -292,6 +351,8 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
     operations: dict[Callable[[], object], float] = {
         lambda: simulation.offer(number(), number()): 6,
         lambda: simulation.hear(number()): 8 * busy,
+        lambda: simulation.compute(number(), number()): 6,
+        lambda: simulation.preempt(number(), number()): 0.5,
         lambda: simulation.abort(number(), number()): 1,
         lambda: simulation.claim(number(), number(), number()): 8,
         lambda: simulation.load(number(), number(), number()): 8,

@@ -99,6 +99,12 @@ class KVLayout:
         """Number of block tables."""
         return 1 + max((layer.group_index for layer in self.layers), default=-1)
 
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens a block, by group. Of a group without layers here it is 1: nothing of it is kept."""
+        sizes = {layer.group_index: layer.block_size for layer in self.layers}
+        return tuple(sizes.get(group, 1) for group in range(self.num_groups))
+
     def to_plain(self) -> dict[str, object]:
         """As maps, tuples, strings and integers, for a `Welcome`."""
         return {

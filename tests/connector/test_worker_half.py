@@ -15,6 +15,7 @@ from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.params import parse_transfer_params
@@ -241,7 +242,7 @@ class TestRegistration:
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         fields = describe_caches(engine_config("inproc", model="m"), config, caches, []).fields
         assert fields == {
-            "protocol": 2,
+            "protocol": PROTOCOL_VERSION,
             "model": "m",
             "dtype": "float32",
             "cache_dtype": "float32",

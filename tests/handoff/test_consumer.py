@@ -18,6 +18,7 @@ from kvferry.connector.handoff.events import (
     GroupBlocks,
     Identity,
     LoadEnded,
+    OfferCompleted,
     RemoteOffer,
     Send,
     StartRead,
@@ -30,6 +31,7 @@ from kvferry.connector.handoff.messages import (
     Heartbeat,
     Hello,
     Message,
+    Progress,
     Release,
     Revoke,
     Welcome,
@@ -53,7 +55,7 @@ from kvferry.transports.regions import Guard, RegionPairs
 PEER = 7
 ADDRESS = "sim://there"
 OFFER = RemoteOffer("there", 22, "theirs", 3, (ADDRESS,), 12, ((4, 5, 6),))
-GRANT = Grant("theirs", 3, 1, 12, ((14, 15, 16),))
+GRANT = Grant("theirs", 3, 1, 12, 12, ((14, 15, 16),))
 BLOCKS = (GroupBlocks(1, (31, 32)),)
 #: The read of BLOCKS under GRANT: one run of two blocks of two 8-byte pages.
 PAIRS = RegionPairs(np.array([[31 * 16, 15 * 16, 32]]))
@@ -275,6 +277,70 @@ def test_a_drop_while_reading_is_reported_when_the_read_ended(
     assert ended == LoadEnded("ours", "dropped", None, BLOCKS)
 
 
+# -- while the prompt is computed --------------------------------------------------------------------
+
+EARLY = Grant("theirs", 3, 1, 12, 8, ((14, 15),))
+ALL = (GroupBlocks(0, (30, 31, 32)),)
+
+
+def waiting(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    """Two of three blocks are read, and the third is not computed yet."""
+    claiming(consumer, welcome)
+    assert consumer.receive(PEER, EARLY, 0.0) == []
+    (read,) = consumer.load("ours", ALL, 0.0)
+    assert isinstance(read, StartRead)
+    assert read.pairs.table.tolist() == [[30 * 16, 14 * 16, 32]]
+    assert consumer.read_ended(read, None, 1.0) == []
+
+
+def test_what_is_ready_is_read_and_then_the_rest(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    waiting(consumer, welcome)
+    completed, read = consumer.receive(PEER, Progress("theirs", 3, 12, ((16,),)), 2.0)
+    assert completed == OfferCompleted("ours")
+    assert isinstance(read, StartRead)
+    assert read.pairs.table.tolist() == [[32 * 16, 16 * 16, 16]]
+    assert only_end(consumer.read_ended(read, None, 3.0)).outcome == "loaded"
+
+
+def test_a_block_is_read_when_its_last_token_is_ready(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    waiting(consumer, welcome)
+    assert consumer.receive(PEER, Progress("theirs", 3, 11, ((16,),)), 2.0) == []
+    assert isinstance(consumer.receive(PEER, Progress("theirs", 3, 12, ((),)), 3.0)[-1], StartRead)
+
+
+def test_progress_during_a_read_is_read_after_it(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    consumer.receive(PEER, EARLY, 0.0)
+    (read,) = consumer.load("ours", ALL, 0.0)
+    assert isinstance(read, StartRead)
+    assert consumer.receive(PEER, Progress("theirs", 3, 12, ((16,),)), 1.0) == [OfferCompleted("ours")]
+    (second,) = consumer.read_ended(read, None, 2.0)
+    assert isinstance(second, StartRead)
+
+
+def test_no_progress_ends_the_load(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    waiting(consumer, welcome)
+    assert isinstance(only_end(consumer.advance(31.0)).error, TransferTimeoutError)
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        Progress("theirs", 3, 8, ((16,),)),
+        Progress("theirs", 3, 13, ((16,),)),
+        Progress("theirs", 3, 12, ((16,), ())),
+    ],
+    ids=["no-more", "too-much", "other-groups"],
+)
+def test_progress_that_does_not_fit_drops_the_peer(
+    consumer: ConsumerProtocol, welcome: Welcome, progress: Progress
+) -> None:
+    waiting(consumer, welcome)
+    actions = consumer.receive(PEER, progress, 2.0)
+    assert Disconnect(PEER) in actions
+    assert isinstance(only_end(actions).error, ProtocolError)
+
+
 # -- deadlines ---------------------------------------------------------------------------------------
 
 
@@ -433,7 +499,7 @@ def test_a_grant_of_fewer_tokens_than_promised_is_refused(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
     claiming(consumer, welcome)
-    assert only_message(consumer.receive(PEER, replace(GRANT, num_tokens=8), 0.0)) == Release(
+    assert only_message(consumer.receive(PEER, replace(GRANT, num_tokens=8, num_ready=8), 0.0)) == Release(
         "theirs", 3, False, 0, 1
     )
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)

@@ -23,6 +23,7 @@ from kvferry.connector.handoff.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Progress,
     Release,
     Revoke,
     Welcome,
@@ -38,7 +39,8 @@ EXAMPLES = [
         PROTOCOL_VERSION, "prefill-0", 9, "abc", {"model": "m", "block_size": 16}, {"layers": (1, ("a", {}))}
     ),
     Claim("r", 1, 0, 1),
-    Grant("r", 1, 0, 20, ((1, 2), ())),
+    Grant("r", 1, 0, 20, 16, ((1, 2), ())),
+    Progress("r", 1, 20, ((3,), ())),
     Deny("r", 1, "it is over"),
     Heartbeat((1, 2, MAX_LEASE)),
     Release("r", 1, True, 0, 1),
@@ -62,7 +64,10 @@ any_message = st.one_of(
         st.dictionaries(text, tables, max_size=5),
     ),
     st.builds(Claim, text, lease, rank, num_ranks),
-    st.builds(Grant, text, lease, st.integers(0, 1 << 20), st.integers(1, 1 << 20), tables),
+    st.builds(
+        Grant, text, lease, st.integers(0, 1 << 20), st.integers(1, 1 << 20), st.integers(0, 1 << 20), tables
+    ),
+    st.builds(Progress, text, lease, st.integers(1, 1 << 20), tables),
     st.builds(Deny, text, lease, text),
     st.builds(Heartbeat, st.lists(lease).map(tuple)),
     st.builds(Release, text, lease, st.booleans(), rank, num_ranks),
@@ -173,6 +178,8 @@ def test_an_unknown_field_is_named(tag: str) -> None:
         ("Grant", {"block_ids": [[]] * (MAX_GROUPS + 1)}, "Grant.block_ids has 65 entries"),
         ("Grant", {"block_ids": [[-1]]}, r"Grant.block_ids\[0\] holds integers from 0"),
         ("Grant", {"block_ids": [[1] * (MAX_GROUP_BLOCKS + 1)]}, "within the limits"),
+        ("Progress", {"num_ready": 0}, "Progress.num_ready is from 1"),
+        ("Progress", {"more_block_ids": [[-1]]}, r"Progress.more_block_ids\[0\] holds integers from 0"),
         ("Grant", {"num_tokens": 0}, "Grant.num_tokens is from 1"),
         ("Welcome", {"fields": [1]}, "Welcome.fields must be a map, got tuple"),
         ("Welcome", {"fields": {"a": True}}, "Welcome.fields.a must be a string, got bool"),
@@ -215,7 +222,7 @@ def test_another_version_is_told_before_anything_else(tag: str) -> None:
 
 
 def test_a_long_prompt_fits_into_a_message() -> None:
-    grant = Grant("r", 1, 0, 16 * MAX_GROUP_BLOCKS, (tuple(range(MAX_GROUP_BLOCKS)),))
+    grant = Grant("r", 1, 0, 16 * MAX_GROUP_BLOCKS, 16 * MAX_GROUP_BLOCKS, (tuple(range(MAX_GROUP_BLOCKS)),))
     assert decode(encode(grant)) == grant
 
 
@@ -225,7 +232,7 @@ def test_a_long_prompt_fits_into_a_message() -> None:
         Claim("x" * (MAX_TEXT_CHARS + 1), 1, 0, 1),
         Claim("r", 0, 0, 1),
         Claim("\ud800", 1, 0, 1),
-        Grant("r", 1, 0, 1, ((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8),
+        Grant("r", 1, 0, 1, 1, ((2**31 - 1,) * MAX_GROUP_BLOCKS,) * 8),
         replace(EXAMPLES[1], layout={"x": object()}),
     ],
     ids=["long", "lease", "surrogate", "size", "object"],

@@ -75,7 +75,7 @@ def test_a_producer_of_another_version_fails_the_load(node: NodeProtocol) -> Non
 
 def test_messages_of_the_other_role_are_ignored(node: NodeProtocol) -> None:
     assert node.message_received(PRODUCER, encode(Claim("r", 1, 0, 1)), 0.0) == []
-    assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, ((1,),))), 0.0) == []
+    assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, 12, ((1,),))), 0.0) == []
 
 
 def test_a_peer_that_cannot_be_sent_to_is_dropped(node: NodeProtocol) -> None:

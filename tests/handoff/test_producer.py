@@ -23,6 +23,7 @@ from kvferry.connector.handoff.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Progress,
     Release,
     Revoke,
     Welcome,
@@ -56,7 +57,7 @@ def offered(producer: ProducerProtocol, lease: int = 1, request_id: str = "r", n
 def claimed(producer: ProducerProtocol, lease: int = 1, now: float = 0.0) -> int:
     guard = offered(producer, lease, now=now)
     assert producer.receive(PEER, Claim("r", lease, 0, 1), now) == [
-        Send(PEER, Grant("r", lease, guard, 12, TABLES))
+        Send(PEER, Grant("r", lease, guard, 12, 12, TABLES))
     ]
     return guard
 
@@ -209,6 +210,48 @@ def test_lease_numbers_only_grow(producer: ProducerProtocol) -> None:
         producer.offer("r", 6, TABLES, 12, now=1.0)
 
 
+# -- while the prompt is computed --------------------------------------------------------------------
+
+
+def opened(producer: ProducerProtocol) -> None:
+    """An open offer, 8 of 12 tokens ready, that a consumer has claimed."""
+    producer.open("r", 1, ((4, 5),), 12, 8)
+    (granted,) = producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    assert isinstance(granted, Send)
+    assert isinstance(granted.message, Grant)
+    assert (granted.message.num_tokens, granted.message.num_ready) == (12, 8)
+    assert granted.message.block_ids == ((4, 5),)
+
+
+def test_claimants_hear_of_what_becomes_ready(producer: ProducerProtocol) -> None:
+    opened(producer)
+    assert producer.extend("r", ((4, 5),), 8) == []
+    assert producer.complete("r", TABLES, now=1.0) == [Send(PEER, Progress("r", 1, 12, ((6,),)))]
+    assert producer.num_offers == 1
+
+
+def test_a_lease_runs_from_the_end_of_the_prompt(producer: ProducerProtocol) -> None:
+    opened(producer)
+    producer.receive(PEER, Heartbeat((1,)), now=5.0)
+    assert producer.next_deadline() == math.inf
+    producer.complete("r", TABLES, now=100.0)
+    assert producer.next_deadline() == 130.0
+
+
+def test_an_open_offer_ends_with_its_blocks(producer: ProducerProtocol) -> None:
+    opened(producer)
+    assert isinstance(producer.abort("r", now=1.0)[0], ClearGuard)
+    assert producer.extend("r", TABLES, 12) == []
+    assert producer.complete("r", TABLES, now=2.0) == []
+
+
+def test_blocks_that_are_others_now_end_the_offer(producer: ProducerProtocol) -> None:
+    opened(producer)
+    actions = producer.extend("r", ((4, 9, 6),), 12)
+    assert isinstance(actions[0], ClearGuard)
+    assert outcome(actions) == "aborted"
+
+
 # -- several ranks -----------------------------------------------------------------------------------
 
 
@@ -302,7 +345,7 @@ def test_an_early_claim_is_granted_when_the_offer_comes(producer: ProducerProtoc
     assert producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0) == []
     guarded, granted = producer.offer("r", 1, TABLES, 12, now=2.0)
     assert isinstance(guarded, SetGuard)
-    assert granted == Send(PEER, Grant("r", 1, guarded.index, 12, TABLES))
+    assert granted == Send(PEER, Grant("r", 1, guarded.index, 12, 12, TABLES))
 
 
 def test_an_early_claim_waits_no_longer_than_it_may(producer: ProducerProtocol) -> None:

@@ -47,12 +47,12 @@ SPREADS = {
 @pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
 def test_promises_hold_between_nodes_of_several_ranks(spreads: tuple[Spread, ...]) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(80):
         simulation = Simulation(spreads=spreads)
         explore(simulation, seed, num_steps=120)
         outcomes.update(simulation.outcomes)
     assert {"offer delivered", "load loaded", "load failed", "load dropped"} <= set(outcomes)
-    assert outcomes["load loaded"] >= 60
+    assert outcomes["load loaded"] >= 40
 
 
 @pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
@@ -111,6 +111,14 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(node=numbers)
     def hear(self, node: int) -> None:
         self.simulation.hear(node)
+
+    @rule(node=numbers, offer=numbers)
+    def compute(self, node: int, offer: int) -> None:
+        self.simulation.compute(node, offer)
+
+    @rule(node=numbers, offer=numbers)
+    def preempt(self, node: int, offer: int) -> None:
+        self.simulation.preempt(node, offer)
 
     @rule(node=numbers, offer=numbers)
     def abort(self, node: int, offer: int) -> None:

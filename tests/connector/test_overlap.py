@@ -1,0 +1,238 @@
+"""A prompt's blocks are read while it is still computed: what is ready arrives, and nothing of what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from kvferry.connector.metadata import ExtendOrder, OfferOrder, OpenOrder
+from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
+from kvferry.transports.errors import InvalidTransferParamsError
+
+SHAPE = CacheShape()
+BLOCK = SHAPE.block_size
+NUM_TOKENS = 18
+WISH = {"do_remote_decode": True, "overlap": True}
+
+MakeNode = Callable[..., ModelFreeNode]
+
+
+@pytest.fixture(params=["inproc", "shm", "zeromq"])
+def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
+    with ExitStack() as stack:
+
+        def make(shape: CacheShape = SHAPE, **options: Any) -> ModelFreeNode:
+            config = engine_config(
+                request.param, block_size=shape.block_size, kv_connector_extra_config=options
+            )
+            return stack.enter_context(ModelFreeNode(config, shape))
+
+        yield make
+
+
+@dataclass
+class Prefill:
+    """A prompt that a node computes chunk by chunk, and where its keys and values are to be."""
+
+    node: ModelFreeNode
+    request: Request
+    blocks: list[int]
+    expected: torch.Tensor
+
+    @classmethod
+    def begin(cls, node: ModelFreeNode, request_id: str = "p") -> Prefill:
+        request = Request(request_id, NUM_TOKENS, WISH)
+        node.scheduler.on_new_request(request)
+        blocks = node.allocate(NUM_TOKENS)
+        node.scheduler.update_state_after_alloc(request, [blocks], 0)
+        node.fill(blocks, seed=5)
+        expected = node.contents(blocks)
+        node.cache[:, blocks] = 0
+        return cls(node, request, blocks, expected)
+
+    def compute(self, num_tokens: int) -> dict[str, Any] | None:
+        """Compute up to so many tokens; what the connector has to say then."""
+        self.request.num_computed_tokens = num_tokens
+        num_blocks = -(-num_tokens // BLOCK)
+        self.node.cache[:, self.blocks[:num_blocks]] = self.expected[:, :num_blocks]
+        if num_tokens == NUM_TOKENS:
+            return self.node.finish(self.request, self.blocks, "length")
+        return self.node.scheduler.request_progressed(self.request, [self.blocks[:num_blocks]])
+
+
+def start_load(consumer: ModelFreeNode, params: dict[str, Any] | None) -> list[int]:
+    request = Request("d", NUM_TOKENS, params)
+    consumer.scheduler.on_new_request(request)
+    blocks, num_tokens = consumer.start_load(request)
+    assert num_tokens == NUM_TOKENS
+    return blocks
+
+
+def has_arrived(consumer: ModelFreeNode, prefill: Prefill, blocks: list[int], num_blocks: int) -> bool:
+    return torch.equal(consumer.contents(blocks[:num_blocks]), prefill.expected[:, :num_blocks])
+
+
+def is_loaded(consumer: ModelFreeNode) -> bool:
+    return consumer.num_reports("d", "recving") == 1
+
+
+def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node()
+    prefill = Prefill.begin(producer)
+    params = prefill.compute(6)
+    blocks = start_load(consumer, params)
+    consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 1), producer)
+    assert not consumer.contents(blocks[1:]).any()  # the second block is half computed
+    assert prefill.compute(14) is None
+    consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 3), producer)
+    assert not is_loaded(consumer)
+    last = prefill.compute(NUM_TOKENS)
+    assert params is not None
+    assert last is not None
+    assert last["remote_lease"] == params["remote_lease"]
+    consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
+    assert consumer.load_error("d") == ""
+    assert has_arrived(consumer, prefill, blocks, len(blocks))
+    (record,) = consumer.stats.transfers
+    assert 0 < record.exposed_seconds < record.seconds
+    assert producer.num_reports("p", "sending") == 1
+
+
+def test_nodes_with_other_block_sizes_overlap_too(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node(replace(SHAPE, block_size=8))
+    prefill = Prefill.begin(producer)
+    blocks = start_load(consumer, prefill.compute(10))
+    consumer.step_until(lambda: bool(consumer.contents(blocks[:1]).all()), producer)
+    prefill.compute(NUM_TOKENS)
+    consumer.step_until(lambda: is_loaded(consumer), producer)
+    ours = consumer.contents(blocks).transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS]
+    assert torch.equal(ours, prefill.expected.transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS])
+
+
+def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node()
+    prefill = Prefill.begin(producer)
+    blocks = start_load(consumer, prefill.compute(8))
+    consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 2), producer)
+    metadata = producer.scheduler.build_connector_meta(Step(preempted_req_ids={"p"}))
+    producer.worker.handle_preemptions({"p"})
+    producer.fill(prefill.blocks, seed=99)  # they are another request's now
+    producer.worker.bind_connector_metadata(metadata)
+    producer.worker.start_load_kv(None)
+    consumer.step_until(lambda: is_loaded(consumer), producer)
+    assert "the offer was aborted" in consumer.load_error("d")
+    assert consumer.invalid_block_ids == set(blocks)
+    assert prefill.compute(8) is None  # it is computed once more, and offered as a whole
+    again = prefill.compute(NUM_TOKENS)
+    assert again is not None
+    consumer.outputs.clear()
+    blocks = start_load(consumer, again)
+    consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
+    assert has_arrived(consumer, prefill, blocks, len(blocks))
+    assert producer.num_reports("p", "sending") == 1
+
+
+def test_a_prefill_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node()
+    prefill = Prefill.begin(producer)
+    start_load(consumer, prefill.compute(8))
+    consumer.step()
+    producer.step()
+    assert producer.finish(prefill.request, prefill.blocks, "abort") is None
+    assert producer.held
+    consumer.step_until(lambda: is_loaded(consumer) and not producer.held, producer)
+    assert consumer.load_error("d") != ""
+    assert sorted(producer.free_blocks) == list(range(1, SHAPE.num_blocks))
+
+
+def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node()
+    prefill = Prefill.begin(producer)
+    request = Request("d", NUM_TOKENS, prefill.compute(8))
+    consumer.scheduler.on_new_request(request)
+    consumer.finish(request, [], "abort")
+    consumer.step_until(lambda: producer.stats.counters.get("offers_aborted_total") == 1, producer)
+    assert producer.num_reports("p", "sending") == 0  # the request still runs: its blocks are the engine's
+    prefill.compute(NUM_TOKENS)
+    producer.step_until(lambda: not producer.held)
+    assert producer.num_reports("p", "sending") == 1
+
+
+def test_no_progress_is_waited_for_in_bounds(make_node: MakeNode) -> None:
+    producer, consumer = make_node(), make_node(progress_wait_s=0.2)
+    prefill = Prefill.begin(producer)
+    start_load(consumer, prefill.compute(8))
+    consumer.step_until(lambda: is_loaded(consumer), producer)
+    assert "the prompt was not computed in time" in consumer.load_error("d")
+
+
+class TestOrders:
+    """What the scheduler half tells its workers."""
+
+    @pytest.fixture
+    def scheduler(self) -> HandoffScheduler:
+        config = engine_config("inproc").kv_transfer
+        assert config is not None
+        made = HandoffScheduler(config, SHAPE.kv_cache_config())
+        with ModelFreeNode(engine_config("inproc"), SHAPE) as node:
+            address = node.worker.get_handshake_metadata()
+            made.set_handshake_metadata({0: address})  # type: ignore[dict-item]
+        return made
+
+    def progressed(self, scheduler: HandoffScheduler, request: Request, num_tokens: int) -> Any:
+        request.num_computed_tokens = num_tokens
+        return scheduler.request_progressed(request, [[5, 6, 7, 8, 9][: -(-num_tokens // BLOCK)]])
+
+    def test_an_offer_is_opened_extended_and_completed(self, scheduler: HandoffScheduler) -> None:
+        request = Request("p", NUM_TOKENS, WISH)
+        scheduler.on_new_request(request)
+        assert self.progressed(scheduler, request, 8)["remote_num_tokens"] == NUM_TOKENS
+        assert scheduler.build_connector_meta().offers == {"p": OpenOrder(1, ((5, 6),), NUM_TOKENS, 8)}
+        assert self.progressed(scheduler, request, 12) is None
+        assert scheduler.build_connector_meta().extensions == {"p": ExtendOrder(((5, 6, 7),), 12)}
+        request.num_computed_tokens, request.finish_reason = NUM_TOKENS, "length"
+        assert scheduler.request_finished(request, [[5, 6, 7, 8, 9]])[0]
+        assert scheduler.build_connector_meta().completions == {"p": ((5, 6, 7, 8, 9),)}
+
+    def test_orders_stay_in_the_order_of_their_leases(self, scheduler: HandoffScheduler) -> None:
+        for name in ("p", "q"):
+            scheduler.on_new_request(request := Request(name, NUM_TOKENS, WISH))
+            self.progressed(scheduler, request, 8)
+        first = Request("p", NUM_TOKENS, WISH, NUM_TOKENS, "length")
+        scheduler.request_finished(first, [[5, 6, 7, 8, 9]])
+        offers = scheduler.build_connector_meta().offers
+        assert [type(order) for order in offers.values()] == [OfferOrder, OpenOrder]
+        assert [order.lease for order in offers.values()] == [1, 2]
+
+    def test_what_no_worker_has_heard_of_is_not_ordered(self, scheduler: HandoffScheduler) -> None:
+        for reason in ("preempted", "abort"):
+            scheduler.on_new_request(request := Request(reason, NUM_TOKENS, WISH))
+            self.progressed(scheduler, request, 8)
+            request.finish_reason = reason
+            if reason == "abort":
+                assert scheduler.request_finished(request, [[5, 6]]) == (False, None)
+        assert scheduler.build_connector_meta({"preempted"}).is_empty()
+
+    def test_without_the_wish_nothing_is_early(self, scheduler: HandoffScheduler) -> None:
+        scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
+        assert self.progressed(scheduler, request, 8) is None
+        assert scheduler.build_connector_meta().is_empty()
+
+    def test_blocks_that_are_let_go_of_meanwhile_are_offered_in_the_end(self) -> None:
+        spec = SlidingWindowSpec(BLOCK, 2, 8, torch.float32, sliding_window=8)
+        config = engine_config("inproc").kv_transfer
+        assert config is not None
+        scheduler = HandoffScheduler(config, KVCacheConfig(8, (), (KVCacheGroupSpec(("a",), spec),)))
+        scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
+        assert self.progressed(scheduler, request, 8) is None
+
+    def test_a_wish_that_is_no_boolean_is_refused_by_name(self, scheduler: HandoffScheduler) -> None:
+        with pytest.raises(InvalidTransferParamsError, match="overlap"):
+            scheduler.on_new_request(Request("p", NUM_TOKENS, {"do_remote_decode": True, "overlap": 1}))
