@@ -60,9 +60,10 @@ class FileConnector(kv.KVConnectorBase):
         """Where a prompt is kept, and how many whole blocks of it. The last token is never loaded: it gives the logits."""
         num_blocks = (request.num_prompt_tokens - 1) // self._spec.block_size
         tokens = list(request.prompt_token_ids[: num_blocks * self._spec.block_size])
-        # All that the bytes depend on, and whose they are. An engine without adapters or salts has no such attribute.
-        whose = [getattr(request, name, None) for name in ("lora_id", "lora_request", "cache_salt")]
-        key = repr((self.config.model.model, self._spec, whose, tokens)).encode()
+        # All that the bytes depend on, and whose they are. An engine without one of these has no such attribute.
+        names = ("lora_id", "lora_request", "mm_features", "cache_salt")
+        more = [getattr(request, name, None) or None for name in names]
+        key = repr((self.config.model.model, self._spec, more, tokens)).encode()
         return self._folder / f"{hashlib.sha256(key).hexdigest()}.safetensors", num_blocks
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:

@@ -67,13 +67,14 @@ def test_another_prompt_or_model_finds_nothing(tmp_path: Path) -> None:
 
 @dataclass
 class OwnRequest(Request):
-    """A request of an engine that has adapters and salts."""
+    """A request of an engine that has adapters, salts and images."""
 
     lora_id: str | None = None
     cache_salt: str | None = None
+    mm_features: tuple[str, ...] = ()
 
 
-def test_adapters_and_salts_share_no_file(tmp_path: Path) -> None:
+def test_adapters_salts_and_images_share_no_file(tmp_path: Path) -> None:
     with node(tmp_path) as first:
         first.prefill("a", 18)
         first.step()
@@ -81,6 +82,7 @@ def test_adapters_and_salts_share_no_file(tmp_path: Path) -> None:
         assert ask(OwnRequest("b", 18), 0) == (16, False)
         assert ask(OwnRequest("b", 18, lora_id="polite"), 0) == (0, False)
         assert ask(OwnRequest("b", 18, cache_salt="mine"), 0) == (0, False)
+        assert ask(OwnRequest("b", 18, mm_features=("a cat at 3",)), 0) == (0, False)
 
 
 @pytest.mark.parametrize(
