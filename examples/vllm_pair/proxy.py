@@ -31,7 +31,7 @@ def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
         body = await request.json()
         headers = {"X-Request-Id": uuid.uuid4().hex}
         short = {key: value for key, value in body.items() if key != "stream_options"}
-        short |= {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_TO_OFFER}
+        short |= {"n": 1, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK_TO_OFFER}
         async with aiohttp.ClientSession(raise_for_status=True) as session:
             async with session.post(prefill_url + request.path, json=short, headers=headers) as response:
                 params = (await response.json()).get("kv_transfer_params") or {}
