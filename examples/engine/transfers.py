@@ -55,7 +55,7 @@ class RankRecords:
             num_regions_per_layer=sum(record.num_regions_per_layer for record in records),
             num_bytes=sum(record.num_bytes for record in records),
             seconds=max(record.seconds for record in records),
-            exposed_seconds=max(record.seconds for record in records),
+            exposed_seconds=max(record.exposed_seconds for record in records),
             error=next((record.error for record in records if record.error), ""),
             reason=first.reason,
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from demo.launcher import Launcher
-from demo.testing import Client, children_of, wait_until
+from demo.testing import DO_REMOTE_DECODE, Client, children_of, wait_until
 
 #: Worker processes import PyTorch, each for itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -31,6 +31,17 @@ def test_it_answers_as_a_single_node_and_is_out_of_service_when_a_worker_is_kill
     assert reply.token_ids == tiny_single.complete(PROMPT, max_tokens=8).token_ids
     assert (reply.transfer["error"], reply.transfer["num_bytes"] > 0) == ("", True)
     wait_until(lambda: Client(prefill).is_whole() and Client(decode).is_whole())
+
+    other = PROMPT[::-1]
+    wish = {**DO_REMOTE_DECODE, "overlap": True}
+    with Client(prefill).streaming(other, max_tokens=1, kv_transfer_params=wish) as events:
+        early = next(events)
+        assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(other))
+        reply = Client(decode).complete(other, max_tokens=8, kv_transfer_params=early["kv_transfer_params"])
+        *_, last = events
+    assert reply.token_ids == tiny_single.complete(other, max_tokens=8).token_ids
+    assert reply.transfer["exposed_seconds"] <= reply.transfer["seconds"]
+    assert last["kv_transfer_params"]["remote_lease"] == early["kv_transfer_params"]["remote_lease"]
 
     workers = children_of(prefill.pid)
     os.kill(workers[1], signal.SIGKILL)

@@ -1,0 +1,71 @@
+"""A prompt crosses while it is computed: the decode node begins before the prefill node has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PROMPT = [3, *range(20, 79)]
+WISH = {"do_remote_decode": True, "overlap": True}
+
+
+@pytest.fixture
+def pair(make_node: Any) -> tuple[Any, Any]:
+    return _make_pair(make_node)
+
+
+def _make_pair(make_node: Any, policy: str = "recompute") -> tuple[Any, Any]:
+    options = {"kv_load_failure_policy": policy}
+    prefill = make_node(connector="inproc", role="kv_producer", options=options)
+    return prefill, make_node(connector="inproc", role="kv_consumer", options=options)
+
+
+def _early(prefill: Any, request_id: str, prompt: list[int] = PROMPT) -> Any:
+    """Begin to compute a prompt; what the node says of it after its first chunk."""
+    prefill.add(request_id, prompt, max_tokens=1, kv_transfer_params=WISH)
+    prefill.step()
+    (output,) = prefill.outputs[request_id]
+    assert (output.new_token_ids, output.finish_reason) == ((), None)
+    return output.kv_transfer_params
+
+
+def test_the_decode_node_reads_what_is_computed_so_far_and_answers_as_one_node(
+    pair: tuple[Any, Any], drive: Any, reference: Any
+) -> None:
+    prefill, decode = pair
+    decode.add("a", PROMPT, max_tokens=9, kv_transfer_params=_early(prefill, "a"))
+    drive(decode, until=lambda: decode.core.is_loading)
+    drive(prefill, decode, until=lambda: decode.is_over("a"))
+    assert decode.tokens("a") == reference("llama", PROMPT, 9)
+    transfer = decode.last("a").metrics.transfer
+    assert (decode.last("a").metrics.num_loaded_tokens, transfer.num_blocks, transfer.error) == (60, 15, "")
+    assert 0 <= transfer.exposed_seconds <= transfer.seconds
+    drive(prefill, decode, until=lambda: prefill.is_whole and decode.is_whole)
+    assert [output.kv_transfer_params is None for output in prefill.outputs["a"]] == [False, False]
+
+
+def test_only_who_asks_is_told_early_and_only_of_prompts_of_several_steps(pair: tuple[Any, Any]) -> None:
+    prefill, _ = pair
+    prefill.add("short", PROMPT[:16], max_tokens=1, kv_transfer_params=WISH)
+    prefill.add("plain", PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    while not (prefill.is_over("short") and prefill.is_over("plain")):
+        prefill.step()
+    assert [len(prefill.outputs[name]) for name in ("short", "plain")] == [1, 1]
+    assert prefill.last("plain").kv_transfer_params is not None
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_prefill_that_is_aborted_after_it_began_to_cross_follows_policy(
+    policy: str, make_node: Any, drive: Any, reference: Any
+) -> None:
+    prefill, decode = _make_pair(make_node, policy)
+    decode.add("a", PROMPT, max_tokens=9, kv_transfer_params=_early(prefill, "a"))
+    drive(decode, until=lambda: decode.core.is_loading)
+    prefill.abort("a")
+    drive(prefill, decode, until=lambda: decode.is_over("a"))
+    if policy == "recompute":
+        assert decode.tokens("a") == reference("llama", PROMPT, 9)
+    else:
+        assert "could not be loaded" in decode.last("a").error
+    drive(prefill, decode, until=lambda: prefill.is_whole and decode.is_whole)
