@@ -29,6 +29,7 @@ register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport"
 EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 
 
+@pytest.mark.slow  # all in all
 class TestFaultlessAndLate(TransportConformance):
     """One in the other, so that the suite runs once."""
 
