@@ -228,7 +228,7 @@ def transfers(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def settings(model: Path, shapes: Sequence[Shape], transfer: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's engine arguments, with a pool that holds the largest shape twice."""
+    """vLLM's engine arguments, with a pool that holds the largest shape and some more."""
     num_blocks = max(-(-(shape.num_tokens + 64) // BLOCK_SIZE) * shape.concurrency for shape in shapes)
     return {
         "model": str(model),
@@ -237,7 +237,7 @@ def settings(model: Path, shapes: Sequence[Shape], transfer: Mapping[str, Any]) 
         "max_model_len": max(shape.num_tokens for shape in shapes) + 64,
         "enforce_eager": True,
         "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 2 * num_blocks,
+        "num_gpu_blocks_override": num_blocks + num_blocks // 4 + 2,
         "max_num_seqs": max(shape.concurrency for shape in shapes),
         "enable_prefix_caching": False,
         "kv_transfer_config": transfer,
