@@ -4,9 +4,10 @@
     └─ EngineCore (core.py)         requests in, outputs out, one step after the other
        ├─ Scheduler (scheduler.py)  which tokens next; blocks from KVCacheManager
        │  └─ Handoffs               the scheduler half of the connector
-       ├─ ModelRunner (runner.py)   the worker half of the connector, around one step of the model
-       │  ├─ InputBatch (batch.py)  tokens and block tables, kept from step to step
-       │  └─ attention.py           paged attention under transformers' attention interface
+       ├─ Executor (executor.py)    who runs the steps: this process, or several of which each has a part (parallel/)
+       │  └─ ModelRunner (runner.py)   the worker half of the connector, around one step of the model
+       │     ├─ InputBatch (batch.py)  tokens and block tables, kept from step to step
+       │     └─ attention.py           paged attention under transformers' attention interface
        └─ Answer (answers.py)       tokens to text, stop texts, where an answer ends
 
 `assembly.py` makes the parts from `EngineSettings`; `types.py` has what goes in and comes out.

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="begin to decode while the prompt is still computed: its KV cache crosses chunk by chunk",
+        help="begin to decode while the prompt is still computed: its KV cache crosses chunk by chunk; for nodes of serve.py",
     )
     return parser
 
