@@ -12,6 +12,6 @@ transport what it did.
 from __future__ import annotations
 
 from .harness import Link, Node, World, pairs_of, regions_of
-from .suite import TransportConformance
+from .suite import ReadConformance, TransportConformance
 
-__all__ = ["Link", "Node", "TransportConformance", "World", "pairs_of", "regions_of"]
+__all__ = ["Link", "Node", "ReadConformance", "TransportConformance", "World", "pairs_of", "regions_of"]

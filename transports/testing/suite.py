@@ -1,4 +1,4 @@
-"""`TransportConformance`: all promises in one class."""
+"""All promises in one class: `TransportConformance`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from .peers import LoopPromises, MessagePromises, PeerPromises
 from .reads import GuardPromises, MemoryPromises, ReadPromises
 from .writes import WritePromises
 
-__all__ = ["TransportConformance"]
+__all__ = ["ReadConformance", "TransportConformance"]
 
 Create = Callable[[Mapping[str, object]], Transport]
 
 
-class TransportConformance(
-    MemoryPromises,
-    ReadPromises,
-    GuardPromises,
-    WritePromises,
-    MessagePromises,
-    PeerPromises,
-    LoopPromises,
+class ReadConformance(
+    MemoryPromises, ReadPromises, GuardPromises, MessagePromises, PeerPromises, LoopPromises
 ):
-    """All promises. A backend overrides `create`; what it does not do (`can_write`) is skipped."""
+    """All promises but those about writes: enough for a second set of options, by which bytes go another way."""
 
     @pytest.fixture
     def create(self) -> Create:
@@ -45,3 +39,7 @@ class TransportConformance(
         link = world.pair(POOL_BYTES)
         link.producer.transport.guards.set(HELD.index, HELD.value)
         return link
+
+
+class TransportConformance(ReadConformance, WritePromises):
+    """All promises. A backend overrides `create`; what it does not do (`can_write`) is skipped."""
