@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_serving_arguments(parser, port=DEFAULT_PORT)
     _add_transfer_arguments(parser.add_argument_group("KV cache transfer"))
-    _add_model_arguments(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    _add_model_arguments(model)
+    _add_compute_arguments(model)
     _add_cache_arguments(parser.add_argument_group("KV cache"))
     _add_batch_arguments(parser.add_argument_group("batches"))
     return parser
@@ -126,6 +128,16 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         help="folders of LoRA adapters, as PEFT writes them; a request names one as its model",
     )
     group.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="longest prompt and answer together, in tokens; 0 is what the model was trained for (default: 0)",
+    )
+
+
+def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
@@ -145,13 +157,6 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         default=1,
         metavar="N",
         help="worker processes over which the model is spread, on the CPU (default: 1, none)",
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="longest prompt and answer together, in tokens; 0 is what the model was trained for (default: 0)",
     )
 
 
