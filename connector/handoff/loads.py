@@ -10,7 +10,7 @@ from typing import Literal
 
 from ...transports.errors import KVTransferError, ProtocolError, RegionError, StaleLeaseError
 from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
-from .messages import Grant, Progress
+from .messages import MAX_GROUP_BLOCKS, Grant, Progress
 
 __all__ = ["Load", "Part", "PartKey", "PartState", "Verdict"]
 
@@ -47,7 +47,7 @@ class Part:
         """The rank has more ready.
 
         Raises:
-            ProtocolError: it has less, or more than it ever offered, or other groups.
+            ProtocolError: it has less, or more than it ever offered, or other groups, or too many blocks.
         """
         grant = self.grant
         if (
@@ -56,10 +56,11 @@ class Part:
             or len(progress.more_block_ids) != len(grant.block_ids)
         ):
             raise ProtocolError("Progress does not fit what was granted")
-        tables = zip(grant.block_ids, progress.more_block_ids, strict=True)
-        self.grant = replace(
-            grant, num_ready=progress.num_ready, block_ids=tuple(table + more for table, more in tables)
-        )
+        pairs = zip(grant.block_ids, progress.more_block_ids, strict=True)
+        tables = tuple(table + more for table, more in pairs)
+        if any(len(table) > MAX_GROUP_BLOCKS for table in tables):
+            raise ProtocolError(f"Progress makes a block table longer than {MAX_GROUP_BLOCKS}")
+        self.grant = replace(grant, num_ready=progress.num_ready, block_ids=tables)
 
 
 @dataclass(frozen=True)

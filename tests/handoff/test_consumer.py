@@ -24,6 +24,7 @@ from kvferry.connector.handoff.events import (
     StartRead,
 )
 from kvferry.connector.handoff.messages import (
+    MAX_GROUP_BLOCKS,
     PROTOCOL_VERSION,
     Claim,
     Deny,
@@ -329,8 +330,9 @@ def test_no_progress_ends_the_load(consumer: ConsumerProtocol, welcome: Welcome)
         Progress("theirs", 3, 8, ((16,),)),
         Progress("theirs", 3, 13, ((16,),)),
         Progress("theirs", 3, 12, ((16,), ())),
+        Progress("theirs", 3, 12, ((16,) * MAX_GROUP_BLOCKS,)),
     ],
-    ids=["no-more", "too-much", "other-groups"],
+    ids=["no-more", "too-much", "other-groups", "too-many-blocks"],
 )
 def test_progress_that_does_not_fit_drops_the_peer(
     consumer: ConsumerProtocol, welcome: Welcome, progress: Progress
