@@ -14,6 +14,7 @@ PACKAGES := connector transports runner_mixin
 CONNECTOR ?= shm
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 # What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
 TRANSPORTS ?= zeromq ucx
 # Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
@@ -90,7 +91,7 @@ format: $(READY) ## let ruff mend what it can
 
 .PHONY: bench
 bench: $(READY) ## measure the transports on this machine
-	$(BIN)/python benchmarks/transports.py
+	$(BIN)/python benchmarks/transports.py $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
