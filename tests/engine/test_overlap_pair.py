@@ -69,3 +69,38 @@ def test_a_prefill_that_is_aborted_after_it_began_to_cross_follows_policy(
     else:
         assert "could not be loaded" in decode.last("a").error
     drive(prefill, decode, until=lambda: prefill.is_whole and decode.is_whole)
+
+
+@pytest.mark.slow
+def test_many_prompts_cross_at_once_while_both_pools_are_too_small(
+    make_node: Any, drive: Any, reference: Any
+) -> None:
+    # What is computed once more is offered once more, and nobody comes for it: such an offer ends with its lease.
+    options = {"kv_connector_extra_config": {"lease_s": 1.0, "heartbeat_s": 0.25}}
+    small = {"connector": "inproc", "options": options}
+    prefill = make_node(role="kv_producer", num_blocks=40, max_num_batched_tokens=8, **small)
+    decode = make_node(role="kv_consumer", num_blocks=60, **small)
+    prompts = {f"r{index}": [index, *range(40, 60 + 7 * index)] for index in range(1, 9)}
+    for name in ("old", "older"):  # they grow, and take blocks from prompts that are being computed
+        prefill.add(name, PROMPT[:12], max_tokens=60)
+    for name, prompt in prompts.items():
+        prefill.add(name, prompt, max_tokens=1, kv_transfer_params=WISH)
+    asked: set[str] = set()
+
+    def everything_is_over() -> bool:
+        for name in prefill.outputs.keys() & prompts.keys() - asked:
+            # One in four prefills ends in the middle, and one decode is not wanted any more.
+            params = prefill.outputs[name][0].kv_transfer_params
+            decode.add(name, prompts[name], max_tokens=9, kv_transfer_params=params)
+            asked.add(name)
+            if name in ("r3", "r7") and not prefill.is_over(name):
+                prefill.abort(name)
+            if name == "r5":
+                decode.abort(name)
+        return len(asked) == len(prompts) and all(map(decode.is_over, prompts))
+
+    drive(prefill, decode, until=everything_is_over)
+    for name in prompts.keys() - {"r5"}:
+        assert decode.tokens(name) == reference("llama", prompts[name], 9), name
+    drive(prefill, decode, until=lambda: prefill.is_whole and decode.is_whole)
+    assert prefill.core.stats().totals.num_preemptions > 0
