@@ -109,8 +109,8 @@ class Simulation(SimulatedWorld):
         producer, num_tokens = rank.protocol.producer, len(offer.block_ids) * BLOCK_SIZE
         if offer.is_finished:
             return lambda: producer.offer(request_id, offer.lease, (offer.block_ids,), num_tokens, self.now)
-        ready = offer.block_ids[: offer.num_ready]
-        return lambda: producer.open(request_id, offer.lease, (ready,), num_tokens, len(ready) * BLOCK_SIZE)
+        table, num_ready = _table_so_far(offer), offer.num_ready * BLOCK_SIZE
+        return lambda: producer.open(request_id, offer.lease, (table,), num_tokens, num_ready)
 
     def compute(self, which: int, offer: int) -> None:
         """A producer computes one more block of a prompt, perhaps the last."""
@@ -130,10 +130,10 @@ class Simulation(SimulatedWorld):
     def _extension(
         self, rank: SimulatedRank, request_id: str, held: SimulatedOffer
     ) -> Callable[[], list[Action]]:
-        producer, ready = rank.protocol.producer, held.block_ids[: held.num_ready]
+        producer, table, num_ready = rank.protocol.producer, _table_so_far(held), held.num_ready * BLOCK_SIZE
         if held.is_finished:
-            return lambda: producer.complete(request_id, (ready,), self.now)
-        return lambda: producer.extend(request_id, (ready,), len(ready) * BLOCK_SIZE)
+            return lambda: producer.complete(request_id, (table,), self.now)
+        return lambda: producer.extend(request_id, (table,), num_ready)
 
     def preempt(self, which: int, offer: int) -> None:
         """A request whose prompt is being computed loses its blocks at once."""
@@ -331,6 +331,11 @@ class Simulation(SimulatedWorld):
 
     def _pick_engine(self, which: int) -> SimulatedEngine:
         return list(self.engines.values())[which % len(self.engines)]
+
+
+def _table_so_far(offer: SimulatedOffer) -> tuple[int, ...]:
+    """The block table of a prompt that is being computed: it has a block that is not."""
+    return offer.block_ids[: offer.num_ready + 1]
 
 
 def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:

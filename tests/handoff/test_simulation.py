@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from kvferry.connector.handoff._simulated import BLOCK_SIZE
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
 from kvferry.connector.handoff.loads import Verdict
@@ -243,6 +244,11 @@ class NeverGivesUp(ConsumerProtocol):
         return []
 
 
+class CountsWhatIsNotComputed(ProducerProtocol):
+    def open(self, request_id, lease, block_ids, num_tokens, num_ready):
+        return super().open(request_id, lease, block_ids, num_tokens, min(num_tokens, num_ready + BLOCK_SIZE))
+
+
 class ReportsWithTheFirstPart(ConsumerProtocol):
     """It looks right between nodes of one rank."""
 
@@ -302,6 +308,9 @@ WRONG_BYTES = "loaded bytes are the offered ones"
             True,
             "every offer and every load",
             id="lost-load-forgotten",
+        ),
+        pytest.param(
+            CountsWhatIsNotComputed, ConsumerProtocol, True, WRONG_BYTES, id="not-computed-is-ready"
         ),
         pytest.param(ProducerProtocol, NeverGivesUp, True, "something still waits", id="waits-forever"),
     ],
