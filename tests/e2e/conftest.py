@@ -8,6 +8,7 @@ shared memory.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -69,6 +70,13 @@ def spawn() -> Iterator[Spawn]:
     """Start processes without waiting for PyTorch."""
     with Nursery() as nursery:
         yield nursery.spawn
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A folder with a short path: that of a socket file has at most 107 bytes, and `tmp_path` may take most of them."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -31,12 +31,12 @@ def start(
 
 
 @pytest.fixture
-def shared(tmp_path: Path, transport: str) -> Path:
+def shared(socket_dir: Path, transport: str) -> Path:
     """The volume that the nodes of a profile share."""
     for _ in range(2 * (transport == "zeromq")):  # as on the first start, and on the next
-        program = SERVICES["secret"]["command"][1].replace(SHARED, str(tmp_path))
+        program = SERVICES["secret"]["command"][1].replace(SHARED, str(socket_dir))
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    return tmp_path
+    return socket_dir
 
 
 @pytest.mark.slow

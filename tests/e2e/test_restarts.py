@@ -18,10 +18,10 @@ PROMPT = "The old ferry sank; the new one has her name and her berth. " * 3
 
 
 @pytest.fixture
-def address(transport: str, tmp_path: Path) -> str:
+def address(transport: str, socket_dir: Path) -> str:
     """Where a node can listen again and again; over the network by IPv6, where there is some."""
     if transport == "shm":
-        return f"shm://{tmp_path}/berth.sock"
+        return f"shm://{socket_dir}/berth.sock"
     for family, host, written in (
         (socket.AF_INET6, "::1", "[::1]"),
         (socket.AF_INET, "127.0.0.1", "127.0.0.1"),

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -182,16 +183,23 @@ def test_auto_goes_by_what_connects(network: Any, tmp_path: Path) -> None:
 CONTAINER = ("unshare", "--pid", "--ipc", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc")
 
 
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A folder with a short path: that of a socket file has at most 107 bytes, and `tmp_path` may take most of them."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        yield Path(folder)
+
+
 def test_shared_memory_between_containers_takes_a_folder_and_nothing_else(
-    network: Any, tmp_path: Path
+    network: Any, socket_dir: Path
 ) -> None:
-    options = {"socket_dir": str(tmp_path)}
+    options = {"socket_dir": str(socket_dir)}
     hosts = [Host([*network.inside(host), *CONTAINER], "shm", options) for host in network.hosts]
     with running(*hosts) as pair:
         pair.assert_delivers()
         ((transport, _),) = pair.decode.ask("routes")
     assert transport == "shm"
-    assert list(tmp_path.iterdir()) == []
+    assert list(socket_dir.iterdir()) == []
 
 
 def start_and_wait_until_half_way(pair: Pair) -> tuple[str, str]:
