@@ -9,8 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
+
 from ..transports.base import Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
-from ..transports.errors import KVTransferError, TransferTimeoutError, TransportClosedError
+from ..transports.errors import (
+    KVTransferError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
+from ..transports.regions import Guard, Regions
 from .handoff.events import (
     Action,
     ClearGuard,
@@ -19,9 +27,12 @@ from .handoff.events import (
     LoadEnded,
     OfferCompleted,
     OfferEnded,
+    PushEnded,
     Send,
     SetGuard,
+    StartPush,
     StartRead,
+    StartWrite,
 )
 from .handoff.messages import encode
 from .handoff.node import NodeProtocol
@@ -36,6 +47,8 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
 #: Between two looks whether the thread still lives, while it is waited for.
 _RETRACT_POLL_S = 0.1
+#: In place of a transfer's id: it is another process's.
+_OF_ANOTHER = -1
 
 
 class HandoffLoop:
@@ -121,9 +134,9 @@ class HandoffLoop:
             self._driver.turn()
 
     def _drain(self) -> None:
-        """Say goodbye to every peer, and wait for reads: until then their blocks are not the engine's."""
+        """Say goodbye to every peer, and wait for transfers: until then their blocks are not the engine's."""
         self._driver.shut_down()
-        while self._driver.num_reads:
+        while self._driver.num_transfers:
             self._driver.turn()
 
 
@@ -135,10 +148,13 @@ class _Driver:
         self._protocol = protocol
         self._outcomes = outcomes
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
+        self._writes: dict[int, tuple[StartWrite, int]] = {}  # by transfer id; with the clearings before it
+        self._pushed_since: dict[int, float] = {}  # by the guard's value
+        self._num_clearings = 0
 
     @property
-    def num_reads(self) -> int:
-        return len(self._reads)
+    def num_transfers(self) -> int:
+        return len(self._reads) + len(self._writes)
 
     def carry_out(self, orders: HandoffMetadata) -> None:
         """Turn one step's orders into calls of the protocol."""
@@ -183,7 +199,8 @@ class _Driver:
         self._do(self._protocol.shutdown(_now()))
 
     def clear_guards(self) -> None:
-        """Shut every reader out, whatever state the protocol is in."""
+        """Have nothing accepted any more that is read now, by anybody, whatever state the protocol is in."""
+        self._num_clearings += 1
         for index in range(self._transport.guards.num_guards):
             self._transport.guards.clear(index)
 
@@ -197,6 +214,8 @@ class _Driver:
                 return self._protocol.message_received(peer_id, message, _now())
             case PeerLost(peer_id, error):
                 return self._protocol.peer_lost(peer_id, error, _now())
+            case TransferEnded(transfer_id) if transfer_id in self._writes:
+                return self._end_write(event)
             case TransferEnded(transfer_id):
                 read, route = self._reads.pop(transfer_id)
                 self._outcomes.read_ended(read, event, route, _now())
@@ -226,6 +245,12 @@ class _Driver:
                 return self._connect(action)
             case StartRead():
                 return self._start_read(action)
+            case StartPush():
+                return self._start_push(action)
+            case StartWrite():
+                return self._start_write(action)
+            case PushEnded():
+                self._end_push(action)
             case Disconnect(peer_id):
                 self._transport.disconnect(peer_id)
             case OfferEnded():
@@ -258,8 +283,54 @@ class _Driver:
             )
         except KVTransferError as error:
             return self._protocol.consumer.read_ended(read, error, _now())
-        self._reads[transfer_id] = read, self._transport.route_of(read.peer_id)
+        self._reads[transfer_id] = read, self._route_of(read)
         return []
+
+    def _route_of(self, read: StartRead) -> Route:
+        route = self._transport.route_of(read.peer_id)
+        if not read.not_pushed:
+            return route
+        reasons = (route.reason, f"push was asked for, pulled: {read.not_pushed}")
+        return Route(route.scheme, "; ".join(filter(None, reasons)))
+
+    def _start_push(self, push: StartPush) -> list[Action]:
+        read, reserve = push.read, push.reserve
+        consumer = self._protocol.consumer
+        if not self._transport.can_write(read.peer_id):
+            return consumer.pull_instead(push, "the transport does not write to this peer")
+        self._pushed_since[reserve.guard_value] = _now()
+        regions = Regions(np.ascontiguousarray(read.pairs.table[:, [0, 2]]))
+        guard = Guard(reserve.guard_index, reserve.guard_value)
+        try:
+            self._transport.accept_writes(read.peer_id, guard, regions)
+        except KVTransferError as error:
+            return consumer.push_ended(push, error, "", _now())
+        return self._send(Send(read.peer_id, reserve))
+
+    def _end_push(self, ended: PushEnded) -> None:
+        now, read = _now(), ended.push.read
+        seconds = now - self._pushed_since.pop(ended.push.reserve.guard_value, now)
+        num_bytes = 0 if ended.error is not None else read.pairs.num_bytes
+        mechanism = f"push/{ended.mechanism}" if ended.mechanism else "push"
+        transfer = TransferEnded(_OF_ANOTHER, ended.error, num_bytes, seconds, mechanism)
+        self._outcomes.read_ended(read, transfer, self._route_of(read), now)
+
+    def _start_write(self, write: StartWrite) -> list[Action]:
+        try:
+            transfer_id = self._transport.start_write(
+                write.peer_id, write.pairs, write.guard, timeout_s=write.timeout_s
+            )
+        except KVTransferError as error:
+            return self._protocol.producer.write_ended(write, error, "")
+        self._writes[transfer_id] = write, self._num_clearings
+        return []
+
+    def _end_write(self, ended: TransferEnded) -> list[Action]:
+        write, num_clearings = self._writes.pop(ended.transfer_id)
+        error = ended.error
+        if error is None and num_clearings != self._num_clearings:
+            error = StaleRegionError("the offer ended while it was written")
+        return self._protocol.producer.write_ended(write, error, ended.mechanism)
 
     def _end_offer(self, ended: OfferEnded) -> None:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO

@@ -26,7 +26,7 @@ __all__ = ["PeerToPeerConnector"]
 
 
 class PeerToPeerConnector(KVConnectorBase):
-    """Hands a finished prompt's blocks over by letting the consumer read the producer's pool.
+    """Hands a finished prompt's blocks over: the consumer reads them or, where it asks for that, the producer writes them.
 
     A concrete connector names its transport and is otherwise empty. Loads are asynchronous; nothing is saved
     layer by layer. The options are those of `ConnectorOptions`.
@@ -49,7 +49,9 @@ class PeerToPeerConnector(KVConnectorBase):
         else:
             transport = create_transport(self.transport_scheme, self._options.transport)
             options = self._options
-            self._half = HandoffWorker(config, kv_cache_config, transport, options.address, options.handoff)
+            self._half = HandoffWorker(
+                config, kv_cache_config, transport, options.address, options.handoff, options.transfer
+            )
 
     @property
     def _scheduler(self) -> HandoffScheduler:

@@ -17,6 +17,7 @@ from .handoff.node import NodeProtocol
 from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
 from .metadata import HandoffMetadata, WorkerAddress
+from .options import Transfer
 from .outcomes import Outcomes, Report
 from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
@@ -47,9 +48,11 @@ class RunningHandoffs:
     Args:
         transport: Not yet listening. It belongs to this object from now on.
         address: Where to listen; empty lets the transport choose.
+        transfer: How bytes come here: pulled or pushed.
 
     Raises:
-        ConfigurationError: the address is malformed, taken, or not ours to bind. The transport is as it was.
+        ConfigurationError: the address is malformed, taken, or not ours to bind; or the transport has too few guards to
+            be pushed to. The transport is as it was.
     """
 
     def __init__(
@@ -59,9 +62,16 @@ class RunningHandoffs:
         transport: Transport,
         address: str,
         handoff: HandoffConfig,
+        transfer: Transfer = "pull",
     ) -> None:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
+        num_guards = transport.guards.num_guards
+        num_offers = num_guards if transfer == "pull" else num_guards // 2
+        if not num_offers:
+            raise ConfigurationError(
+                "transfer='push' needs a transport with two guards or more", key="transfer", value=transfer
+            )
         parallel = config.parallel
         identity = Identity(
             engine_id=config.kv_transfer.engine_id,
@@ -74,8 +84,10 @@ class RunningHandoffs:
         self.address = WorkerAddress(transport.listen(address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
         protocol = NodeProtocol(
-            ProducerProtocol(identity, handoff, transport.guards.num_guards),
-            ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
+            ProducerProtocol(identity, handoff, num_offers),
+            ConsumerProtocol(
+                identity, handoff, parallel.rank, parallel.world_size, range(num_offers, num_guards)
+            ),
         )
         self._loop = HandoffLoop(transport, protocol, self.outcomes)
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
@@ -105,6 +117,7 @@ class HandoffWorker:
     Args:
         transport: Fresh. It belongs to this object from now on.
         address: Where to listen; empty lets the transport choose.
+        transfer: How bytes come here: pulled or pushed.
     """
 
     def __init__(
@@ -114,12 +127,14 @@ class HandoffWorker:
         transport: Transport,
         address: str,
         handoff: HandoffConfig,
+        transfer: Transfer = "pull",
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._transport = transport
         self._address = address
         self._handoff = handoff
+        self._transfer = transfer
         self._arenas: list[Arena] = []
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
         self._running: RunningHandoffs | None = None
@@ -166,7 +181,7 @@ class HandoffWorker:
         registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas, host_fields)
         self._memory.extend(kv_caches.values())
         self._running = RunningHandoffs(
-            self._config, registration, self._transport, self._address, self._handoff
+            self._config, registration, self._transport, self._address, self._handoff, self._transfer
         )
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ from ...transports.errors import (
     KVTransferStateError,
     ProtocolError,
     StaleLeaseError,
+    StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
 )
-from ...transports.regions import Guard
 from .config import HandoffConfig
 from .events import (
     Action,
@@ -22,23 +22,25 @@ from .events import (
     OfferCompleted,
     RemoteOffer,
     Send,
+    StartPush,
     StartRead,
 )
-from .loads import Load, Part, PartKey, PartState, Verdict
+from .loads import Load, Loads, Part, PartState, Verdict
 from .messages import (
-    MAX_HEARTBEAT_LEASES,
     Claim,
     Deny,
     Grant,
-    Heartbeat,
+    NotWritten,
     ProducerMessage,
     Progress,
     Revoke,
     Welcome,
+    Written,
 )
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 from .releases import Releases, is_of
+from .rounds import Rounds
 
 __all__ = ["ConsumerProtocol"]
 
@@ -56,29 +58,36 @@ class ConsumerProtocol:
         identity: This node.
         rank: Which rank of this node we are.
         num_ranks: Ranks of this node; each claims an offer for itself.
+        push_guards: Words of this node's table that are free for producers to write here under; without any, we read.
     """
 
-    def __init__(self, identity: Identity, config: HandoffConfig, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        config: HandoffConfig,
+        rank: int = 0,
+        num_ranks: int = 1,
+        push_guards: range = range(0),
+    ) -> None:
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
         self._peers = Peers(identity, config)
         self._releases = Releases(self._peers, rank, num_ranks)
         self._planners = NodePlanners(identity.layout, rank)
+        self._rounds = Rounds(config.read_timeout_s, push_guards)
         self._block_sizes = identity.layout.block_sizes
-        self._loads: dict[str, Load] = {}  # by request
-        self._request_of: dict[PartKey, str] = {}
-        self._failed: dict[str, KVTransferError] = {}  # by request; claims that failed before their load
+        self._loads = Loads(config.max_failed_claims)
 
     @property
     def num_loads(self) -> int:
         """Requests that are claimed, reading, or failed and not yet asked for."""
-        return len(self._loads) + len(self._failed)
+        return len(self._loads) + self._loads.num_failures
 
     @property
     def num_reads(self) -> int:
-        """Reads that were started and have not ended: their blocks belong to the transport."""
-        return sum(load.num_reads for load in self._loads.values())
+        """Reads and pushes that were started and have not ended: their blocks belong to the transport."""
+        return sum(load.num_reads for load in self._loads)
 
     # -- orders of this node -------------------------------------------------------------------------
 
@@ -90,18 +99,14 @@ class ConsumerProtocol:
         Raises:
             KVTransferStateError: the request has claimed already.
         """
-        if request_id in self._loads or request_id in self._failed:
+        if self._loads.knows(request_id):
             raise KVTransferStateError(f"request {request_id!r} claims a second time")
         load = Load(request_id, offer)
-        if len(set(load.keys)) != len(load.keys):
-            self._remember(request_id, StaleLeaseError("the offer names one address for two ranks"))
+        try:
+            self._loads.add(load)
+        except StaleLeaseError as error:
+            self._loads.remember(request_id, error)
             return []
-        if others := [self._request_of[key] for key in load.keys if key in self._request_of]:
-            error = StaleLeaseError(f"the offer is claimed already, by request {others[0]!r}")
-            self._remember(request_id, error)
-            return []
-        self._loads[request_id] = load
-        self._request_of.update(dict.fromkeys(load.keys, request_id))
         actions = [action for part in load.parts for action in self._peers.want(part.address, now)]
         return actions + self._send_claims(load, now)
 
@@ -115,7 +120,7 @@ class ConsumerProtocol:
         """
         load = self._loads.get(request_id)
         if load is None:
-            error = self._failed.pop(request_id, None) or StaleLeaseError("the request holds no offer")
+            error = self._loads.take_failure(request_id) or StaleLeaseError("the request holds no offer")
             return [LoadEnded(request_id, "failed", error, blocks)]
         if load.blocks is not None:
             raise KVTransferStateError(f"request {request_id!r} is loaded a second time")
@@ -124,7 +129,7 @@ class ConsumerProtocol:
 
     def drop(self, request_id: str, now: float) -> list[Action]:
         """The request is over: release its offer. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
-        self._failed.pop(request_id, None)
+        self._loads.take_failure(request_id)
         load = self._loads.get(request_id)
         return [] if load is None else self._end(load, Verdict("dropped"))
 
@@ -158,12 +163,9 @@ class ConsumerProtocol:
         if session is None:
             error = ProtocolError(f"{type(message).__name__} before Welcome")
             return self._fail_peer(address, error, now)
-        request_id = self._request_of.get((address, session.epoch, message.lease))
-        if request_id is None:
+        load = self._loads.of_part((address, session.epoch, message.lease))
+        if load is None or message.request_id != load.offer.request_id:
             return []  # it was dropped while the message was under way
-        load = self._loads[request_id]
-        if message.request_id != load.offer.request_id:
-            return []
         part = load.part_at(address)
         match message:
             case Grant():
@@ -172,6 +174,8 @@ class ConsumerProtocol:
                 return self._progressed(load, part, message, now)
             case Deny() | Revoke():
                 return self._producer_ended(load, part, message)
+            case Written() | NotWritten():
+                return self._push_answered(part, message, now)
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
@@ -190,13 +194,24 @@ class ConsumerProtocol:
             return self._end(load, Verdict("failed", error))
         return [] if load.num_reads else self._read_on(load, now)
 
+    def push_ended(
+        self, push: StartPush, error: KVTransferError | None, mechanism: str, now: float
+    ) -> list[Action]:
+        """Nothing is written for a push any more, or ever was. Pushes that are over are ignored."""
+        over = self._rounds.finish(push, error, mechanism)
+        return over + self.read_ended(push.read, error, now) if over else []
+
+    def pull_instead(self, push: StartPush, reason: str) -> list[Action]:
+        """Nobody can write here for this peer: read. Pushes that are over are ignored."""
+        return self._rounds.pull_instead(push, reason)
+
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
         for address in self._peers.overdue(now):
             timeout = TransferTimeoutError(f"{address} did not shake hands in time")
             actions += self._fail_peer(address, timeout, now)
-        for load in list(self._loads.values()):
+        for load in self._loads:
             for part in load.parts:
                 if part.deadline <= now:
                     actions += self._time_out(load, part, now)
@@ -207,17 +222,23 @@ class ConsumerProtocol:
 
     def next_deadline(self) -> float:
         """When `advance` will have something to do; infinity if never."""
-        deadlines = (part.deadline for load in self._loads.values() for part in load.parts)
+        deadlines = (part.deadline for load in self._loads for part in load.parts)
         return min(self._peers.next_deadline(), min(deadlines, default=math.inf))
 
     def shutdown(self, now: float) -> list[Action]:
         """End every load and drop every peer. Loads that are reading end when their reads have: see `num_reads`."""
+        error = TransportClosedError("this node shuts down")
         actions: list[Action] = []
-        for load in list(self._loads.values()):
-            actions += self._end(load, Verdict("failed", TransportClosedError("this node shuts down")))
-        self._failed.clear()
+        for load in self._loads:
+            actions += self._end(load, Verdict("failed", error))
+        self._loads.forget_failures()
+        actions += self._peers.close()
+        for load in self._loads:
+            for part in load.parts:
+                actions += self._rounds.end_with_peer(part, error)
+            actions += self._end(load, Verdict("failed", error))
         self._releases.clear()
-        return actions + self._peers.close()
+        return actions
 
     # -- one peer ------------------------------------------------------------------------------------
 
@@ -227,7 +248,7 @@ class ConsumerProtocol:
         except KVTransferError as error:
             return self._fail_peer(address, error, now)
         actions = self._releases.greet(address, session)
-        for load in [load for load in self._loads.values() if load.has_part_at(address)]:
+        for load in self._loads.at(address):
             actions += self._send_claims(load, now)
         return actions
 
@@ -237,23 +258,21 @@ class ConsumerProtocol:
             self._planners.forget(session.peer_id)
         actions = self._peers.fail(address, now)
         self._releases.forget(address)
-        for load in [load for load in self._loads.values() if load.has_part_at(address)]:
+        for load in self._loads.at(address):
             part = load.part_at(address)
-            part.release, part.deadline = False, math.inf  # a read of a dropped peer ends by itself
+            part.release, part.deadline = False, math.inf
+            actions += self._rounds.end_with_peer(part, error)
             actions += self._end(load, Verdict("failed", error))
         return actions
 
     def _heartbeat(self, address: str, session: PeerSession, now: float) -> list[Action]:
         leases = [
             load.offer.lease
-            for load in self._loads.values()
-            if load.has_part_at(address) and load.part_at(address).state is not PartState.CONNECTING
+            for load in self._loads.at(address)
+            if load.part_at(address).state is not PartState.CONNECTING
         ]
         session.next_heartbeat = now + self._config.heartbeat_s if leases else math.inf
-        return [
-            Send(session.peer_id, Heartbeat(tuple(leases[first : first + MAX_HEARTBEAT_LEASES])))
-            for first in range(0, len(leases), MAX_HEARTBEAT_LEASES)
-        ]
+        return session.heartbeats(leases)
 
     # -- one load ------------------------------------------------------------------------------------
 
@@ -331,7 +350,7 @@ class ConsumerProtocol:
             return self._end(load, Verdict("loaded"))
         for part in load.parts:
             part.deadline = math.inf if plans else now + self._config.progress_wait_s
-        return [self._start_read(load, plan, now) for plan in plans]
+        return [action for plan in plans for action in self._start(load, plan, now)]
 
     def _plan_round(self, load: Load) -> list[RankPlan]:
         planner, tables = self._planner(load), load.tables()
@@ -341,36 +360,26 @@ class ConsumerProtocol:
             return []
         return planner.plan(blocks, tables, load.num_ready)
 
-    def _start_read(self, load: Load, plan: RankPlan, now: float) -> Action:
+    def _start(self, load: Load, plan: RankPlan, now: float) -> list[Action]:
         part = load.parts[plan.rank]
-        session, grant = self._peers.session(part.address), part.grant
+        session = self._peers.session(part.address)
         assert session is not None
-        assert grant is not None
-        part.state = PartState.READING
         # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
         part.deadline = now + 2 * self._config.read_timeout_s
-        return StartRead(
-            load.request_id,
-            plan.rank,
-            session.peer_id,
-            plan.pairs,
-            Guard(grant.guard_index, grant.lease),
-            self._config.read_timeout_s,
-            plan.num_regions_per_layer,
-        )
+        return self._rounds.start(load, part, plan, session.peer_id)
+
+    def _push_answered(self, part: Part, answer: Written | NotWritten, now: float) -> list[Action]:
+        push = part.push
+        if push is None or push.reserve.guard_value != answer.guard_value:
+            return []
+        if isinstance(answer, Written):
+            return self.push_ended(push, None, answer.mechanism, now)
+        return self.push_ended(push, StaleRegionError(f"not written: {answer.reason}"), "", now)
 
     def _time_out(self, load: Load, part: Part, now: float) -> list[Action]:
-        match part.state:
-            case PartState.CLAIMING:
-                error = TransferTimeoutError("the claim was not answered in time")
-                return self._end(load, Verdict("failed", error))
-            case PartState.GRANTED:
-                what = "no blocks to load into came" if load.blocks is None else "the prompt was not computed"
-                error = TransferTimeoutError(f"{what} in time")
-                return self._end(load, Verdict("failed", error))
-            case _:
-                error = TransferTimeoutError("a read did not end in time")
-                return self._fail_peer(part.address, error, now)
+        if part.state is PartState.READING:
+            return self._fail_peer(part.address, TransferTimeoutError("a read did not end in time"), now)
+        return self._end(load, Verdict("failed", load.lateness(part)))
 
     def _end(self, load: Load, verdict: Verdict) -> list[Action]:
         """Report the end, at once or, if something writes into the blocks, when that is over. The first verdict counts."""
@@ -378,21 +387,14 @@ class ConsumerProtocol:
         for part in load.parts:
             if part.state is not PartState.READING:
                 part.deadline = math.inf
-        return [] if load.num_reads else self._report(load, load.verdict)
+        return self._rounds.cancel(load) if load.num_reads else self._report(load, load.verdict)
 
     def _report(self, load: Load, verdict: Verdict) -> list[Action]:
         """Forget the load; tell the producer's ranks, and whoever asked for the load."""
-        del self._loads[load.request_id]
-        for key in load.keys:
-            del self._request_of[key]
+        self._loads.remove(load)
         actions = self._releases.release(load, delivered=verdict.outcome == "loaded")
         if load.blocks is not None:
             actions.append(LoadEnded(load.request_id, verdict.outcome, verdict.error, load.blocks))
         elif verdict.error is not None:
-            self._remember(load.request_id, verdict.error)
+            self._loads.remember(load.request_id, verdict.error)
         return actions
-
-    def _remember(self, request_id: str, error: KVTransferError) -> None:
-        if len(self._failed) >= self._config.max_failed_claims:
-            del self._failed[next(iter(self._failed))]
-        self._failed[request_id] = error

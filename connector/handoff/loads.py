@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...transports.errors import KVTransferError, ProtocolError, RegionError, StaleLeaseError
-from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from ...transports.errors import (
+    KVTransferError,
+    ProtocolError,
+    RegionError,
+    StaleLeaseError,
+    TransferTimeoutError,
+)
+from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer, StartPush
 from .messages import MAX_GROUP_BLOCKS, Grant, Progress
 
-__all__ = ["Load", "Part", "PartKey", "PartState", "Verdict"]
+__all__ = ["Load", "Loads", "Part", "PartKey", "PartState", "Verdict"]
 
 #: One rank's offer among all that there are: (address, epoch, lease).
 PartKey = tuple[str, int, int]
@@ -33,6 +39,7 @@ class Part:
         rank: Its number among the offer's addresses.
         deadline: End of the present state; infinity where another deadline counts: a connecting part has its peer's.
         grant: What the rank granted, and what it said of its progress since; from the state GRANTED on.
+        push: What the rank is asked to write, while the part is READING in that way.
         release: Whether the rank is still to be told that the load is over.
     """
 
@@ -41,6 +48,7 @@ class Part:
     state: PartState = PartState.CONNECTING
     deadline: float = math.inf
     grant: Grant | None = None
+    push: StartPush | None = None
     release: bool = True
 
     def advance(self, progress: Progress) -> None:
@@ -104,7 +112,7 @@ class Load:
 
     @property
     def num_reads(self) -> int:
-        """Reads that write into its blocks."""
+        """Reads and pushes that write into its blocks."""
         return sum(part.state is PartState.READING for part in self.parts)
 
     def part_at(self, address: str) -> Part:
@@ -114,6 +122,13 @@ class Load:
     def has_part_at(self, address: str) -> bool:
         """Whether the offer names this address."""
         return address in self.offer.addresses
+
+    def lateness(self, part: Part) -> KVTransferError:
+        """What a part that does not read has waited for too long."""
+        if part.state is PartState.CLAIMING:
+            return TransferTimeoutError("the claim was not answered in time")
+        what = "no blocks to load into came" if self.blocks is None else "the prompt was not computed"
+        return TransferTimeoutError(f"{what} in time")
 
     @property
     def num_ready(self) -> int:
@@ -174,3 +189,79 @@ class Load:
         return all(
             taken == len(group.block_ids) for taken, group in zip(self.num_taken, self.blocks, strict=True)
         )
+
+
+class Loads:
+    """The loads of a node by request, and the failures of claims whose load was not asked for yet.
+
+    Args:
+        max_failures: That are remembered; the oldest are forgotten.
+    """
+
+    def __init__(self, max_failures: int) -> None:
+        self._max_failures = max_failures
+        self._loads: dict[str, Load] = {}  # by request
+        self._request_of: dict[PartKey, str] = {}
+        self._failures: dict[str, KVTransferError] = {}  # by request
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        """Those of now: they may end meanwhile."""
+        return iter(tuple(self._loads.values()))
+
+    @property
+    def num_failures(self) -> int:
+        """Failures that nobody has asked for."""
+        return len(self._failures)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request has claimed."""
+        return request_id in self._loads or request_id in self._failures
+
+    def get(self, request_id: str) -> Load | None:
+        """The load of a request, until it is reported."""
+        return self._loads.get(request_id)
+
+    def of_part(self, key: PartKey) -> Load | None:
+        """The load that an offer's rank belongs to."""
+        request_id = self._request_of.get(key)
+        return None if request_id is None else self._loads[request_id]
+
+    def at(self, address: str) -> list[Load]:
+        """Those with a part at an address."""
+        return [load for load in self if load.has_part_at(address)]
+
+    def add(self, load: Load) -> None:
+        """Keep a load until `remove`.
+
+        Raises:
+            StaleLeaseError: its offer names a rank twice, or another request has claimed it.
+        """
+        if len(set(load.keys)) != len(load.keys):
+            raise StaleLeaseError("the offer names one address for two ranks")
+        if others := [self._request_of[key] for key in load.keys if key in self._request_of]:
+            raise StaleLeaseError(f"the offer is claimed already, by request {others[0]!r}")
+        self._loads[load.request_id] = load
+        self._request_of.update(dict.fromkeys(load.keys, load.request_id))
+
+    def remove(self, load: Load) -> None:
+        """Forget a load."""
+        del self._loads[load.request_id]
+        for key in load.keys:
+            del self._request_of[key]
+
+    def remember(self, request_id: str, error: KVTransferError) -> None:
+        """Keep a failure until somebody asks for the load."""
+        if len(self._failures) >= self._max_failures:
+            del self._failures[next(iter(self._failures))]
+        self._failures[request_id] = error
+
+    def take_failure(self, request_id: str) -> KVTransferError | None:
+        """Why a claim failed."""
+        return self._failures.pop(request_id, None)
+
+    def forget_failures(self) -> None:
+        """Nobody will ask any more."""
+        self._failures.clear()

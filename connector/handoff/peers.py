@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...transports.errors import IncompatiblePeerError, ProtocolError
@@ -10,7 +11,7 @@ from ..planning.compatibility import require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, Send
-from .messages import PROTOCOL_VERSION, Hello, Welcome
+from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, Heartbeat, Hello, Welcome
 
 __all__ = ["PeerSession", "Peers"]
 
@@ -32,6 +33,13 @@ class PeerSession:
     epoch: int
     layout: KVLayout
     next_heartbeat: float = math.inf
+
+    def heartbeats(self, leases: Sequence[int]) -> list[Action]:
+        """Renew these leases."""
+        return [
+            Send(self.peer_id, Heartbeat(tuple(leases[first : first + MAX_HEARTBEAT_LEASES])))
+            for first in range(0, len(leases), MAX_HEARTBEAT_LEASES)
+        ]
 
 
 @dataclass

@@ -6,12 +6,23 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...transports.errors import KVTransferStateError
+from ...transports.errors import KVTransferError, KVTransferStateError
 from .claimants import Claimants, EarlyClaims, Speaker
 from .config import HandoffConfig
-from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
+from .events import (
+    Action,
+    BlockTables,
+    ClearGuard,
+    Disconnect,
+    Identity,
+    OfferEnded,
+    Send,
+    SetGuard,
+    StartWrite,
+)
 from .messages import (
     MAX_LEASE,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Claim,
     ConsumerMessage,
@@ -21,9 +32,11 @@ from .messages import (
     Hello,
     Progress,
     Release,
+    Reserve,
     Revoke,
     Welcome,
 )
+from .writes import Writes, answer, refusal
 
 __all__ = ["ProducerProtocol"]
 
@@ -88,6 +101,7 @@ class ProducerProtocol:
         self._lease_of: dict[str, int] = {}  # by request
         self._early = EarlyClaims(config.early_claim_wait_s, config.max_early_claims)
         self._peers: dict[int, _Peer] = {}
+        self._writes = Writes()
 
     @property
     def num_offers(self) -> int:
@@ -182,6 +196,17 @@ class ProducerProtocol:
                 return []
             case Release():
                 return self._release(peer.speaker, message, now)
+            case Reserve():
+                return self._reserve(peer_id, message, now)
+
+    def write_ended(self, write: StartWrite, error: KVTransferError | None, mechanism: str) -> list[Action]:
+        """A write is over, or could not be started. Call it exactly once for each `StartWrite`.
+
+        Only if its offer is still held were the bytes those that were promised.
+        """
+        reason = "" if write.lease in self._offers else "the offer is over"
+        said = answer(write, mechanism, reason if error is None else str(error)[:MAX_TEXT_CHARS])
+        return [*([said] if write.peer_id in self._peers else []), *self._writes.end(write)]
 
     def greet(self, peer_id: int) -> list[Action]:
         """Answer a `Hello` of another version, so that its sender can tell what is wrong."""
@@ -299,6 +324,13 @@ class ProducerProtocol:
         held.claimants.release(speaker, release)
         return self._end_if_done(held, "its consumer gave it up")
 
+    def _reserve(self, peer_id: int, reserve: Reserve, now: float) -> list[Action]:
+        held = self._offers.get(reserve.lease)
+        if held is None or held.request_id != reserve.request_id or peer_id not in held.claimants.peers:
+            return [refusal(peer_id, reserve, "the offer is over, or was not claimed")]
+        self._renew(held, now)
+        return [self._writes.start(peer_id, reserve, self._config.read_timeout_s)]
+
     def _end_if_done(self, held: _Offer, why_not: str) -> list[Action]:
         """End an offer that every rank of its consumer is done with."""
         if not held.claimants.are_done:
@@ -323,7 +355,10 @@ class ProducerProtocol:
         del self._offers[held.lease]
         del self._lease_of[held.request_id]
         self._free_guards.append(held.guard_index)
-        return [ClearGuard(held.guard_index), OfferEnded(held.request_id, outcome, reason)]
+        ended = OfferEnded(held.request_id, outcome, reason)
+        if not held.is_complete:  # the blocks are the engine's: what is written of them now, nobody takes
+            return [ClearGuard(held.guard_index), ended]
+        return [ClearGuard(held.guard_index), *self._writes.end_offer(held.lease, ended)]
 
 
 def _denial(peer_id: int, request_id: str, lease: int, what: str) -> Action:

@@ -82,6 +82,8 @@ def test_options_of_all_kinds_stand_side_by_side() -> None:
         ({"cross_layers_blocks": True}, "cross_layers_blocks"),
         ({"cross_layer_blocks": 1}, "cross_layer_blocks"),
         ({"address": 7}, "address"),
+        ({"transfer": "shove"}, "transfer"),
+        ({"transfer": True}, "transfer"),
         ({"transport": "shm"}, "transport"),
         ({"lease_s": "30"}, "lease_s"),
         ({"lease_s": 0}, "lease_s"),

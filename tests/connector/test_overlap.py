@@ -24,14 +24,14 @@ WISH = {"do_remote_decode": True, "overlap": True}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(params=["inproc", "shm", "zeromq"])
+@pytest.fixture(params=["inproc pull", "shm pull", "zeromq pull", "inproc push", "shm push"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
+    scheme, transfer = request.param.split()
     with ExitStack() as stack:
 
         def make(shape: CacheShape = SHAPE, **options: Any) -> ModelFreeNode:
-            config = engine_config(
-                request.param, block_size=shape.block_size, kv_connector_extra_config=options
-            )
+            options = {"transfer": transfer, **options}
+            config = engine_config(scheme, block_size=shape.block_size, kv_connector_extra_config=options)
             return stack.enter_context(ModelFreeNode(config, shape))
 
         yield make

@@ -212,9 +212,9 @@ class UsesOneGuardValue(ProducerProtocol):
 
 
 class ExpectsOneGuardValue(ConsumerProtocol):
-    def _start_read(self, *args):
-        read = super()._start_read(*args)
-        return replace(read, guard=Guard(read.guard.index, ONE_VALUE))
+    def _start(self, *args):
+        (read,) = super()._start(*args)
+        return [replace(read, guard=Guard(read.guard.index, ONE_VALUE))]
 
 
 class ReportsTwice(ConsumerProtocol):
