@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from .progress import quiet_loading
 
-__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "write_tiny_model"]
+__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "generate_greedily", "write_tiny_model"]
 
 _EOS = "<eos>"
 _COMMON = {
@@ -163,6 +163,19 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         model.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What transformers' own generate answers: `num_tokens` token ids, whatever they are."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    whole = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return [int(token) for token in whole[0, len(prompt) :]]
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

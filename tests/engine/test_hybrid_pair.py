@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.testing import write_tiny_model
+from engine.testing import generate_greedily, write_tiny_model
 from engine.weights import load_model
 from kvferry.connector.kv_cache_specs import UniformTypeKVCacheSpecs
 
@@ -98,7 +98,7 @@ def test_one_kind_may_make_several_groups(kinds: str, make_pair: Any, drive: Any
     prefill, decode = make_pair("gemma3", model=str(tmp_path))
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
     model = load_model(tmp_path, torch.float32, torch.device("cpu"), "eager")
-    assert decode.tokens("a") == _generated(model, PROMPT, 40)
+    assert decode.tokens("a") == generate_greedily(model, PROMPT, 40)
     assert len(decode.core.parts.kv_cache_config.kv_cache_groups) == 4
     assert last.metrics.transfer.num_blocks == NUM_BLOCKS + 3 * IN_WINDOW
 
@@ -157,16 +157,6 @@ def test_a_window_that_the_producer_slid_past_is_computed_here(
     assert decode.tokens("a") == reference("gemma3", PROMPT, 40)
     totals = decode.core.stats().totals
     assert (totals.num_transfers, totals.num_failed_transfers) == (0, 1)
-
-
-def _generated(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The greedy answer of transformers' own generate."""
-    ids = torch.tensor([list(prompt)])
-    mask = torch.ones_like(ids)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
-    )
-    return [int(token) for token in out[0, len(prompt) :]]
 
 
 def _group_of(node: Any, kind: str) -> int:

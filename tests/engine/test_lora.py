@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.engine import Engine
 from engine.errors import InvalidRequestError
 from engine.settings import EngineSettings
+from engine.testing import generate_greedily
 from engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
 from node.app import NodeServer
@@ -62,15 +63,7 @@ def merged(tiny_model: Callable[[str], Path], adapters: Mapping[str, str]) -> Ca
             for target in TARGETS:
                 down, up = (weights[f"base_model.model.{target}.lora_{part}.weight"] for part in "AB")
                 model.get_submodule(target).weight += ALPHA / RANK * up @ down
-        ids = torch.tensor([list(prompt)])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        return [int(token) for token in out[0, len(prompt) :]]
+        return generate_greedily(model, prompt, num_tokens)
 
     return answer
 

@@ -11,6 +11,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.settings import DEFAULT_MODEL, EngineSettings
+from engine.testing import generate_greedily
 from engine.types import GenerationRequest, SamplingParams
 from engine.weights import load_model, model_folder
 
@@ -51,15 +52,7 @@ def test_prompts_answered_together_are_answered_as_transformers_does(
             answers[output.request_id] += output.new_token_ids
     plain = load_model(model_folder(DEFAULT_MODEL), torch.float32, torch.device("cpu"), "sdpa")
     for text, prompt in prompts.items():
-        ids = torch.tensor([prompt])
-        whole = plain.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        assert answers[text] == whole[0, len(prompt) :].tolist(), text
+        assert answers[text] == generate_greedily(plain, prompt, NUM_TOKENS), text
     assert tokenizer.decode(answers[PROMPTS[0]]).startswith(" Paris")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.settings import EngineSettings
-from engine.testing import write_tiny_model
+from engine.testing import generate_greedily, write_tiny_model
 from engine.types import GenerationRequest, SamplingParams
 from engine.weights import load_model
 from kvferry.runner_mixin import state
@@ -98,14 +98,6 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
     def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
         device = torch.device("cuda")
         model: Any = load_model(tiny_model(family), torch.float32, device, "eager")
-        ids = torch.tensor([list(prompt)], device=device)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        return [int(token) for token in out[0, len(prompt) :]]
+        return generate_greedily(model, prompt, num_tokens)
 
     return answer

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 
-from routing.app import Router
-from routing.nodes import NodePool
+from routing.testing import routed
 
 EARLY = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_num_tokens": 40}
 DEADLINE_S = 10.0
@@ -81,31 +79,6 @@ def set_event() -> asyncio.Event:
     return ready
 
 
-@asynccontextmanager
-async def routed(prefill: Sequence[Any], decode: Sequence[Any]) -> AsyncIterator[TestClient[Any, Any]]:
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
-        pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
-        router = Router(*pools, overlap=True, silence_timeout_s=DEADLINE_S, check_interval_s=60)
-        client = await stack.enter_async_context(TestClient(TestServer(router.application())))
-        for pool in pools:
-            for node in pool.nodes:
-                node.mark_up()
-        yield client
-
-
-@asynccontextmanager
-async def _serving(node: Any) -> AsyncIterator[str]:
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", node.handle)
-    app.router.add_get("/health", health)
-    async with TestServer(app, handler_cancellation=True) as server:
-        yield str(server.make_url(""))
-
-
 async def ask(client: TestClient[Any, Any]) -> tuple[int, str]:
     async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 9}) as response:
         return response.status, await response.text()
@@ -123,7 +96,7 @@ def test_the_decode_begins_while_the_prefill_runs() -> None:
         decode = Decode()
         # The prefill ends only after the decode was asked.
         prefill = Prefill([EARLY_EVENT, event(finish=1), DONE], [set_event(), decode.asked])
-        async with routed([prefill], [decode]) as client:
+        async with routed([prefill], [decode], overlap=True) as client:
             assert (await ask(client))[0] == 200
             assert await lost_prefills(client) == 0
         wish = prefill.bodies[0]["kv_transfer_params"]
@@ -138,7 +111,7 @@ def test_a_prefill_that_says_nothing_early_is_waited_for() -> None:
     async def run() -> None:
         decode = Decode()
         prefill = Prefill([event(kv_transfer_params=None), event(kv_transfer_params=EARLY, finish=1), DONE])
-        async with routed([prefill], [decode]) as client:
+        async with routed([prefill], [decode], overlap=True) as client:
             await ask(client)
         assert decode.bodies[0]["kv_transfer_params"] == EARLY
 
@@ -153,7 +126,7 @@ def test_a_node_that_does_not_stream_is_understood() -> None:
         decode = Decode()
         prefill = Decode()
         prefill.handle = handle  # type: ignore[method-assign]
-        async with routed([prefill], [decode]) as client:
+        async with routed([prefill], [decode], overlap=True) as client:
             assert (await ask(client))[0] == 200
         assert decode.bodies[0]["kv_transfer_params"] == EARLY
 
@@ -172,7 +145,7 @@ def test_a_prefill_that_fails_is_replaced_before_its_offer_and_left_to_the_decod
         broken = Prefill(ending) if is_early else Prefill([EARLY_EVENT, *ending])
         broken.may_send = [set_event(), decode.asked]
         other = Prefill([EARLY_EVENT, DONE])
-        async with routed([broken, other], [decode]) as client:
+        async with routed([broken, other], [decode], overlap=True) as client:
             assert (await ask(client))[0] == 200
             assert await lost_prefills(client) == (0 if is_early else 1)
         assert (len(broken.bodies), len(other.bodies), len(decode.bodies)) == (1, int(is_early), 1)
@@ -186,7 +159,7 @@ def test_when_the_decode_node_is_gone_its_prefill_is_given_up_and_made_again() -
         never = asyncio.Event()
         first = Prefill([EARLY_EVENT, DONE], [set_event(), never])
         second = Prefill([EARLY_EVENT, DONE])
-        async with routed([first, second], [gone, other]) as client:
+        async with routed([first, second], [gone, other], overlap=True) as client:
             assert (await ask(client))[0] == 200
             await asyncio.wait_for(first.hung_up.wait(), DEADLINE_S)
         assert (len(gone.bodies), len(other.bodies), len(second.bodies)) == (1, 1, 1)
@@ -199,7 +172,7 @@ def test_a_client_that_hangs_up_ends_both() -> None:
         never = asyncio.Event()
         decode = Decode(may_answer=never)
         prefill = Prefill([EARLY_EVENT, DONE], [set_event(), never])
-        async with routed([prefill], [decode]) as client:
+        async with routed([prefill], [decode], overlap=True) as client:
             asking = asyncio.create_task(ask(client))
             await asyncio.wait_for(decode.asked.wait(), DEADLINE_S)
             asking.cancel()

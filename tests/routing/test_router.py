@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
-from routing.app import Router
-from routing.nodes import NodePool
+from routing.testing import routed
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -86,34 +83,6 @@ async def die_in_the_middle(request: web.Request) -> web.StreamResponse:
     await response.write(EVENTS[:40])
     await asyncio.sleep(0)
     return await die_at_once(request)
-
-
-@asynccontextmanager
-async def routed(
-    prefill: Sequence[FakeNode], decode: Sequence[FakeNode], *, overlap: bool = False
-) -> AsyncIterator[TestClient[Any, Any]]:
-    """A client of a router over these nodes, all of which it has found healthy."""
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
-        pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
-        router = Router(*pools, overlap=overlap, silence_timeout_s=10, check_interval_s=60)
-        client = await stack.enter_async_context(TestClient(TestServer(router.application())))
-        for pool in pools:
-            for node in pool.nodes:
-                node.mark_up()
-        yield client
-
-
-@asynccontextmanager
-async def _serving(node: FakeNode) -> AsyncIterator[str]:
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", node.handle)
-    app.router.add_get("/health", health)
-    async with TestServer(app) as server:
-        yield str(server.make_url(""))
 
 
 def ask(
