@@ -48,9 +48,8 @@ def _children() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    """Named shared memory that no stranger uses: other programs on the machine have theirs."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
-    return found and found - _mapped_by_strangers()
+    """All that has a name, other programs' too."""
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
 
 
 def _mapped_by_strangers() -> set[str]:
@@ -95,6 +94,12 @@ def _snapshot() -> set[str]:
     return set().union(*(guard() for guard in GUARDS))
 
 
+def _left_since(before: set[str]) -> set[str]:
+    """What is there now and was not before, but for what other programs made meanwhile."""
+    left = _snapshot() - before
+    return left and left - _mapped_by_strangers()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _resource_tracker() -> None:
     """Start multiprocessing's helper, which lives until the interpreter ends, before anyone counts."""
@@ -117,9 +122,9 @@ def nothing_is_left_behind(_resource_tracker: None) -> Iterator[None]:
     before = _snapshot()
     yield
     deadline = time.monotonic() + GRACE_S
-    left = _snapshot() - before
+    left = _left_since(before)
     while left and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-        left = _snapshot() - before
+        left = _left_since(before)
     assert not left, f"left behind: {sorted(left)}"
