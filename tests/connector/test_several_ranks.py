@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheTensor,
 )
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import Request, Step, engine_config
 from kvferry.connector.worker_half import new_epoch
 
@@ -29,6 +31,10 @@ CPU = torch.device("cpu")
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 4, 8, 32
 NUM_TOKENS = 21
 DEADLINE_S = 20.0
+PUSH = {"transfer": "push"}
+UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
+
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,28 @@ class Rank:
 
 
 class Node:
-    """An engine of several ranks in one process: their worker halves, one scheduler half, a block allocator."""
+    """An engine of several ranks in one process: their worker halves, one scheduler half, a block allocator.
 
-    def __init__(self, connector: str, shape: Shape) -> None:
+    Args:
+        options: Of the connector.
+        by_rank: More of them for single ranks.
+    """
+
+    def __init__(
+        self,
+        connector: str,
+        shape: Shape,
+        options: Mapping[str, Any] = {},
+        by_rank: Mapping[int, Options] = {},
+    ) -> None:
         self.shape = shape
+        self.options_of = lambda rank: {**options, **by_rank.get(rank, {})}
         self.epoch = new_epoch()
-        self.config = engine_config(connector, block_size=shape.block_size)
+        self.config = engine_config(
+            connector,
+            block_size=shape.block_size,
+            kv_connector_module_path="kvferry.connector.testing" if connector == "FaultyConnector" else "",
+        )
         model = replace(self.config.model, num_kv_heads=shape.num_heads, num_layers=NUM_LAYERS)
         self.config = replace(self.config, model=model)
         names = [f"layers.{layer}" for layer in range(NUM_LAYERS)]
@@ -97,12 +119,15 @@ class Node:
         )
         self.aggregator = KVOutputAggregator(len(self.ranks))
         self.done = KVConnectorOutput()
+        self.stats = KVConnectorStats()
         self.num_reports = 0
 
     def create(
         self, role: KVConnectorRole, config: KVCacheConfig, parallel: ParallelConfig
     ) -> KVConnectorBase:
-        return KVConnectorFactory.create_connector(replace(self.config, parallel=parallel), role, config)
+        transfer = replace(self.config.kv_transfer, kv_connector_extra_config=self.options_of(parallel.rank))
+        own = replace(self.config, parallel=parallel, kv_transfer=transfer)
+        return KVConnectorFactory.create_connector(own, role, config)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -121,10 +146,13 @@ class Node:
             output = KVConnectorOutput(sending or set(), recving or set())
             output.invalid_block_ids = rank.worker.get_block_ids_with_load_errors()
             output.load_errors = rank.worker.take_load_errors()
+            output.kv_connector_stats = rank.worker.get_kv_connector_stats()
             outputs.append(output)
             rank.worker.clear_connector_metadata()
         joined = self.aggregator.aggregate(outputs)
         self.scheduler.update_connector_output(joined)
+        if joined.kv_connector_stats is not None:
+            self.stats = self.stats.aggregate(joined.kv_connector_stats)
         self.num_reports += len(joined.finished_recving) + len(joined.finished_sending)
         self.done.finished_sending |= joined.finished_sending
         self.done.finished_recving |= joined.finished_recving
@@ -198,12 +226,18 @@ def random_tokens(shape: Shape) -> torch.Tensor:
     return torch.rand(size, generator=torch.Generator().manual_seed(1))
 
 
+class MakeNode(Protocol):
+    def __call__(
+        self, connector: str, shape: Shape, options: Options = ..., by_rank: Mapping[int, Options] = ...
+    ) -> Node: ...
+
+
 @pytest.fixture
-def make_node() -> Iterator[Callable[[str, Shape], Node]]:
+def make_node() -> Iterator[MakeNode]:
     with ExitStack() as stack:
 
-        def make(connector: str, shape: Shape) -> Node:
-            node = Node(connector, shape)
+        def make(*arguments: Any, **more: Any) -> Node:
+            node = Node(*arguments, **more)
             stack.callback(node.close)
             return node
 
@@ -228,15 +262,11 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("theirs", "ours"), PAIRS.values(), ids=PAIRS)
-@pytest.mark.parametrize("connector", ["inproc", "shm"])
-def test_every_head_of_every_token_arrives_once(
-    connector: str, theirs: Shape, ours: Shape, make_node: Callable[[str, Shape], Node]
-) -> None:
-    producer, consumer = make_node(connector, theirs), make_node(connector, ours)
-    tokens = random_tokens(theirs)
-    params = producer.prefill(tokens, [9, 1, 20, 4, 30, 5][: -(-NUM_TOKENS // theirs.block_size)])
-    blocks = [7, 3, 12, 2, 31, 8][: -(-NUM_TOKENS // ours.block_size)]
+def hand_over(producer: Node, consumer: Node) -> None:
+    """A prompt crosses; it is as a token by token oracle has it, and each side is told once."""
+    tokens = random_tokens(producer.shape)
+    params = producer.prefill(tokens, [9, 1, 20, 4, 30, 5][: -(-NUM_TOKENS // producer.shape.block_size)])
+    blocks = [7, 3, 12, 2, 31, 8][: -(-NUM_TOKENS // consumer.shape.block_size)]
     consumer.start_load(params, blocks)
     step_until(
         lambda: bool(consumer.done.finished_recving and producer.done.finished_sending), producer, consumer
@@ -246,10 +276,38 @@ def test_every_head_of_every_token_arrives_once(
     assert (producer.num_reports, consumer.num_reports) == (1, 1)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_load_fails_on_every_rank_when_one_of_the_producer_is_gone(
-    dead: int, make_node: Callable[[str, Shape], Node]
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("connector", ["inproc", "shm"])
+def test_every_head_of_every_token_arrives_once(
+    connector: str, theirs: Shape, ours: Shape, make_node: MakeNode
 ) -> None:
+    hand_over(make_node(connector, theirs), make_node(connector, ours))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("connector", ["inproc", "shm"])
+def test_every_rank_that_has_something_of_a_consumers_writes_it_there(
+    connector: str, theirs: Shape, ours: Shape, make_node: MakeNode
+) -> None:
+    consumer = make_node(connector, ours, PUSH)
+    hand_over(make_node(connector, theirs), consumer)
+    assert {record.mechanism[:5] for record in consumer.stats.transfers} == {"push/"}
+
+
+@pytest.mark.parametrize("pair", ["four-ranks-to-two", "stages-of-two-ranks-to-two", "latent-to-two"])
+@pytest.mark.parametrize("options", [{}, PUSH], ids=["pull", "push"])
+@pytest.mark.parametrize("connector", ["zeromq", UCX])
+def test_several_ranks_meet_over_a_network(
+    connector: str, options: Options, pair: str, make_node: MakeNode
+) -> None:
+    theirs, ours = PAIRS[pair]
+    consumer = make_node(connector, ours, options)
+    hand_over(make_node(connector, theirs), consumer)
+    assert {"push/" in record.mechanism for record in consumer.stats.transfers} == {options is PUSH}
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_load_fails_on_every_rank_when_one_of_the_producer_is_gone(dead: int, make_node: MakeNode) -> None:
     producer, consumer = make_node("shm", Shape(tp=2)), make_node("shm", Shape())
     params = producer.prefill(random_tokens(Shape()), [1, 2, 3, 4, 5, 6])
     producer.ranks[dead].worker.shutdown()
@@ -261,7 +319,29 @@ def test_a_load_fails_on_every_rank_when_one_of_the_producer_is_gone(
     assert (producer.num_reports, consumer.num_reports) == (1, 1)
 
 
-def test_heads_that_nobody_has_are_refused_by_name(make_node: Callable[[str, Shape], Node]) -> None:
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_while_it_writes_fails_the_load_once(dead: int, make_node: MakeNode) -> None:
+    stall = {"transport": {"faults": [{"kind": "stall"}]}}
+    producer = make_node("FaultyConnector", Shape(tp=2), by_rank={dead: stall})
+    consumer = make_node("FaultyConnector", Shape(), PUSH)
+    tokens, blocks = random_tokens(Shape()), [7, 3, 12, 2, 31, 8]
+    consumer.start_load(producer.prefill(tokens, [1, 2, 3, 4, 5, 6]), blocks)
+    step_until(lambda: consumer.holds(tokens, blocks), producer, consumer)
+    assert not consumer.done.finished_recving  # all is there, but one of the two has not said so
+    producer.ranks[dead].worker.shutdown()
+    step_until(lambda: bool(consumer.done.finished_recving), consumer)
+    assert "d" in consumer.done.load_errors
+    assert consumer.done.invalid_block_ids == set(blocks)
+    step_until(lambda: bool(producer.done.finished_sending), producer, consumer)
+    for rank in consumer.ranks:  # the blocks are the engine's again: nobody writes there any more
+        rank.caches.zero_()
+    for _ in range(3):
+        consumer.step()
+    assert not any(rank.caches.any() for rank in consumer.ranks)
+    assert (producer.num_reports, consumer.num_reports) == (1, 1)
+
+
+def test_heads_that_nobody_has_are_refused_by_name(make_node: MakeNode) -> None:
     producer, consumer = make_node("inproc", Shape(tp=2)), make_node("inproc", Shape())
     params = producer.prefill(random_tokens(Shape()), [1, 2, 3, 4, 5, 6])
     consumer.start_load(
@@ -272,7 +352,7 @@ def test_heads_that_nobody_has_are_refused_by_name(make_node: Callable[[str, Sha
 
 
 def test_an_unlike_number_of_heads_of_the_model_is_refused_by_name(
-    make_node: Callable[[str, Shape], Node],
+    make_node: MakeNode,
 ) -> None:
     producer = make_node("inproc", Shape(tp=2, num_heads=2))
     consumer = make_node("inproc", Shape())
