@@ -22,10 +22,26 @@ from kvferry.connector import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.testing import (
+    CacheShape,
+    ConnectorConformance,
+    ModelFreeNode,
+    Request,
+    engine_config,
+)
 from kvferry.transports.errors import ConfigurationError
 
 SHAPE = CacheShape(layout="per-layer")
+
+
+class TestAsAnyConnector(ConnectorConformance):
+    @pytest.fixture
+    def transfer(self, tmp_path: Path) -> dict[str, Any]:
+        return {
+            "kv_connector": "FileConnector",
+            "kv_connector_module_path": "custom_connector",
+            "kv_connector_extra_config": {"folder": str(tmp_path)},
+        }
 
 
 @contextmanager

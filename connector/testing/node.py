@@ -8,32 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
-from ..transports.registry import register_transport
-from .base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
-from .config import CacheConfig, EngineConfig, KVRole, KVTransferConfig, ModelConfig
-from .factory import KVConnectorFactory
-from .kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from .output import KVConnectorOutput
-from .p2p import PeerToPeerConnector
-from .stats import KVConnectorStats
+from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from ..config import CacheConfig, EngineConfig, KVRole, KVTransferConfig, ModelConfig
+from ..factory import KVConnectorFactory
+from ..kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from ..output import KVConnectorOutput
+from ..stats import KVConnectorStats
 
-__all__ = ["CacheShape", "FaultyConnector", "ModelFreeNode", "Request", "Step", "engine_config"]
+__all__ = ["CacheShape", "ModelFreeNode", "Request", "Step", "engine_config"]
 
 _POLL_S = 0.001
-
-
-register_transport("delayed", "kvferry.transports.testing.delays:DelayedTransport")
-register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport")
-
-
-class FaultyConnector(PeerToPeerConnector):
-    """Handoff over a transport that is late and goes wrong as its options say: see `transports.testing`."""
-
-    transport_scheme: ClassVar[str] = "faulty"
 
 
 @dataclass

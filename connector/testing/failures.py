@@ -1,0 +1,212 @@
+"""Half of the suite for connectors between nodes (see `suite`): what ends before its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ...transports.errors import InvalidTransferParamsError
+from .harness import UNIFORM, MakeNode, assert_whole, is_freed, load
+from .node import CacheShape, ModelFreeNode, Request
+
+__all__ = ["AbortPromises", "FailurePromises"]
+
+SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
+
+
+class FailurePromises:
+    """Peers that are gone, or are others: the load fails, in time and with the reason, and touches no block."""
+
+    def test_malformed_params_are_refused_when_the_request_comes(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        with pytest.raises(InvalidTransferParamsError) as caught:
+            consumer.scheduler.on_new_request(Request("d", 10, {**(params or {}), "remote_lease": "x"}))
+        assert caught.value.key == "remote_lease"
+
+    def test_a_lease_that_ran_out_is_stale(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(options=SHORT_LEASE), make_node()
+        _, params = producer.prefill("p", 10)
+        producer.step_until(is_freed(producer))
+        assert producer.stats.counters == {"offers_expired_total": 1}
+        producer.fill(range(1, 32), seed=66)  # the blocks are another request's now
+        before = consumer.contents(range(32))
+        request = Request("d", 10, params)
+        blocks = load(consumer, producer, request)
+        assert "the offer is over" in consumer.load_error("d")
+        assert consumer.invalid_block_ids == set(blocks)
+        assert torch.equal(consumer.contents(range(32)), before)
+        consumer.finish(request, blocks, "error")
+        assert_whole(producer)
+        assert_whole(consumer)
+
+    def test_a_claim_keeps_the_lease_alive(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(options=SHORT_LEASE), make_node(options=SHORT_LEASE)
+        offered, params = producer.prefill("p", 10, seed=7)
+        expected = producer.contents(offered)
+        request = Request("d", 10, params)
+        consumer.scheduler.on_new_request(request)
+        consumer.step()
+        with pytest.raises(TimeoutError):  # it queues for three leases
+            producer.step_until(is_freed(producer), consumer, timeout_s=0.6)
+        blocks, _ = consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
+        assert torch.equal(consumer.contents(blocks), expected)
+
+    def test_two_consumers_cannot_have_one_offer(self, make_node: MakeNode) -> None:
+        producer, first, second = make_node(), make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        first.scheduler.on_new_request(Request("d", 10, params))
+        first.step()
+        producer.step_until(lambda: len(producer.held) == 1, first)
+        load(
+            first, producer, Request("d2", 10, producer.prefill("p2", 10)[1])
+        )  # so the first claim has arrived
+        load(second, producer, Request("d", 10, params))
+        assert "claimed by another" in second.load_error("d")
+
+    def test_nobody_at_the_address(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        producer.worker.shutdown()
+        request = Request("d", 10, params)
+        consumer.scheduler.on_new_request(request)
+        blocks, _ = consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
+        assert consumer.load_error("d") != ""
+        assert consumer.invalid_block_ids == set(blocks)
+
+    def test_an_address_of_another_scheme(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        request = Request("d", 10, {**(params or {}), "remote_addresses": ["carrier-pigeon://7"]})
+        consumer.scheduler.on_new_request(request)
+        consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0)
+        assert "carrier-pigeon" in consumer.load_error("d")
+
+    def test_a_producer_that_shuts_down_is_told_at_once(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        producer.step()
+        request = Request("d", 10, params)
+        consumer.scheduler.on_new_request(request)
+        consumer.step()
+        producer.worker.shutdown()
+        consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, timeout_s=2)
+        assert consumer.load_error("d") != ""
+
+    def test_a_restarted_producer_is_another(self, make_node: MakeNode) -> None:
+        consumer = make_node()
+        first = make_node(engine_id="node-p")
+        _, stale = first.prefill("p", 10)
+        (address,) = (stale or {})["remote_addresses"]
+        first.step()
+        first.worker.shutdown()
+        second = make_node(engine_id="node-p", options={"address": address})
+        offered, fresh = second.prefill("p", 10, seed=8)
+        expected = second.contents(offered)
+        load(consumer, second, Request("d-stale", 10, stale))
+        assert "epoch" in consumer.load_error("d-stale") or "restart" in consumer.load_error("d-stale")
+        blocks = load(consumer, second, Request("d-fresh", 10, fresh))
+        assert torch.equal(consumer.contents(blocks), expected)
+
+    @pytest.mark.parametrize(
+        ("shape", "fields", "named"),
+        [
+            (replace(UNIFORM, block_size=6), {}, "block_size"),
+            (replace(UNIFORM, dtype=torch.bfloat16), {}, "cache_dtype"),
+            (replace(UNIFORM, num_layers=4), {}, "num_layers"),
+            (replace(UNIFORM, num_kv_heads=4), {}, "num_kv_heads"),
+            (replace(UNIFORM, head_size=16), {}, "head_size"),
+            (UNIFORM, {"model": "another"}, "model"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_a_node_that_is_not_alike_is_refused_by_name(
+        self, make_node: MakeNode, shape: CacheShape, fields: dict[str, Any], named: str
+    ) -> None:
+        producer, consumer = make_node(), make_node(shape, **fields)
+        _, params = producer.prefill("p", 10)
+        producer.step()
+        load(consumer, producer, Request("d", 10, params))
+        assert f"{named} differs" in consumer.load_error("d")
+
+    def test_a_lease_that_never_comes_is_waited_for_in_bounds(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(options={"early_claim_wait_s": 0.1}), make_node()
+        _, params = producer.prefill("p", 10)
+        load(consumer, producer, Request("d-bad", 10, {**(params or {}), "remote_lease": 2**40}))
+        assert "was not made in time" in consumer.load_error("d-bad")
+        offered, params = producer.prefill("p2", 10, seed=9)
+        expected = producer.contents(offered)
+        blocks = load(consumer, producer, Request("d-good", 10, params))
+        assert torch.equal(consumer.contents(blocks), expected)
+
+
+class AbortPromises:
+    """The consumer's client goes away; both sides are whole again."""
+
+    def nodes(self, make_node: MakeNode) -> tuple[ModelFreeNode, ModelFreeNode, Request]:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10)
+        request = Request("d", 10, params)
+        consumer.scheduler.on_new_request(request)
+        return producer, consumer, request
+
+    def assert_both_freed(self, producer: ModelFreeNode, consumer: ModelFreeNode) -> None:
+        producer.step_until(is_freed(producer), consumer, timeout_s=2)
+        assert_whole(producer)
+        assert_whole(consumer)
+        assert producer.num_reports("p", "sending") == 1
+        assert consumer.num_reports("d", "recving") <= 1
+
+    def test_before_anything_was_sent(self, make_node: MakeNode) -> None:
+        producer, consumer, request = self.nodes(make_node)
+        consumer.finish(request, [], "abort")
+        self.assert_both_freed(producer, consumer)
+
+    def test_before_the_producers_worker_half_knows_of_the_offer(self, make_node: MakeNode) -> None:
+        producer, consumer, request = self.nodes(make_node)
+        consumer.step()
+        consumer.finish(request, [], "abort")
+        consumer.step()
+        self.assert_both_freed(producer, consumer)
+
+    def test_while_claimed(self, make_node: MakeNode) -> None:
+        producer, consumer, request = self.nodes(make_node)
+        producer.step()
+        consumer.step()
+        consumer.finish(request, [], "abort")
+        self.assert_both_freed(producer, consumer)
+
+    @pytest.mark.parametrize("num_steps", [0, 1])
+    def test_while_loading(self, make_node: MakeNode, num_steps: int) -> None:
+        producer, consumer, request = self.nodes(make_node)
+        producer.step()
+        blocks, _ = consumer.start_load(request)
+        for _ in range(num_steps):
+            consumer.step()
+        request.finish_reason = "abort"
+        consumer.scheduler.request_finished(request, [blocks])
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
+        consumer.free_blocks += blocks  # an engine keeps them until the report
+        self.assert_both_freed(producer, consumer)
+
+    def test_after_loading(self, make_node: MakeNode) -> None:
+        producer, consumer, request = self.nodes(make_node)
+        blocks, _ = consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
+        consumer.finish(request, blocks, "abort")
+        self.assert_both_freed(producer, consumer)
+
+    def test_of_the_prefill_offers_nothing(self, make_node: MakeNode) -> None:
+        producer = make_node()
+        request = Request("p", 10, {"do_remote_decode": True}, 10)
+        producer.scheduler.on_new_request(request)
+        assert producer.finish(request, producer.allocate(10), "abort") is None
+        producer.step()
+        assert_whole(producer)
