@@ -172,10 +172,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    transfer = engine_config(vllm_config).kv_transfer
+    pool = kv_cache_config(config)
+    transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
     shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
-    return SchedulerSide(HandoffScheduler(transfer, kv_cache_config(config)), shared)
+    return SchedulerSide(HandoffScheduler(transfer, pool), shared)
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
@@ -186,9 +187,10 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
         new_epoch()
     )  # a start of the node is one start, whatever the number of ranks
     options = HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    pool = kv_cache_config(config)
     half = HandoffWorker(
-        engine_config(vllm_config, ranks.rank_in_group, epoch),
-        kv_cache_config(config),
+        engine_config(vllm_config, pool, ranks.rank_in_group, epoch),
+        pool,
         create_transport(options.transport, options.connector.transport),
         options.connector.address,
         options.connector.handoff,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -59,8 +59,13 @@ class HostOptions:
         return cls(transport, ConnectorOptions.from_mapping(rest))
 
 
-def engine_config(vllm_config: Any, tensor_parallel_rank: int = 0, epoch: int = 0) -> EngineConfig:
+def engine_config(
+    vllm_config: Any, pool: KVCacheConfig, tensor_parallel_rank: int = 0, epoch: int = 0
+) -> EngineConfig:
     """Translate the part of vLLM's configuration that a handoff depends on.
+
+    Args:
+        pool: Of one rank; all are alike.
 
     Raises:
         ConfigurationError: a request's cache would be spread over ranks in a way that is not supported.
@@ -74,7 +79,12 @@ def engine_config(vllm_config: Any, tensor_parallel_rank: int = 0, epoch: int = 
         if (size := getattr(parallel, key, 1)) != 1:
             raise ConfigurationError(f"{key}={size}: only 1 is supported", key=key, value=size)
     return EngineConfig(
-        model=ModelConfig(_model_name(model), _dtype_name(model.dtype), model.max_model_len),
+        model=ModelConfig(
+            _model_name(model),
+            _dtype_name(model.dtype),
+            model.max_model_len,
+            num_kv_heads=_num_kv_heads(model, parallel.tensor_parallel_size, pool),
+        ),
         cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
         parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank, epoch=epoch),
         kv_transfer=KVTransferConfig(
@@ -117,6 +127,23 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
 def _model_name(model: Any) -> str:
     revision = getattr(model, "revision", None)
     return f"{model.model}@{revision}" if revision else str(model.model)
+
+
+def _num_kv_heads(model: Any, num_ranks: int, pool: KVCacheConfig) -> int:
+    """KV heads of each layer of the whole model, as vLLM's model configuration has it; 0 where layers have others.
+
+    It tells ranks that keep one head between them from ranks that keep one each.
+    """
+    total: int = model.get_total_num_kv_heads() if hasattr(model, "get_total_num_kv_heads") else 0
+    here = {spec.num_kv_heads for spec in _attention_specs(pool)}
+    return total if here == {max(total // num_ranks, 1)} else 0
+
+
+def _attention_specs(pool: KVCacheConfig) -> Iterator[AttentionSpec]:
+    for group in pool.kv_cache_groups:
+        spec = group.kv_cache_spec
+        members = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+        yield from (member for member in members if isinstance(member, AttentionSpec))
 
 
 def _dtype_name(dtype: Any) -> str:

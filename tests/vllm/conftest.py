@@ -44,7 +44,8 @@ EXTRA = {
 }
 #: An engine takes half a minute to start on two idle cores.
 START_S = 240.0
-ANSWER_S = 60.0
+#: Ranks of one engine wait for each other by spinning: on cores that others use too, a token can take seconds.
+ANSWER_S = 180.0
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128
 MAX_NUM_SEQS = 4
@@ -310,6 +311,23 @@ def start_pair(start_node: Callable[..., Node]) -> Callable[..., Pair]:
         return Pair(prefill.wait_until_ready(), decode.wait_until_ready())
 
     return start
+
+
+@pytest.fixture(scope="module")
+def start_module_pair(start_node: Callable[..., Node]) -> Iterator[Callable[..., Pair]]:
+    """Start two nodes that end with the module.
+
+    What is said in `prefill` and `decode` is of one of them, the rest of both.
+    """
+    nodes: list[Node] = []
+
+    def start(prefill: Any = None, decode: Any = None, **arguments: Any) -> Pair:
+        nodes.extend(start_node(**arguments | (own or {})) for own in (prefill, decode))
+        return Pair(*(node.wait_until_ready() for node in nodes[-2:]))
+
+    yield start
+    for node in nodes:
+        node.close()
 
 
 @pytest.fixture(scope="session")

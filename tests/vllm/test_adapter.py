@@ -15,7 +15,7 @@ from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, K
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
-from kvferry.connector.vllm.config import HostOptions
+from kvferry.connector.vllm.config import HostOptions, engine_config
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.scheduler import SchedulerSide
 from kvferry.connector.vllm.sharing import SharedOffers
@@ -63,6 +63,33 @@ class TestOptions:
         with pytest.raises(ConfigurationError) as caught:
             HostOptions.from_mapping(mapping)
         assert caught.value.key == next(iter(mapping))
+
+
+class TestHeads:
+    """How many KV heads the whole model has, which a rank's own caches do not tell."""
+
+    @staticmethod
+    def _heads(total, num_ranks, *heads_by_layer):
+        specs = [FullAttentionSpec(16, num_heads, 8, torch.float32) for num_heads in heads_by_layer]
+        groups = tuple(KVCacheGroupSpec((f"layer {i}",), spec) for i, spec in enumerate(specs))
+        model = SimpleNamespace(model="m", dtype=torch.float32, max_model_len=64)
+        if total is not None:
+            model.get_total_num_kv_heads = lambda: total
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks),
+            model_config=model,
+            cache_config=SimpleNamespace(block_size=16),
+            kv_transfer_config=KVTransferConfig("KvferryConnector", "kv_both"),
+        )
+        return engine_config(vllm_config, KVCacheConfig(8, (), groups)).model.num_kv_heads
+
+    @pytest.mark.parametrize(("total", "num_ranks", "own"), [(8, 1, 8), (8, 4, 2), (2, 4, 1)])
+    def test_ranks_split_or_share_them(self, total, num_ranks, own):
+        assert self._heads(total, num_ranks, own, own) == total
+
+    def test_where_it_cannot_be_told_ranks_are_told_apart(self):
+        assert self._heads(8, 2, 4, 2) == 0
+        assert self._heads(None, 2, 4) == 0
 
 
 class TestPoolPlacement:

@@ -1,0 +1,37 @@
+"""Two ranks that keep the model's one KV head between them, and a node of one rank: each page is whole at either."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Workers that wait for each other by spinning can be slow to say that they live.
+PATIENCE = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
+
+
+@pytest.fixture(scope="module")
+def nodes(start_module_pair, tmp_path_factory):
+    """A node of two ranks, and one of one, of a model with one KV head."""
+    from engine.testing import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("one-head")
+    size = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
+    model = write_tiny_model(folder, num_key_value_heads=1, **size)
+    return start_module_pair(prefill=TWO_RANKS, model=model, extra=PATIENCE)
+
+
+@pytest.fixture(scope="module", params=["two to one", "one to two"])
+def running_pair(request, nodes):
+    if request.param == "two to one":
+        return nodes
+    return type(nodes)(nodes.decode, nodes.prefill, nodes.names)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 400])
+def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
+    tokens = prompt(num_tokens)
+    answer = pair.hand_over(tokens)
+    assert answer["reason"] == "length"
+    assert answer["tokens"] == pair.alone(tokens)
