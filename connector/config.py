@@ -18,6 +18,7 @@ __all__ = [
     "KVTransferConfig",
     "LoadFailurePolicy",
     "ModelConfig",
+    "PageOrder",
     "ParallelConfig",
     "RecurrentLayerConfig",
     "SchedulerConfig",
@@ -25,6 +26,8 @@ __all__ = [
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
+#: The order of tokens (N) and heads (H) inside a page, D being the elements of a head. The names are vLLM's.
+PageOrder = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class CacheConfig:
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random per process.
         num_blocks_override: Number of blocks whatever the memory; 0 means as many as fit.
         attention_backend: Name of the attention backend; `"auto"`: the best one for the device.
+        kv_cache_layout: The order inside a page: each token's heads together, or each head's tokens.
     """
 
     block_size: int = 16
@@ -119,6 +123,10 @@ class CacheConfig:
     hash_seed: str = ""
     num_blocks_override: int = 0
     attention_backend: str = "auto"
+    kv_cache_layout: PageOrder = "NHD"
+
+    def __post_init__(self) -> None:
+        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
 
 
 @dataclass(frozen=True)

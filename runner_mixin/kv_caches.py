@@ -138,7 +138,10 @@ def init_attn_backend(
     shared_layers = get_kv_sharing_layers(config)
     groups = add_kv_sharing_layers_to_kv_cache_groups(shared_layers, kv_cache_config.kv_cache_groups)
     backend = select_attention_backend(
-        device, _floating_dtype("dtype", config.model.dtype), config.cache.attention_backend
+        device,
+        _floating_dtype("dtype", config.model.dtype),
+        config.cache.attention_backend,
+        config.cache.kv_cache_layout,
     )
     attn_groups = [_attention_groups(index, group, backend) for index, group in enumerate(groups)]
     kernel_block_sizes = prepare_kernel_block_sizes(kv_cache_config, attn_groups)

@@ -148,6 +148,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
         ),
+            kv_cache_layout=settings.kv_cache_layout,
         parallel=ParallelConfig(num_ranks, epoch=new_epoch() if num_ranks > 1 else 0),
         kv_transfer=settings.kv_transfer,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
-from kvferry.connector.config import KVTransferConfig
+from kvferry.connector.config import KVTransferConfig, PageOrder
 from kvferry.transports.errors import ConfigurationError
 
 __all__ = ["DEFAULT_MODEL", "DTYPES", "EngineSettings", "Layout"]
@@ -28,6 +28,7 @@ class EngineSettings:
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         layout: `"uniform"` keeps one block of all layers in one run of bytes where connector and model admit
             it; `"per-layer"` has a buffer for each layer.
+        kv_cache_layout: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
         block_size: Tokens a block.
         num_blocks: Blocks of the pool, the null block included; 0: as many as `memory_utilization` allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
@@ -52,6 +53,7 @@ class EngineSettings:
     layout: Layout = "uniform"
     block_size: int = 16
     num_blocks: int = 0
+    kv_cache_layout: PageOrder = "NHD"
     memory_utilization: float = 0.1
     max_model_len: int = 0
     max_num_batched_tokens: int = 512
@@ -71,6 +73,7 @@ class EngineSettings:
         minima = {
             "block_size": 1,
             "num_blocks": 0,
+        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
             "max_model_len": 0,
             "max_num_batched_tokens": 1,
             "max_num_seqs": 1,

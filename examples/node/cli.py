@@ -174,6 +174,12 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         "--num-blocks",
         type=int,
         default=0,
+    group.add_argument(
+        "--kv-cache-layout",
+        choices=("NHD", "HND"),
+        default="NHD",
+        help="tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
+    )
         metavar="N",
         help="blocks of the pool; 0 is as many as --memory-utilization allows (default: 0)",
     )
@@ -233,6 +239,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=not options.no_prefix_caching,
+        kv_cache_layout=options.kv_cache_layout,
         hash_seed=options.hash_seed,
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,

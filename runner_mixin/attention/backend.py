@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from ...connector.config import PageOrder
     from ...connector.kv_cache_specs import KVCacheSpec
     from .metadata import AttentionMetadata, CommonAttentionMetadata
 
@@ -133,6 +134,11 @@ class AttentionBackend(ABC):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """The logical shape of one layer's cache, axis 0 being blocks."""
+
+    @staticmethod
+    def get_page_order() -> PageOrder:
+        """Whether a page has its tokens or its heads first in memory, as users choose it."""
+        return "NHD"
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:

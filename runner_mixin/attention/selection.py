@@ -11,12 +11,15 @@ from .backend import AttentionBackend
 if TYPE_CHECKING:
     import torch
 
+    from ...connector.config import PageOrder
+
 __all__ = ["attention_backend_names", "register_attention_backend", "select_attention_backend"]
 
 #: Name → `module:class`, best first. Loaded when asked for.
 _BACKENDS = {
     "FLASHINFER": "kvferry.runner_mixin.attention.flashinfer_backend:FlashInferBackend",
     "TORCH": "kvferry.runner_mixin.attention.torch_backend:TorchAttentionBackend",
+    "TORCH_HND": "kvferry.runner_mixin.attention.torch_backend:TorchHeadsFirstBackend",
 }
 
 
@@ -36,7 +39,7 @@ def register_attention_backend(name: str, path: str) -> None:
 
 
 def select_attention_backend(
-    device: torch.device, dtype: torch.dtype, name: str = "auto"
+    device: torch.device, dtype: torch.dtype, name: str = "auto", kv_cache_layout: PageOrder = "NHD"
 ) -> type[AttentionBackend]:
     """Choose a backend.
 
@@ -44,13 +47,14 @@ def select_attention_backend(
         device: Where the cache is.
         dtype: The model's, in which attention is computed.
         name: A backend's name in any case, or `"auto"`.
+        kv_cache_layout: How it is to keep its cache.
 
     Raises:
         ConfigurationError: no backend has this name, or its class cannot be loaded.
-        BackendUnavailableError: it cannot compute in `dtype` on `device`; says why.
+        BackendUnavailableError: it cannot compute in `dtype` on `device`, or keeps its cache otherwise; says why.
     """
     if name == "auto":
-        return _first_available(device, dtype)
+        return _first_available(device, dtype, kv_cache_layout)
     path = _BACKENDS.get(name) or _BACKENDS.get(name.upper())
     if path is None:
         raise ConfigurationError(
@@ -59,21 +63,32 @@ def select_attention_backend(
             value=name,
         )
     backend = _load(name, path)
-    reason = backend.get_unavailable_reason(device, dtype)
+    reason = _unavailable_reason(backend, device, dtype, kv_cache_layout)
     if reason:
         raise BackendUnavailableError(f"attention backend {name} cannot work on {device}: {reason}")
     return backend
 
 
-def _first_available(device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
+def _first_available(
+    device: torch.device, dtype: torch.dtype, kv_cache_layout: PageOrder
+) -> type[AttentionBackend]:
     reasons = []
     for name, path in _BACKENDS.items():
         backend = _load(name, path)
-        reason = backend.get_unavailable_reason(device, dtype)
+        reason = _unavailable_reason(backend, device, dtype, kv_cache_layout)
         if not reason:
             return backend
         reasons.append(f"{name}: {reason}")
     raise BackendUnavailableError(f"no attention backend works on {device}: {'; '.join(reasons)}")
+
+
+def _unavailable_reason(
+    backend: type[AttentionBackend], device: torch.device, dtype: torch.dtype, kv_cache_layout: PageOrder
+) -> str:
+    own_layout = backend.get_page_order()
+    if own_layout != kv_cache_layout:
+        return f"it keeps its cache as {own_layout}, not as {kv_cache_layout}"
+    return backend.get_unavailable_reason(device, dtype)
 
 
 def _load(name: str, path: str) -> type[AttentionBackend]:

@@ -12,7 +12,14 @@ from .paged import Tile, attend, make_tiles, write_kv_to_slots
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchAttentionBackend", "TorchAttentionMetadata", "TorchMetadataBuilder"]
+    from ...connector.config import PageOrder
+
+__all__ = [
+    "TorchAttentionBackend",
+    "TorchAttentionMetadata",
+    "TorchHeadsFirstBackend",
+    "TorchMetadataBuilder",
+]
 
 
 @dataclass(frozen=True)
@@ -85,3 +92,19 @@ class TorchAttentionBackend(AttentionBackend):
         if not isinstance(metadata, TorchAttentionMetadata):
             raise TypeError(f"the TORCH backend needs its own metadata, got {type(metadata).__name__}")
         return attend(query, kv_cache, metadata.tiles(params.look_back), params)
+
+
+class TorchHeadsFirstBackend(TorchAttentionBackend):
+    """The same, with each head's tokens next to each other in memory: `(…, num_kv_heads, block_size, head_size)`."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_HND"
+
+    @staticmethod
+    def get_page_order() -> PageOrder:
+        return "HND"
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2, 4, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)

@@ -33,6 +33,13 @@ def test_torch_is_chosen_on_a_cpu():
     assert select_attention_backend(CPU, torch.float32, "torch") is TorchAttentionBackend
 
 
+def test_the_order_inside_a_page_is_part_of_the_choice():
+    chosen = select_attention_backend(CPU, torch.float32, kv_cache_layout="HND")
+    assert (chosen.get_name(), chosen.get_page_order()) == ("TORCH_HND", "HND")
+    with pytest.raises(BackendUnavailableError, match="keeps its cache as NHD, not as HND"):
+        select_attention_backend(CPU, torch.float32, "TORCH", "HND")
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigurationError, match="FLASHINFER, TORCH") as caught:
         select_attention_backend(CPU, torch.float32, "FLASH")

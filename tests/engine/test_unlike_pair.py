@@ -1,0 +1,63 @@
+"""A prefill and a decode engine whose caches are laid out differently: the answer is the single node's all the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+NHD_UNIFORM_4 = {"kv_cache_layout": "NHD", "layout": "uniform", "block_size": 4}
+HND_UNIFORM_4 = {**NHD_UNIFORM_4, "kv_cache_layout": "HND"}
+HND_PER_LAYER_8 = {"kv_cache_layout": "HND", "layout": "per-layer", "block_size": 8}
+NHD_PER_LAYER_8 = {**HND_PER_LAYER_8, "kv_cache_layout": "NHD"}
+
+NUM_LAYERS, NUM_PARTS, NUM_HEADS, NUM_TOKENS = 3, 2, 2, 40
+#: What is one run of bytes on both sides: a token's vector of one head, or of several tokens or heads in a row.
+VECTORS = NUM_LAYERS * NUM_PARTS * NUM_HEADS * NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "transfer", "num_regions"),
+    [
+        (NHD_UNIFORM_4, HND_PER_LAYER_8, "pull", VECTORS),
+        (HND_PER_LAYER_8, NHD_UNIFORM_4, "push", VECTORS),
+        (HND_PER_LAYER_8, HND_UNIFORM_4, "pull", VECTORS // 4),
+        (NHD_UNIFORM_4, NHD_PER_LAYER_8, "push", VECTORS // 4 // NUM_HEADS),
+        (HND_UNIFORM_4, HND_UNIFORM_4, "pull", 1),
+    ],
+    ids=["4 NHD to 8 HND", "8 HND to 4 NHD", "8 to 4 HND", "4 to 8 NHD", "like HND"],
+)
+def test_the_answer_is_the_single_nodes(
+    producer: dict[str, Any],
+    consumer: dict[str, Any],
+    transfer: str,
+    num_regions: int,
+    make_node: Any,
+    drive: Any,
+    reference: Any,
+) -> None:
+    options = {"kv_connector_extra_config": {"transfer": transfer}}
+    prefill = make_node(connector="inproc", role="kv_producer", **producer)
+    decode = make_node(connector="inproc", role="kv_consumer", options=options, **consumer)
+    dice = random.Random(8)
+    for length in (NUM_TOKENS, 61):
+        name, prompt = f"of {length}", [dice.randrange(256) for _ in range(length)]
+        prefill.add(name, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        drive(prefill, until=lambda name=name: prefill.is_over(name))
+        params = prefill.last(name).kv_transfer_params
+        decode.add(name, prompt, max_tokens=20, kv_transfer_params=params)
+        drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+        assert decode.tokens(name) == reference("llama", prompt, 20)
+        assert decode.last(name).metrics.num_loaded_tokens == length
+    first = decode.last(f"of {NUM_TOKENS}").metrics.transfer
+    assert (first.num_regions, first.mechanism.startswith("push/")) == (num_regions, transfer == "push")
+    assert prefill.is_whole
+    assert decode.is_whole
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+def test_a_single_node_answers_alike_in_either_order(family: str, make_node: Any, reference: Any) -> None:
+    prompt = [(7919 * index) % 251 for index in range(70)]
+    node = make_node(family, kv_cache_layout="HND")
+    assert node.answer(prompt, max_tokens=12) == reference(family, prompt, 12)
