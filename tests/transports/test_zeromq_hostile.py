@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import select
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
     VersionMismatchError,
 )
-from kvferry.transports.testing import Link, World, pairs_of
+from kvferry.transports.testing import FlippingProxy, Link, World, pairs_of
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
@@ -424,52 +422,21 @@ class TestOwners:
         assert isinstance(owner.node.of_type(PeerLost)[0].error, ProtocolError)
 
 
-class FlippingProxy:
-    """Forwards a TCP connection, and flips one bit of what the server sends, at byte `at`."""
-
-    def __init__(self, port: int, at: int) -> None:
-        self._at = at
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._target = ("127.0.0.1", port)
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._listener, ExitStack() as stack:
-            client = stack.enter_context(self._listener.accept()[0])
-            server = stack.enter_context(socket.create_connection(self._target))
-            while True:
-                for source in select.select([client, server], [], [])[0]:
-                    if not (data := bytearray(source.recv(1 << 16))):
-                        return
-                    if source is server:
-                        if 0 <= self._at < len(data):
-                            data[self._at] ^= 1
-                        self._at -= len(data)
-                    (client if source is server else server).sendall(data)
-
-    def join(self) -> None:
-        self._thread.join()
-
-
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_flipped_bit_is_found_by_its_checksum(checksums: bool) -> None:
     with closing_world(checksums=checksums) as world:
         server, node = world.node(POOL_BYTES), world.node(POOL_BYTES)
         server.fill(1)
         server.transport.guards.set(HELD.index, HELD.value)
-        proxy = FlippingProxy(Address.parse(server.transport.listen("")).port, at=POOL_BYTES // 2)
-        peer_id = node.transport.start_connect(f"zeromq://127.0.0.1:{proxy.port}", timeout_s=20)
-        world.serve(lambda: bool(node.of_type(Connected)))
-        ended = world.read(Link(server, node, peer_id, 0), pairs_of((0, 0, POOL_BYTES)), HELD)
+        with FlippingProxy(Address.parse(server.transport.listen("")).port, at=POOL_BYTES // 2) as proxy:
+            peer_id = node.transport.start_connect(f"zeromq://127.0.0.1:{proxy.port}", timeout_s=20)
+            world.serve(lambda: bool(node.of_type(Connected)))
+            ended = world.read(Link(server, node, peer_id, 0), pairs_of((0, 0, POOL_BYTES)), HELD)
         num_wrong = int(np.count_nonzero(node.memory() != server.memory()))
         if checksums:
             assert isinstance(ended.error, ChecksumError)
         else:  # the test flips what it says it flips
             assert (ended.error, num_wrong) == (None, 1)
-        world.forget(node)
-        proxy.join()
 
 
 def test_a_stalled_reader_starves_nobody(raw: Raw, world: World) -> None:

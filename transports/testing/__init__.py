@@ -12,6 +12,16 @@ transport what it did.
 from __future__ import annotations
 
 from .harness import Link, Node, World, pairs_of, regions_of
+from .proxy import FlippingProxy
 from .suite import ReadConformance, TransportConformance
 
-__all__ = ["Link", "Node", "ReadConformance", "TransportConformance", "World", "pairs_of", "regions_of"]
+__all__ = [
+    "FlippingProxy",
+    "Link",
+    "Node",
+    "ReadConformance",
+    "TransportConformance",
+    "World",
+    "pairs_of",
+    "regions_of",
+]
