@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.transports import Connected, Guard, PeerLost, TransferEnded
 from kvferry.transports.errors import (
+    BackpressureError,
     ChecksumError,
     PeerLostError,
     PeerRefusedError,
@@ -309,6 +310,19 @@ class TestReaders:
             client.send_multipart([fetch.head(), fetch.body()])
         world.serve(lambda: bool(server.of_type(PeerLost)))
         still_serves(world, address)
+
+
+    def test_a_peer_that_takes_no_message_is_dropped_in_time(self, raw: Raw) -> None:
+        """What waits for it is bounded, and so is for how long it waits."""
+        with closing_world(peer_timeout_s=0.5) as world:
+            server = world.node(POOL_BYTES)
+            client = raw.dial(server.transport.listen(""), rcvhwm=1)
+            client.send_multipart(greeting())
+            world.serve(lambda: bool(server.of_type(Connected)))
+            with pytest.raises(BackpressureError):
+                for _ in range(256):
+                    server.transport.send(server.of_type(Connected)[0].peer_id, bytes(1 << 20))
+            world.serve(lambda: bool(server.of_type(PeerLost)))
 
 
 class Owner:
