@@ -24,7 +24,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
     VersionMismatchError,
 )
-from kvferry.transports.testing import FlippingProxy, Link, World, pairs_of
+from kvferry.transports.testing import FlippingProxy, Link, Node, World, pairs_of
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
@@ -311,7 +311,6 @@ class TestReaders:
         world.serve(lambda: bool(server.of_type(PeerLost)))
         still_serves(world, address)
 
-
     def test_a_peer_that_takes_no_message_is_dropped_in_time(self, raw: Raw) -> None:
         """What waits for it is bounded, and so is for how long it waits."""
         with closing_world(peer_timeout_s=0.5) as world:
@@ -320,9 +319,13 @@ class TestReaders:
             client.send_multipart(greeting())
             world.serve(lambda: bool(server.of_type(Connected)))
             with pytest.raises(BackpressureError):
-                for _ in range(256):
-                    server.transport.send(server.of_type(Connected)[0].peer_id, bytes(1 << 20))
+                send_for_ever(server, server.of_type(Connected)[0].peer_id)
             world.serve(lambda: bool(server.of_type(PeerLost)))
+
+
+def send_for_ever(node: Node, peer_id: int) -> None:
+    while True:
+        node.transport.send(peer_id, bytes(1 << 20))
 
 
 class Owner:
