@@ -1,0 +1,74 @@
+"""Two nodes whose caches are laid out differently hand over both ways, by either way of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from demo.launcher import Launcher, Spawn
+from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TEXT = "A ferry takes what others have packed; it does not open the boxes. " * 4
+SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform", "--kv-cache-layout", "NHD")
+LARGE_BLOCKS = ("--block-size", "32", "--layout", "per-layer", "--kv-cache-layout", "HND")
+MODELS = {
+    "tiny": ("--threads", "1", "--num-blocks", "128"),
+    "smollm2": ("--dtype", "float32", "--num-blocks", "128"),
+}
+#: Layers, keys and values, heads: so many vectors has a token, and each goes to a place of its own.
+VECTORS_PER_TOKEN = {"tiny": 3 * 2 * 2, "smollm2": 30 * 2 * 3}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def way(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    spawn: Spawn, model: str, tiny_model: Any, transport: str, way: str
+) -> Iterator[tuple[Client, Client]]:
+    """One of small blocks with tokens first, uniform, and one of large blocks with heads first, per layer."""
+    arguments = [*MODELS[model], "--connector", transport, "--connector-option", f"transfer={way}"]
+    arguments += ["--no-prefix-caching", "--max-num-batched-tokens", "64", "--log-level", "warning"]
+    if model == "tiny":
+        arguments += ["--model", str(tiny_model)]
+    with Launcher(spawn) as launcher:
+        started = [
+            launcher.start_node(name, "both", *arguments, *shape)
+            for name, shape in (("small", SMALL_BLOCKS), ("large", LARGE_BLOCKS))
+        ]
+        launcher.wait_ready(started, 110)
+        small, large = map(Client, started)
+        yield small, large
+
+
+def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model: str, way: str) -> None:
+    small, large = nodes
+    expected = ask(small, TEXT).token_ids
+    for prefill, decode, layout in ((small, large, "per-layer"), (large, small, "uniform")):
+        offer = ask(prefill, TEXT, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+        reply = ask(decode, TEXT, kv_transfer_params=offer.body["kv_transfer_params"])
+        assert reply.token_ids == expected
+        transfer, metrics = reply.transfer, reply.body["metrics"]
+        assert (transfer["error"], transfer["layout"]) == ("", layout)
+        assert transfer["mechanism"].startswith("push/") == (way == "push")
+        assert metrics["num_loaded_tokens"] == metrics["num_prompt_tokens"] > 32
+        assert transfer["num_regions"] == metrics["num_prompt_tokens"] * VECTORS_PER_TOKEN[model]
+        for node in nodes:
+            wait_until(node.is_whole)
+
+
+def ask(node: Client, prompt: str | Sequence[int], **fields: Any) -> Any:
+    return node.complete(prompt, **{"max_tokens": 8, **fields})
