@@ -16,6 +16,9 @@ __all__ = ["AbortPromises", "FailurePromises"]
 
 SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
 
+#: Without a deadline of the protocol: all of those are longer.
+AT_ONCE_S = 8.0
+
 
 class FailurePromises:
     """Peers that are gone, or are others: the load fails, in time and with the reason, and touches no block."""
@@ -97,7 +100,7 @@ class FailurePromises:
         consumer.step()
         producer.worker.shutdown()
         consumer.start_load(request)
-        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, timeout_s=2)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, timeout_s=AT_ONCE_S)
         assert consumer.load_error("d") != ""
 
     def test_a_restarted_producer_is_another(self, make_node: MakeNode) -> None:
@@ -158,7 +161,7 @@ class AbortPromises:
         return producer, consumer, request
 
     def assert_both_freed(self, producer: ModelFreeNode, consumer: ModelFreeNode) -> None:
-        producer.step_until(is_freed(producer), consumer, timeout_s=2)
+        producer.step_until(is_freed(producer), consumer, timeout_s=AT_ONCE_S)
         assert_whole(producer)
         assert_whole(consumer)
         assert producer.num_reports("p", "sending") == 1

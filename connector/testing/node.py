@@ -227,7 +227,7 @@ class ModelFreeNode:
 
     # -- what came of it -----------------------------------------------------------------------------
 
-    def step_until(self, done: Callable[[], bool], *others: ModelFreeNode, timeout_s: float = 10.0) -> None:
+    def step_until(self, done: Callable[[], bool], *others: ModelFreeNode, timeout_s: float = 20.0) -> None:
         """Step, and step other nodes of this process with it, until something holds.
 
         Raises:

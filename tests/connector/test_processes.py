@@ -233,7 +233,7 @@ class TestOtherDeaths:
                 assert other.ask("load", "d2", 5, params) == ""  # so the claim before it has arrived
                 producer.step_until(lambda: list(producer.held) == ["p"])
                 other.kill()
-                producer.step_until(lambda: not producer.held, timeout_s=2)
+                producer.step_until(lambda: not producer.held, timeout_s=8)  # its lease is 30 s
             assert_whole(producer)
             assert producer.stats.counters["offers_aborted_total"] == 1
 
