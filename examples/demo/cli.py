@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from engine.settings import DEFAULT_MODEL, DTYPES
@@ -27,6 +28,12 @@ DEFAULT_PROMPTS = (
     ),
 )
 
+#: How a node can be spread over worker processes, and what the number says.
+SPREADS = {
+    "tensor": "processes over which each layer is spread",
+    "pipeline": "stages over which the layers are spread",
+}
+
 
 @dataclass(frozen=True)
 class DemoOptions:
@@ -37,7 +44,7 @@ class DemoOptions:
         json_path: Where the records go; None: nowhere.
         concurrency: Prompts that are asked at once.
         pair_arguments: Options of prefill and decode node about the connector.
-        num_ranks: Worker processes of prefill and of decode node.
+        spreads: Options of prefill and of decode node about their worker processes.
         router_arguments: Options of the router.
         node_arguments: Options of every node.
     """
@@ -51,7 +58,7 @@ class DemoOptions:
     concurrency: int
     start_timeout_s: float
     pair_arguments: tuple[str, ...]
-    num_ranks: tuple[int, int]
+    spreads: tuple[tuple[str, ...], tuple[str, ...]]
     router_arguments: tuple[str, ...]
     node_arguments: tuple[str, ...]
 
@@ -78,7 +85,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
         pair_arguments=_pair_arguments(options),
-        num_ranks=(options.prefill_tensor_parallel_size, options.decode_tensor_parallel_size),
+        spreads=(_spread(options, "prefill"), _spread(options, "decode")),
         router_arguments=("--overlap",) if options.overlap else (),
         node_arguments=_node_arguments(options),
     )
@@ -168,13 +175,13 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    for role in ("prefill", "decode"):
+    for role, (kind, what) in product(("prefill", "decode"), SPREADS.items()):
         group.add_argument(
-            f"--{role}-tensor-parallel-size",
+            f"--{role}-{kind}-parallel-size",
             type=int,
             default=1,
             metavar="N",
-            help=f"worker processes of the {role} node (default: 1, none)",
+            help=f"{role} node: {what} (default: 1)",
         )
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
     group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
@@ -202,6 +209,11 @@ def _pair_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     for pair in options.connector_option:
         result += ["--connector-option", pair]
     return tuple(result)
+
+
+def _spread(options: argparse.Namespace, role: str) -> tuple[str, ...]:
+    sizes = {kind: getattr(options, f"{role}_{kind}_parallel_size") for kind in SPREADS}
+    return tuple(word for kind, size in sizes.items() for word in (f"--{kind}-parallel-size", str(size)))
 
 
 def _node_arguments(options: argparse.Namespace) -> tuple[str, ...]:

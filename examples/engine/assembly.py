@@ -26,6 +26,7 @@ from .lora import adapters_identity, install_adapters
 from .memory import plan_pool
 from .parallel.executor import MultiProcessExecutor
 from .parallel.sharding import layers_of_rank, require_divisible
+from .parallel.stages import require_stages
 from .recurrent import recurrent_layers
 from .request import BlockHasher
 from .scheduler import Scheduler
@@ -73,6 +74,8 @@ def assemble(settings: EngineSettings) -> Parts:
     model = describe_model(model_folder(settings.model))
     if settings.tensor_parallel_size > 1:
         require_divisible(model.text_config, settings.tensor_parallel_size)
+    if settings.pipeline_parallel_size > 1:
+        require_stages(model.text_config, settings.pipeline_parallel_size)
     with ExitStack() as resources:
         config, pool, executor = _start(settings, model, _engine_config(settings, model, dtype), device)
         resources.callback(executor.close)
@@ -100,7 +103,7 @@ def _start(
 ) -> tuple[EngineConfig, KVCacheConfig, Executor]:
     """Plan the pool and load the model, here or in worker processes."""
     may_shorten = settings.max_model_len == 0
-    if settings.tensor_parallel_size == 1:
+    if settings.num_workers == 1:
         dtype = getattr(torch, config.model.dtype)
         # Before the pool is planned: what the weights need is not free.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
@@ -126,7 +129,7 @@ def _scheduler_half(
 
 
 def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: torch.dtype) -> EngineConfig:
-    num_ranks = settings.tensor_parallel_size
+    stage_size = settings.tensor_parallel_size
     layers = attention_layers(model.text_config)
     num_kv_heads = {layer.num_kv_heads for layer in layers}
     return EngineConfig(
@@ -134,22 +137,27 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             model=model.identity + adapters_identity(settings.lora_modules),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
-            layers=layers_of_rank(layers, num_ranks),
+            layers=layers_of_rank(layers, stage_size),
             recurrent_layers=recurrent_layers(model.config, dtype),
             num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
-            memory_utilization=settings.memory_utilization / num_ranks,  # they share one machine's memory
+            # The ranks share one machine's memory; the stages together have one pool, as a single one would.
+            memory_utilization=settings.memory_utilization / stage_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             hash_seed=settings.hash_seed,
             num_blocks_override=settings.num_blocks,
+            kv_cache_layout=settings.kv_cache_layout,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
         ),
-            kv_cache_layout=settings.kv_cache_layout,
-        parallel=ParallelConfig(num_ranks, epoch=new_epoch() if num_ranks > 1 else 0),
+        parallel=ParallelConfig(
+            settings.tensor_parallel_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
+            epoch=new_epoch() if settings.num_workers > 1 else 0,
+        ),
         kv_transfer=settings.kv_transfer,
     )
 

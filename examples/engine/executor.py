@@ -98,4 +98,4 @@ def _own_handshake_metadata(config: EngineConfig) -> Mapping[int, KVConnectorHan
     if config.kv_transfer is None:
         return {}
     metadata = state.get_kv_transfer_group().get_handshake_metadata()
-    return {} if metadata is None else {config.parallel.tensor_parallel_rank: metadata}
+    return {} if metadata is None else {config.parallel.rank: metadata}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
@@ -127,7 +129,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             tokens = iter(self._forward(inputs, self._embedded(plan, inputs)))
         return ModelRunnerOutput(
             req_ids=tuple(item.request.request_id for item in plan.scheduled),
-            sampled_token_ids=tuple((next(tokens),) if item.yields_token else () for item in plan.scheduled),
+            sampled_token_ids=tuple(tuple(islice(tokens, item.yields_token)) for item in plan.scheduled),
             kv_connector_output=report,
         )
 
@@ -145,12 +147,16 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> list[int]:
-        """Compute the step's tokens, or vectors; returns the next token of each request that yields one."""
+        """Compute the step's tokens, or vectors; returns the next token of each request that yields one.
+
+        Stages before the last hand on what they computed, and return nothing.
+        """
+        is_last = self.config.parallel.is_last_stage
         result = self._model(
             input_ids=inputs.input_ids if embedded is None else None,
             inputs_embeds=embedded,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=inputs.logits_indices,
+            logits_to_keep=inputs.logits_indices if is_last else inputs.logits_indices[:0],
         )
-        return sample(result.logits[0], inputs.samplers) if inputs.samplers else []
+        return sample(result.logits[0], inputs.samplers) if is_last and inputs.samplers else []

@@ -38,7 +38,9 @@ class EngineSettings:
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random.
         num_threads: Threads of PyTorch, in each process; 0: its own choice.
-        tensor_parallel_size: Worker processes over which the model is spread; 1: it runs in this process.
+        tensor_parallel_size: Worker processes over which each layer is spread; 1: none.
+        pipeline_parallel_size: Stages over which the layers are spread, each of `tensor_parallel_size` worker processes;
+            with 1 of either, the model runs in this process.
         lora_modules: Name → folder of each LoRA adapter that requests can choose.
         kv_transfer: The connector and its options; None on a node that hands nothing over.
 
@@ -51,9 +53,9 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "cpu"
     layout: Layout = "uniform"
+    kv_cache_layout: PageOrder = "NHD"
     block_size: int = 16
     num_blocks: int = 0
-    kv_cache_layout: PageOrder = "NHD"
     memory_utilization: float = 0.1
     max_model_len: int = 0
     max_num_batched_tokens: int = 512
@@ -62,6 +64,7 @@ class EngineSettings:
     hash_seed: str = ""
     num_threads: int = 0
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     kv_transfer: KVTransferConfig | None = None
 
@@ -70,15 +73,16 @@ class EngineSettings:
             raise ConfigurationError("model is empty", key="model", value=self.model)
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("layout", self.layout, get_args(Layout))
+        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
         minima = {
             "block_size": 1,
             "num_blocks": 0,
-        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
             "max_model_len": 0,
             "max_num_batched_tokens": 1,
             "max_num_seqs": 1,
             "num_threads": 0,
             "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
         }
         for setting in fields(self):
             if setting.name in minima:
@@ -101,19 +105,25 @@ class EngineSettings:
                 value=self.max_num_batched_tokens,
             )
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes over which the model is spread; 1: it runs in this process."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def _require_cpu_for_workers(self) -> None:
-        if self.tensor_parallel_size > 1 and self.device != "cpu":
-            raise ConfigurationError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is for the CPU, not for device={self.device!r}",
-                key="tensor_parallel_size",
-                value=self.tensor_parallel_size,
-            )
+        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+            value = getattr(self, key)
+            if value > 1 and self.device != "cpu":
+                raise ConfigurationError(
+                    f"{key}={value} is for the CPU, not for device={self.device!r}", key=key, value=value
+                )
 
     def _check_adapters(self) -> None:
-        if self.lora_modules and self.tensor_parallel_size > 1:
+        if self.lora_modules and self.num_workers > 1:
             raise ConfigurationError(
-                f"lora_modules: a model spread over tensor_parallel_size={self.tensor_parallel_size} processes has no "
-                "adapters in this engine",
+                f"lora_modules: a model spread over {self.num_workers} processes (tensor_parallel_size="
+                f"{self.tensor_parallel_size}, pipeline_parallel_size={self.pipeline_parallel_size}) has no adapters "
+                "in this engine",
                 key="lora_modules",
             )
         taken = {"", self.model, self.served_model_name}

@@ -156,7 +156,14 @@ def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="worker processes over which the model is spread, on the CPU (default: 1, none)",
+        help="worker processes over which each layer is spread, on the CPU (default: 1, none)",
+    )
+    group.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages over which the layers are spread, each of as many worker processes (default: 1, none)",
     )
 
 
@@ -168,18 +175,18 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
     )
     group.add_argument(
+        "--kv-cache-layout",
+        choices=("NHD", "HND"),
+        default="NHD",
+        help="tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
+    )
+    group.add_argument(
         "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
     )
     group.add_argument(
         "--num-blocks",
         type=int,
         default=0,
-    group.add_argument(
-        "--kv-cache-layout",
-        choices=("NHD", "HND"),
-        default="NHD",
-        help="tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
-    )
         metavar="N",
         help="blocks of the pool; 0 is as many as --memory-utilization allows (default: 0)",
     )
@@ -232,6 +239,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         dtype=options.dtype,
         device=options.device,
         layout=options.layout,
+        kv_cache_layout=options.kv_cache_layout,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         memory_utilization=options.memory_utilization,
@@ -239,10 +247,10 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=not options.no_prefix_caching,
-        kv_cache_layout=options.kv_cache_layout,
         hash_seed=options.hash_seed,
         num_threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
         lora_modules=dict(options.lora_modules),
         kv_transfer=kv_transfer,
     )

@@ -50,6 +50,15 @@ def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
     assert spread.is_whole
 
 
+def hand_over(drive: Any, producer: Any, consumer: Any, name: str, prompt: Sequence[int]) -> None:
+    """Prefill on one node and decode nine tokens on the other; afterwards both have all their blocks."""
+    producer.add(name, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    drive(producer, until=lambda: producer.is_over(name))
+    consumer.add(name, prompt, max_tokens=9, kv_transfer_params=producer.last(name).kv_transfer_params)
+    drive(producer, consumer, until=lambda: consumer.is_over(name))
+    drive(producer, consumer, until=lambda: producer.is_whole and consumer.is_whole)
+
+
 @pytest.mark.parametrize(
     ("block_size", "layout"), [(4, "uniform"), (8, "per-layer"), (2, "uniform")], ids=str
 )
@@ -61,16 +70,33 @@ def test_a_prompt_crosses_between_two_ranks_and_one(
     producer, consumer = (single, spread) if splits else (spread, single)
     # Not a whole number of blocks, several chunks, and unknown to either's prefix cache.
     name, prompt = f"{block_size}-{splits}", [100 * splits + block_size, *range(7, 50)]
-    producer.add(name, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-    drive(producer, until=lambda: producer.is_over(name))
-    params = producer.last(name).kv_transfer_params
-    consumer.add(name, prompt, max_tokens=9, kv_transfer_params=params)
-    drive(producer, consumer, until=lambda: consumer.is_over(name))
+    hand_over(drive, producer, consumer, name, prompt)
     last = consumer.last(name)
     assert consumer.tokens(name) == reference("llama", prompt, 9)
     assert (last.metrics.num_loaded_tokens, last.metrics.transfer.error) == (len(prompt), "")
     assert last.metrics.transfer.num_bytes == len(prompt) * BYTES_A_TOKEN
-    drive(producer, consumer, until=lambda: producer.is_whole and consumer.is_whole)
+
+
+def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
+    make_node: Any, drive: Any, reference: Any
+) -> None:
+    spread = make_node(
+        "gemma2",
+        connector="shm",
+        role="kv_both",
+        num_threads=1,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+    )
+    push = {"kv_connector_extra_config": {"transfer": "push"}}
+    single = make_node("gemma2", connector="shm", role="kv_both", block_size=8, options=push)
+    for index, prompt in enumerate(PROMPTS):
+        assert spread.answer(prompt, max_tokens=9) == reference("gemma2", prompt, 9), index
+    for name, producer, consumer in (("a", spread, single), ("b", single, spread)):
+        prompt = [ord(name), *range(7, 50)]
+        hand_over(drive, producer, consumer, name, prompt)
+        assert consumer.tokens(name) == reference("gemma2", prompt, 9)
+        assert consumer.last(name).metrics.transfer.error == ""
 
 
 def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:

@@ -41,8 +41,9 @@ class MultiProcessExecutor:
     """
 
     def __init__(self, config: EngineConfig, model_folder: Path, layout: Layout, num_threads: int) -> None:
-        num_ranks = config.parallel.tensor_parallel_size
+        num_ranks = config.parallel.world_size
         threads = num_threads or max(1, (os.cpu_count() or 1) // num_ranks)
+        self._stage_size = config.parallel.tensor_parallel_size
         self._sender = StepSender()
         self._reports = KVOutputAggregator(num_ranks)
         self._group = WorkerGroup(num_ranks)
@@ -66,8 +67,8 @@ class MultiProcessExecutor:
         step = self._sender.step(plan)
         replies = self._group.ask([step] * len(self._group.workers), StepDone, STEP_TIMEOUT_S)
         report = self._reports.aggregate([reply.output.kv_connector_output for reply in replies])
-        # All ranks computed the same logits; the first one's draw counts where tokens are drawn.
-        return replace(replies[0].output, kv_connector_output=report)
+        # All ranks of the last stage computed the same logits; the first one's draw counts where tokens are drawn.
+        return replace(replies[-self._stage_size].output, kv_connector_output=report)
 
     def check(self) -> None:
         self._group.check()
@@ -77,4 +78,6 @@ class MultiProcessExecutor:
 
 
 def _config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    return replace(config, parallel=replace(config.parallel, tensor_parallel_rank=rank))
+    stage, rank_of_stage = divmod(rank, config.parallel.tensor_parallel_size)
+    parallel = replace(config.parallel, tensor_parallel_rank=rank_of_stage, pipeline_parallel_rank=stage)
+    return replace(config, parallel=parallel)

@@ -23,7 +23,7 @@ class Start:
     """Load your part of the model.
 
     Attributes:
-        config: With this worker's rank, its part of the layers, and the number of blocks settled.
+        config: With this worker's rank, its part of each layer, and the number of blocks settled.
         folder: The model's.
         num_threads: Threads of PyTorch.
     """

@@ -60,10 +60,15 @@ def layers_of_rank(
     return tuple(replace(layer, num_kv_heads=max(1, layer.num_kv_heads // num_ranks)) for layer in layers)
 
 
-def shard(model: PreTrainedModel, rank: int, num_ranks: int) -> None:
+def shard(
+    model: PreTrainedModel, rank: int, num_ranks: int, group: torch.distributed.ProcessGroup | None = None
+) -> None:
     """Cut a model down to the part of one rank, in place. Its forward then needs all ranks.
 
     Ranks that are more than the key/value heads share them: neighbours keep the same one.
+
+    Args:
+        group: Of these ranks; None: all that there are.
     """
     config = model.config.get_text_config(decoder=True)
     plan = _plan_of(config)
@@ -76,7 +81,7 @@ def shard(model: PreTrainedModel, rank: int, num_ranks: int) -> None:
             _keep_outputs(module, _share(module.out_features, num_units, rank, num_ranks))
         elif style == _BY_INPUTS:
             share = _share(module.in_features, num_ranks, rank, num_ranks)
-            model.set_submodule(name, _SummedLinear(module.weight[:, share].clone(), module.bias))
+            model.set_submodule(name, _SummedLinear(module.weight[:, share].clone(), module.bias, group))
 
 
 def _plan_of(config: PretrainedConfig) -> Mapping[str, str]:
@@ -128,15 +133,22 @@ class _SummedLinear(torch.nn.Module):
     Args:
         weight: `(num_outputs, num_inputs of this rank)`.
         bias: `(num_outputs,)`, added once.
+        group: Of the ranks.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: torch.distributed.ProcessGroup | None,
+    ) -> None:
         super().__init__()
+        self._group = group
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self._bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """From `(…, num_inputs of this rank)` to `(…, num_outputs)`, the same on all ranks."""
         outputs = torch.nn.functional.linear(inputs, self.weight)
-        torch.distributed.all_reduce(outputs)
+        torch.distributed.all_reduce(outputs, group=self._group)
         return outputs if self._bias is None else outputs + self._bias

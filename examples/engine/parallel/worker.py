@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 
 from kvferry.connector.base import KVConnectorHandshakeMetadata
+from kvferry.connector.config import ParallelConfig
 from kvferry.runner_mixin import state
 
 from ..attention import IMPLEMENTATION
@@ -28,6 +29,7 @@ from ..weights import load_model
 from .channel import Channel
 from .messages import Failed, Ready, Start, Step, StepDone
 from .sharding import shard
+from .stages import cut_to_stage, layers_of_stage, part_of_stage
 from .steps import StepMirror
 
 __all__ = ["main"]
@@ -99,28 +101,38 @@ def _start(start: object, rendezvous_fd: int, resources: ExitStack) -> ModelRunn
 
 
 def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner:
-    rank, num_ranks = start.config.parallel.tensor_parallel_rank, start.config.parallel.tensor_parallel_size
-    logging.basicConfig(format=f"%(asctime)s worker {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    parallel = start.config.parallel
+    logging.basicConfig(
+        format=f"%(asctime)s worker {parallel.rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
     torch.set_num_threads(start.num_threads)
     dtype = getattr(torch, start.config.model.dtype)
     model = load_model(Path(start.folder), dtype, torch.device("cpu"), IMPLEMENTATION)
-    shard(model, rank, num_ranks)
-    _meet(rank, num_ranks, rendezvous_fd)
-    config, pool = plan_pool(start.config, model.device, may_shorten=False)
+    kept = layers_of_stage(model.config.get_text_config(decoder=True).num_hidden_layers, parallel)
+    cut_to_stage(model, kept, parallel)
+    stage = _meet(parallel, rendezvous_fd)
+    if parallel.tensor_parallel_size > 1:
+        shard(model, parallel.tensor_parallel_rank, parallel.tensor_parallel_size, stage)
+    config, pool = part_of_stage(*plan_pool(start.config, model.device, may_shorten=False), kept)
     return start_runner(config, pool, model, start.layout, resources)
 
 
-def _meet(rank: int, num_ranks: int, rendezvous_fd: int) -> None:
-    """Connect with the other ranks, over loopback."""
+def _meet(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
+    """Connect with the other ranks, over loopback; returns the group of this rank's stage."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # A file of no folder: nothing remains of it, whoever dies when.
     store = torch.distributed.FileStore(  # type: ignore[attr-defined]
-        f"/proc/self/fd/{rendezvous_fd}", num_ranks
+        f"/proc/self/fd/{rendezvous_fd}", parallel.world_size
     )
     timeout = datetime.timedelta(seconds=MEETING_TIMEOUT_S)
     torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        "gloo", store=store, rank=parallel.rank, world_size=parallel.world_size, timeout=timeout
     )
+    stage: torch.distributed.ProcessGroup
+    stage, _ = torch.distributed.new_subgroups(  # type: ignore[no-untyped-call]
+        parallel.tensor_parallel_size, timeout=timeout
+    )
+    return stage
 
 
 def _handshake_metadata() -> KVConnectorHandshakeMetadata | None:
