@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
+
+from kvferry.transports.testing import World
+from kvferry.transports.zeromq import ZeroMQTransport
+from kvferry.transports.zeromq.options import Address
 
 
 @pytest.fixture
@@ -14,3 +21,60 @@ def socket_dir() -> Iterator[Path]:
     """A folder with a short path, which `tmp_path` has not always: the path of a socket file has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
+
+
+class Raw:
+    """ZeroMQ sockets that say what a test likes."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets: list[Any] = []
+
+    def socket(self, kind: int) -> Any:
+        self._sockets.append(self._context.socket(kind))
+        self._sockets[-1].linger = 0
+        return self._sockets[-1]
+
+    def dial(self, address: str, **options: int) -> Any:
+        client = self.socket(zmq.DEALER)
+        for name, value in options.items():
+            setattr(client, name, value)
+        client.connect(Address.parse(address).endpoint)
+        return client
+
+    def close(self) -> None:
+        for socket_ in self._sockets:
+            socket_.close()
+        self._context.term()
+
+    def receive(self, world: World, socket: Any) -> list[bytes]:
+        """Serve a world's nodes until a socket has a message."""
+        world.serve(lambda: bool(socket.poll(0)))
+        parts: list[bytes] = socket.recv_multipart()
+        return parts
+
+
+@pytest.fixture
+def raw() -> Iterator[Raw]:
+    raw = Raw()
+    yield raw
+    raw.close()
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    """Makes worlds of `zeromq` nodes with these options; they are closed after the test."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> World:
+            world = World(lambda: ZeroMQTransport(options))
+            stack.callback(world.close)
+            return world
+
+        yield make
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """`zeromq` nodes with default options."""
+    return make_world()

@@ -1,0 +1,68 @@
+"""The decoder of the `zeromq` transport: what was encoded is decoded, and all else is a typed error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.transports import Guard
+from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
+
+HELD = Guard(5, 77)
+HELLO = Hello(64, (4 << 20,))
+ROWS = np.array([(0, 4 << 20)], dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        HELLO,
+        Fetch(2**64 - 1, 2**32 - 1, HELD, True, ROWS),
+        Fetch(1, 0, HELD, False, ROWS[:0]),
+        Slice(1, 2, True, 2**64 - 1, memoryview(b"abc")),
+        Stale(7, 8),
+    ],
+)
+def test_what_was_encoded_is_decoded(message: Any) -> None:
+    body = (
+        message.body if isinstance(message, Slice) else b"" if isinstance(message, Stale) else message.body()
+    )
+    decoded = decode([memoryview(message.head()), memoryview(body)])
+    assert type(decoded) is type(message)
+    for name, value in vars(message).items():
+        assert np.array_equal(getattr(decoded, name), value)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.binary(max_size=64), max_size=4),
+    st.sampled_from([b"", b"\x01", b"\x03", b"\x04", b"\x05"]),
+)
+def test_garbage_is_refused_and_nothing_else(parts: list[bytes], kind: bytes) -> None:
+    frames = [memoryview(kind + part if index == 0 else part) for index, part in enumerate(parts)]
+    try:
+        decode(frames)
+    except (ProtocolError, VersionMismatchError):
+        pass
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(0, 0)], [(0, -1)], [(0, 2**62)], [(0, 8 << 20), (0, 1)], [(0, 2**63 - 1)] * 2, [(0, 1)] * 4097],
+)
+def test_a_fetch_is_bounded(rows: list[tuple[int, int]]) -> None:
+    fetch = Fetch(1, 0, HELD, True, np.array(rows, dtype=np.int64))
+    with pytest.raises(ProtocolError):
+        decode([memoryview(fetch.head()), memoryview(fetch.body())])
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (-1, 5), (2**62,), (1,) * 65537])
+def test_a_hello_is_bounded(sizes: tuple[int, ...]) -> None:
+    hello = Hello(1, sizes)
+    with pytest.raises(ProtocolError):
+        decode([memoryview(hello.head()), memoryview(hello.body())])
