@@ -32,6 +32,7 @@ __all__ = [
     "private_arena",
     "require_available",
     "require_guard",
+    "require_host",
     "require_transfer",
 ]
 
@@ -220,6 +221,21 @@ class WordTable(GuardTable):
         """Make every later check of every word fail."""
         ctypes.memset(self.address, 0, self.num_words * WORD_BYTES)
         store_word(self.address, 0)  # for its fence
+
+
+def require_host(pool: Pool, scheme: str) -> None:
+    """Check that the processor can touch a pool.
+
+    Raises:
+        ConfigurationError: it is a GPU's.
+    """
+    if pool.kind != "host":
+        raise ConfigurationError(
+            f"transport {scheme!r} serves main memory, not {pool.kind}: between processes of one host use shm, "
+            "else keep the cache in main memory",
+            key="device",
+            value=pool.kind,
+        )
 
 
 def require_guard(guard: Guard, num_guards: int) -> None:

@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from ._memory import WordTable, private_arena
+from ._memory import WordTable, private_arena, require_host
 from ._poller import Poller
 from .base import MAX_MESSAGE_BYTES, Arena, Event, Transport
 from .errors import KVTransferStateError, ProtocolError, TransportClosedError
@@ -72,6 +72,7 @@ class NetworkTransport(Transport, Generic[Node]):
         self._require_open()
         if self._nodes:
             raise KVTransferStateError("a pool is registered already")
+        require_host(pool, self.scheme)
         self._nodes.append(self._make_node(pool))
 
     def _node(self) -> Node:

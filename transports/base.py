@@ -176,6 +176,7 @@ class Transport(ABC):
 
         Raises:
             KVTransferStateError: a pool is registered already.
+            ConfigurationError: it is in memory that this transport cannot serve. Nothing was registered.
         """
 
     # -- peers ---------------------------------------------------------------------------------------

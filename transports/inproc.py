@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ._copy import copy_regions
-from ._memory import MappedArena, WordTable, require_available, require_transfer
+from ._memory import MappedArena, WordTable, require_available, require_host, require_transfer
 from ._options import parse_options, require_int
 from ._writes import Writes
 from .base import (
@@ -145,6 +145,7 @@ class InProcTransport(Transport):
         self._require_open()
         if self._pools:
             raise KVTransferStateError("a pool is registered already")
+        require_host(pool, self.scheme)
         self._pools.append(pool)
 
     def _pool(self) -> Pool:

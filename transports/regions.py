@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import RegionError
 
-__all__ = ["Guard", "Pool", "RegionPairs", "Regions", "Segment"]
+__all__ = ["Guard", "MemoryKind", "Pool", "RegionPairs", "Regions", "Segment"]
+
+#: Main memory, or that of a GPU.
+MemoryKind = Literal["host", "cuda"]
 
 Int64Array = npt.NDArray[np.int64]
 AddressArray = npt.NDArray[np.uint64]
@@ -24,10 +28,11 @@ AddressArray = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_bytes` bytes at a virtual address of this process."""
+    """`num_bytes` bytes at a virtual address of this process. Those of `kind` `"cuda"` only a GPU can touch."""
 
     address: int
     num_bytes: int
+    kind: MemoryKind = "host"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Pool:
         self.segments = tuple(segments)
         if not self.segments or any(s.num_bytes <= 0 for s in self.segments):
             raise RegionError(f"a pool needs segments of at least one byte, got {self.segments}")
+        #: Where all of it lies.
+        self.kind: MemoryKind = self.segments[0].kind
+        if any(s.kind != self.kind for s in self.segments):
+            raise RegionError("a pool lies in main memory or on a GPU, not in both")
         sizes = np.array([s.num_bytes for s in self.segments], dtype=np.int64)
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - sizes

@@ -23,7 +23,10 @@ from ..base import TransferEnded
 from ..errors import KVTransferError, TransferTimeoutError, TransportError
 from ..regions import Guard
 
-__all__ = ["PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
+__all__ = ["MAPPED", "PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
+
+#: The mechanism of a plain copy out of mapped memory.
+MAPPED = "mapped"
 
 #: About a millisecond of copying.
 PIECE_BYTES = 8 << 20
@@ -34,12 +37,12 @@ AddressArray = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Piece:
-    """Regions to copy in one go: addresses and bytes, each `(num_regions,)` and contiguous."""
+    """Regions to copy in one go, and how: addresses and bytes, each `(num_regions,)` and contiguous."""
 
     dst_addresses: AddressArray
     src_addresses: AddressArray
     lengths: Int64Array
-    is_foreign: bool
+    mechanism: str
 
 
 class Source(Protocol):
@@ -51,18 +54,22 @@ class Source(Protocol):
 
 
 def cut(
-    dst_addresses: AddressArray, src_addresses: AddressArray, lengths: Int64Array, *, is_foreign: bool
+    dst_addresses: AddressArray,
+    src_addresses: AddressArray,
+    lengths: Int64Array,
+    mechanism: str,
+    piece_bytes: int = PIECE_BYTES,
 ) -> list[Piece]:
-    """Cut regions into pieces of at most twice `PIECE_BYTES`, in order; at least one piece."""
+    """Cut regions into pieces of at most twice `piece_bytes`, in order; at least one piece."""
     lengths = np.ascontiguousarray(lengths)
-    if int(lengths.sum()) <= PIECE_BYTES:
-        return [Piece(dst_addresses, src_addresses, lengths, is_foreign)]
-    num_parts = -(-lengths // PIECE_BYTES)
+    if int(lengths.sum()) <= piece_bytes:
+        return [Piece(dst_addresses, src_addresses, lengths, mechanism)]
+    num_parts = -(-lengths // piece_bytes)
     region = np.repeat(np.arange(len(lengths)), num_parts)
     first_part = np.cumsum(num_parts) - num_parts
-    offset = (np.arange(len(region)) - first_part[region]) * PIECE_BYTES
-    part_lengths = np.minimum(lengths[region] - offset, PIECE_BYTES)
-    piece_of_part = (np.cumsum(part_lengths) - 1) // PIECE_BYTES
+    offset = (np.arange(len(region)) - first_part[region]) * piece_bytes
+    part_lengths = np.minimum(lengths[region] - offset, piece_bytes)
+    piece_of_part = (np.cumsum(part_lengths) - 1) // piece_bytes
     bounds = np.flatnonzero(np.diff(piece_of_part)) + 1
     arrays = (
         dst_addresses[region] + offset.astype(np.uint64),
@@ -70,7 +77,7 @@ def cut(
         part_lengths,
     )
     parts = zip(*(np.split(array, bounds) for array in arrays), strict=True)
-    return [Piece(dst, src, num_bytes, is_foreign) for dst, src, num_bytes in parts]
+    return [Piece(dst, src, num_bytes, mechanism) for dst, src, num_bytes in parts]
 
 
 @dataclass(eq=False)
@@ -87,13 +94,10 @@ class Read:
     num_in_flight: int = 0
     error: KVTransferError | None = None
 
-    @property
-    def is_foreign(self) -> bool:
-        return any(piece.is_foreign for piece in self.pieces)
-
-    @property
+    @functools.cached_property
     def mechanism(self) -> str:
-        return "process_vm_readv" if self.is_foreign else "mapped"
+        """What moves the bytes; if some come by another way than a plain copy, that one."""
+        return next((piece.mechanism for piece in self.pieces if piece.mechanism != MAPPED), MAPPED)
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -127,7 +131,7 @@ class Copier:
         with self._changed:
             is_next = not self._waiting
             self._waiting.append(read)
-            if not is_next or read.is_foreign or read.num_bytes > self._inline_bytes:
+            if not is_next or read.mechanism != MAPPED or read.num_bytes > self._inline_bytes:
                 # A thread that finds a second piece to do calls the next one.
                 self._changed.notify()
                 return

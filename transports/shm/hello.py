@@ -2,11 +2,13 @@
 
 Frames are those of `_frames`. The first one each way is a hello, little-endian:
 
-    magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_segments: u32
+    magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_allocations: u32, num_segments: u32
+    num_allocations times: gpu: 16 bytes, handle: 64 bytes
     num_segments times: file: i32, start: u64, num_bytes: u64
 
 With it come `1 + num_files` read-only descriptors: the guard table, then the files. A segment lies at offset
-`start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. Every later frame
+`start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. If there are allocations on a
+GPU, all segments lie there: `file` is the number of an allocation, `start` the offset in it. Every later frame
 is one control message, or says something about a write (`_write_frames`).
 """
 
@@ -25,9 +27,11 @@ from ..errors import ProtocolError, VersionMismatchError
 __all__ = [
     "FOREIGN",
     "FRAME_LIMITS",
+    "MAX_ALLOCATIONS",
     "MAX_FILES",
     "MAX_SEGMENTS",
     "VERSION",
+    "Allocation",
     "FrameKind",
     "Hello",
     "SharedSegment",
@@ -35,17 +39,19 @@ __all__ = [
     "encode_hello",
 ]
 
-VERSION = 2
+VERSION = 3
 
 #: Of a segment that is in no file.
 FOREIGN = -1
 
 MAX_FILES = 128
+MAX_ALLOCATIONS = 1024
 MAX_SEGMENTS = 8192
 MAX_GUARDS = (1 << 24) + NUM_OWN_WORDS
 
 _MAGIC = b"kvferry\0"
-_HEAD = struct.Struct("<8sIIII")
+_HEAD = struct.Struct("<8sIIIII")
+_ALLOCATION = struct.Struct("<16s64s")
 _SEGMENT = struct.Struct("<iQQ")
 
 
@@ -57,10 +63,18 @@ class FrameKind(enum.IntEnum):
 
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
-    FrameKind.HELLO: _HEAD.size + MAX_SEGMENTS * _SEGMENT.size,
+    FrameKind.HELLO: _HEAD.size + MAX_ALLOCATIONS * _ALLOCATION.size + MAX_SEGMENTS * _SEGMENT.size,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
     FrameKind.WRITE: MAX_FRAME_BYTES,
 }
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory of a GPU, which the driver maps for another process: the GPU's UUID, and the driver's handle."""
+
+    gpu: bytes
+    handle: bytes
 
 
 @dataclass(frozen=True)
@@ -74,17 +88,25 @@ class SharedSegment:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is there: the size of the guard table, the transport's own words included, how many files follow it, and the pool's segments."""
+    """Who is there: the size of the guard table, the transport's own words included, how many files follow it, the pool's
+    segments, and the allocations on a GPU that hold them, if that is where they are."""
 
     num_guards: int
     num_files: int
     segments: tuple[SharedSegment, ...]
+    allocations: tuple[Allocation, ...] = ()
 
 
 def encode_hello(hello: Hello) -> bytes:
     """The body of a hello frame."""
-    head = _HEAD.pack(_MAGIC, VERSION, hello.num_guards, hello.num_files, len(hello.segments))
-    return head + b"".join(_SEGMENT.pack(s.file, s.start, s.num_bytes) for s in hello.segments)
+    counts = hello.num_guards, hello.num_files, len(hello.allocations), len(hello.segments)
+    return b"".join(
+        [
+            _HEAD.pack(_MAGIC, VERSION, *counts),
+            *(_ALLOCATION.pack(a.gpu, a.handle) for a in hello.allocations),
+            *(_SEGMENT.pack(s.file, s.start, s.num_bytes) for s in hello.segments),
+        ]
+    )
 
 
 def decode_hello(body: bytes) -> Hello:
@@ -96,23 +118,27 @@ def decode_hello(body: bytes) -> Hello:
     """
     if len(body) < _HEAD.size:
         raise ProtocolError(f"a hello of {len(body)} bytes")
-    magic, version, num_guards, num_files, num_segments = _HEAD.unpack_from(body)
+    magic, version, num_guards, num_files, num_allocations, num_segments = _HEAD.unpack_from(body)
     if magic != _MAGIC:
         raise ProtocolError(f"the peer does not speak kvferry: it began with {magic!r}")
     if version != VERSION:
         raise VersionMismatchError(local=VERSION, remote=version)
-    if len(body) != _HEAD.size + num_segments * _SEGMENT.size:
-        raise ProtocolError(f"a hello of {len(body)} bytes does not hold {num_segments} segments")
+    at = _HEAD.size + num_allocations * _ALLOCATION.size
+    if len(body) != at + num_segments * _SEGMENT.size:
+        raise ProtocolError(
+            f"a hello of {len(body)} bytes does not hold {num_allocations} allocations, {num_segments} segments"
+        )
     if not (0 < num_guards <= MAX_GUARDS and num_files <= MAX_FILES and 0 < num_segments <= MAX_SEGMENTS):
         raise ProtocolError(f"a hello of {num_guards} guards, {num_files} files, {num_segments} segments")
-    segments = tuple(SharedSegment(*fields) for fields in _SEGMENT.iter_unpack(body[_HEAD.size :]))
+    allocations = tuple(Allocation(*fields) for fields in _ALLOCATION.iter_unpack(body[_HEAD.size : at]))
+    segments = tuple(SharedSegment(*fields) for fields in _SEGMENT.iter_unpack(body[at:]))
+    places = range(num_allocations) if allocations else range(FOREIGN, num_files)
     for segment in segments:
-        _require_possible(segment, num_files)
-    return Hello(num_guards, num_files, segments)
+        _require_possible(segment, places)
+    return Hello(num_guards, num_files, segments, allocations)
 
 
-def _require_possible(segment: SharedSegment, num_files: int) -> None:
-    is_known = segment.file == FOREIGN or 0 <= segment.file < num_files
+def _require_possible(segment: SharedSegment, places: range) -> None:
     # Offsets are signed 64-bit numbers further on; 2**62 leaves room for their sums.
-    if not is_known or not 0 < segment.num_bytes < 2**62 or segment.start >= 2**62:
+    if segment.file not in places or not 0 < segment.num_bytes < 2**62 or segment.start >= 2**62:
         raise ProtocolError(f"the peer describes an impossible {segment}")

@@ -10,34 +10,42 @@ import select
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .._copy import copy_regions, read_regions_of
-from .._memory import WORD_BYTES, MappedArena, WordTable, address_of, guard_holds
+from .._memory import MappedArena, WordTable, address_of
 from ..errors import (
     ConfigurationError,
+    IncompatiblePeerError,
     KVTransferError,
     KVTransferStateError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
     RegionError,
-    StaleRegionError,
 )
-from ..regions import Guard, Pool, Segment
+from ..regions import Guard, Pool, RegionPairs, Segment
 from .arena import SharedFile, map_received
-from .copier import Piece
+from .copier import MAPPED, AddressArray, Piece, cut
+from .cuda import CudaDevice, gpu_name
+from .cuda_pools import RemoteCudaMemory, describe_cuda_pool
+from .guards import PeerGuards
 from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
 
-__all__ = ["LocalMemory", "RemoteMemory"]
+__all__ = ["LocalMemory", "PeerMemory", "RemoteMemory"]
 
 logger = logging.getLogger(__name__)
 
 
+_FOREIGN_MECHANISM = "process_vm_readv"
+
+
 @dataclass(frozen=True)
 class _Registered:
+    """A pool, what peers are told of it, and the GPU that it is on, if it is on one."""
+
     pool: Pool
     hello: Hello
+    device: CudaDevice | None
 
 
 class LocalMemory:
@@ -62,9 +70,20 @@ class LocalMemory:
             raise KVTransferStateError("a pool is registered already")
         if len(pool.segments) > MAX_SEGMENTS:
             raise ConfigurationError(f"a pool has at most {MAX_SEGMENTS} segments", key="pool")
+        describe = self._described_on_host if pool.kind == "host" else self._described_on_gpu
+        self._registered.append(describe(pool))
+
+    def _described_on_host(self, pool: Pool) -> _Registered:
         segments = tuple(self._describe(segment) for segment in pool.segments)
-        hello = Hello(self.guards.num_words, len(self._files), segments)
-        self._registered.append(_Registered(pool, hello))
+        return _Registered(pool, Hello(self.guards.num_words, len(self._files), segments), None)
+
+    def _described_on_gpu(self, pool: Pool) -> _Registered:
+        device = CudaDevice(pool.segments[0].address)
+        try:
+            return _Registered(pool, describe_cuda_pool(device, pool, self.guards.num_words), device)
+        except ConfigurationError:
+            device.close()
+            raise
 
     def _describe(self, segment: Segment) -> SharedSegment:
         for index, file in enumerate(self._files):
@@ -95,12 +114,39 @@ class LocalMemory:
             *(file.descriptor for file in self._files[: self.hello.num_files]),
         ]
 
-    def close(self) -> None:
+    def open_peer(self, hello: Hello, descriptors: list[int], pid: int) -> PeerMemory:
+        """Map what came with a peer's hello. The caller still closes the descriptors.
+
+        Args:
+            pid: The peer, as the kernel names it; 0 if it cannot be seen from here.
+
+        Raises:
+            ProtocolError: hello and descriptors do not fit together. Nothing stays mapped.
+            IncompatiblePeerError: one pool is on a GPU, and the other is not or cannot be reached from there.
+        """
+        device = self.require_registered().device
+        if device is not None and hello.allocations:
+            return RemoteCudaMemory(hello, descriptors, pid, device)
+        if device is None and not hello.allocations:
+            return RemoteMemory(hello, descriptors, pid)
+        raise IncompatiblePeerError(
+            field="memory of the pool",
+            local="main memory" if device is None else gpu_name(device.gpu),
+            remote=gpu_name(hello.allocations[0].gpu) if hello.allocations else "main memory",
+        )
+
+    def withdraw(self) -> None:
         """Make every guard fail for ever: from now on the owner may do with his memory what he likes."""
         self.guards.clear_all()
         self._guard_file.close()
         for file in self._files:
             file.close()
+
+    def close(self) -> None:
+        """Give back the GPU, if there is one. No peer's memory is mapped any more."""
+        for registered in self._registered:
+            if registered.device is not None:
+                registered.device.close()
 
 
 class RemoteMemory:
@@ -121,8 +167,7 @@ class RemoteMemory:
             )
         self.num_guards = hello.num_guards
         sizes = [_needed_bytes(hello, index) for index in range(hello.num_files)]
-        self._guard_mapping = map_received(descriptors[0], hello.num_guards * WORD_BYTES)
-        self._guard_address = address_of(self._guard_mapping.memory)
+        self._guards = PeerGuards(descriptors[0], hello.num_guards)
         self._mappings = [map_received(fd, size) for fd, size in zip(descriptors[1:], sizes, strict=True)]
         bases = [address_of(mapping.memory) for mapping in self._mappings]
         self.pool = Pool(
@@ -132,14 +177,24 @@ class RemoteMemory:
         self._is_foreign = np.array([s.file == FOREIGN for s in hello.segments])
         self._process = _ForeignProcess(pid) if self._is_foreign.any() else None
 
-    @property
-    def has_foreign(self) -> bool:
-        """Whether some of the pool is in no mapped file."""
-        return self._process is not None
+    def pieces(self, dst_addresses: AddressArray, pairs: RegionPairs) -> list[Piece]:
+        """Cut a read from the pairs' remote regions into pieces.
 
-    def is_foreign(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which regions are not in a mapped file, shape `(num_regions,)`. They were checked by `pool.addresses`."""
-        return self._is_foreign[self.pool.segment_indices(offsets)]
+        Args:
+            dst_addresses: Where the local regions are, shape `(num_regions,)`.
+
+        Raises:
+            RegionError: a remote region is outside the pool.
+        """
+        src, lengths = self.pool.addresses(pairs.remote_offsets, pairs.lengths), pairs.lengths
+        if self._process is None:
+            return cut(dst_addresses, src, lengths, MAPPED)
+        foreign = self._is_foreign[self.pool.segment_indices(pairs.remote_offsets)]
+        mapped = ~foreign
+        return [
+            *cut(dst_addresses[mapped], src[mapped], lengths[mapped], MAPPED),
+            *cut(dst_addresses[foreign], src[foreign], lengths[foreign], _FOREIGN_MECHANISM),
+        ]
 
     def copy(self, piece: Piece) -> None:
         """Copy a piece of a read, by whatever reaches it.
@@ -147,7 +202,7 @@ class RemoteMemory:
         Raises:
             KVTransferError: the peer's memory cannot be read. Some bytes may have been written.
         """
-        if piece.is_foreign and self._process is not None:
+        if piece.mechanism == _FOREIGN_MECHANISM and self._process is not None:
             self._process.read(piece)
         else:
             copy_regions(piece.dst_addresses, piece.src_addresses, piece.lengths)
@@ -158,15 +213,19 @@ class RemoteMemory:
         Raises:
             StaleRegionError: it is not.
         """
-        if not guard_holds(self._guard_address, guard):
-            raise StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+        self._guards.check(guard)
 
     def close(self) -> None:
         """Unmap. Nobody copies any more."""
-        for mapping in [self._guard_mapping, *self._mappings]:
+        self._guards.close()
+        for mapping in self._mappings:
             mapping.close()
         if self._process is not None:
             self._process.close()
+
+
+#: What one peer showed to us.
+PeerMemory = RemoteMemory | RemoteCudaMemory
 
 
 def _needed_bytes(hello: Hello, file: int) -> int:

@@ -37,10 +37,10 @@ from ..errors import (
     TransportClosedError,
 )
 from ..regions import Guard, Pool, RegionPairs, Regions
-from .copier import Copier, Piece, Read, cut
+from .copier import Copier, Read
 from .hello import FrameKind, decode_hello, encode_hello
 from .options import SharedMemoryOptions
-from .pools import LocalMemory, RemoteMemory
+from .pools import LocalMemory, PeerMemory
 from .sockets import Connection, Listener, connect, new_address, parse_address
 
 __all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
@@ -64,7 +64,7 @@ class _Peer:
 
     peer_id: int
     connection: Connection
-    memory: RemoteMemory
+    memory: PeerMemory
     reads: dict[int, Read] = field(default_factory=dict)
 
 
@@ -188,10 +188,18 @@ class SharedMemoryTransport(Transport):
 
     def _welcome(self, greeting: _Greeting, body: bytes) -> None:
         peer_id = greeting.peer_id
-        memory = _remote_memory(greeting.connection, body)
+        memory = self._open_memory(greeting.connection, body)
         del self._greetings[peer_id]
         self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
         self._events.append(Connected(peer_id, greeting.incoming))
+
+    def _open_memory(self, connection: Connection, hello: bytes) -> PeerMemory:
+        descriptors = connection.take_descriptors()
+        try:
+            return self._memory.open_peer(decode_hello(hello), descriptors, connection.pid)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _lose(self, peer_id: int, error: KVTransferError) -> None:
         """The peer is gone, or has to go; the owner hears of it if he ever heard of the peer."""
@@ -246,23 +254,11 @@ class SharedMemoryTransport(Transport):
         self._require_open()
         peer = self._peer(peer_id)
         require_guard(guard, peer.memory.num_guards)
-        pieces = self._pieces(peer.memory, pairs)
+        pieces = peer.memory.pieces(self._memory.pool.addresses(pairs.local_offsets, pairs.lengths), pairs)
         read = Read(next(self._ids), peer.memory, pieces, guard, time.monotonic() + timeout_s)
         peer.reads[read.transfer_id] = read
         self._copier.submit(read)
         return read.transfer_id
-
-    def _pieces(self, memory: RemoteMemory, pairs: RegionPairs) -> list[Piece]:
-        dst = self._memory.pool.addresses(pairs.local_offsets, pairs.lengths)
-        src = memory.pool.addresses(pairs.remote_offsets, pairs.lengths)
-        if not memory.has_foreign:
-            return cut(dst, src, pairs.lengths, is_foreign=False)
-        foreign = memory.is_foreign(pairs.remote_offsets)
-        mapped = ~foreign
-        return [
-            *cut(dst[mapped], src[mapped], pairs.lengths[mapped], is_foreign=False),
-            *cut(dst[foreign], src[foreign], pairs.lengths[foreign], is_foreign=True),
-        ]
 
     def can_write(self, peer_id: int) -> bool:
         return peer_id in self._peers
@@ -352,7 +348,7 @@ class SharedMemoryTransport(Transport):
             return
         self._copier.close()
         # Before the peers hear of it: what they still copy is not promised any more.
-        self._memory.close()
+        self._memory.withdraw()
         for acceptor in self._acceptors.values():
             acceptor.close()
         for greeting in self._greetings.values():
@@ -362,16 +358,8 @@ class SharedMemoryTransport(Transport):
             peer.memory.close()
         self._greetings.clear()
         self._peers.clear()
+        self._memory.close()
         self._poller.close()
-
-
-def _remote_memory(connection: Connection, hello: bytes) -> RemoteMemory:
-    descriptors = connection.take_descriptors()
-    try:
-        return RemoteMemory(decode_hello(hello), descriptors, connection.pid)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _is_of_peer(event: Event, peer_id: int) -> bool:

@@ -1,0 +1,315 @@
+"""`shm` with pools on a GPU, against a stand-in of CUDA's driver: `tests/gpu` has what needs a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.transports.base import Arena, PeerLost, Transport
+from kvferry.transports.errors import (
+    BackendUnavailableError,
+    ConfigurationError,
+    IncompatiblePeerError,
+    KVTransferError,
+    PeerLostError,
+    ProtocolError,
+    RegionError,
+    TransportError,
+)
+from kvferry.transports.regions import Guard, Pool, Segment
+from kvferry.transports.registry import create_transport
+from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.shm.cuda import CudaDevice
+from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
+from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
+from kvferry.transports.testing import ReadConformance, TransportConformance, World, pairs_of
+from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
+from kvferry.transports.testing.harness import Node
+
+PEER = Path(__file__).parent / "children" / "gpu_peer.py"
+PAGE = 4096
+HELD = Guard(3, 9)
+SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
+
+Create = Callable[[Mapping[str, object]], Transport]
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
+    """The driver of a machine with GPUs. All that was taken from it must be given back."""
+    stand_in: Any = CudaDriverStandIn()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+    yield stand_in
+    stand_in.close()
+    assert not +stand_in.held
+
+
+class OnGpu(SharedMemoryTransport):
+    """Its arenas are memory of a stand-in's GPU, as an engine's framework would have allocated it."""
+
+    def __init__(self, driver: CudaDriverStandIn, gpu: int, options: Mapping[str, object] = {}) -> None:
+        super().__init__(options)
+        self._driver, self._gpu = driver, gpu
+
+    def allocate(self, num_bytes: int) -> Arena:
+        self._require_open()
+        return self._driver.allocate(num_bytes, self._gpu)
+
+
+class TestOnOneGpu(TransportConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        return lambda options: OnGpu(driver, 0, options)
+
+
+class TestBetweenTwoGpusWithTwoCopiers(ReadConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        gpus = itertools.cycle([0, 1])
+        return lambda options: OnGpu(driver, next(gpus), {"copy_threads": 2, "num_guards": 64, **options})
+
+
+@pytest.fixture
+def world(driver: CudaDriverStandIn) -> Iterator[World]:
+    world = World(SharedMemoryTransport)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
+    """`(gpu)` → a node of `world` with a pool of 1 MiB on it, or in main memory with None; guard 3 holds 9."""
+
+    def make(gpu: int | None) -> Node:
+        transport = SharedMemoryTransport() if gpu is None else OnGpu(driver, gpu)
+        node = Node(transport, [transport.allocate(1 << 20)])
+        world.nodes.append(node)
+        transport.register(Pool([arena.segment for arena in node.arenas]))
+        transport.guards.set(HELD.index, HELD.value)
+        return node
+
+    return make
+
+
+# -- reads that go wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuEventCreate", "cuEventQuery"])
+def test_a_failing_gpu_is_a_typed_error_and_the_next_read_is_not_harmed(
+    name: str, driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    producer, consumer = make_node(0), make_node(0)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    driver.failures[name] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    ended = world.read(link, SCATTERED, HELD)
+    assert isinstance(ended.error, TransportError)
+    assert f"{name}: CUDA_ERROR_ILLEGAL_ADDRESS" in str(ended.error)
+    assert world.read(link, SCATTERED, HELD).error is None
+    assert np.array_equal(consumer.memory()[:100], producer.memory()[:100])
+
+
+def test_what_was_launched_before_a_failure_has_ended_when_it_is_told(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    """The blocks are the engine's again with the event: a copy that lands later would land in another request's."""
+    producer, consumer = make_node(0), make_node(0)
+    link = world.link(producer, consumer)
+    num_copied = []
+    driver.on_copied = lambda: num_copied.append(1)
+    launched = 0
+    real = driver.cuMemcpyAsync
+
+    def failing_at_the_tenth(*args: Any) -> tuple[Any, ...]:
+        nonlocal launched
+        launched += 1
+        return (CUresult.CUDA_ERROR_INVALID_VALUE,) if launched == 10 else real(*args)
+
+    vars(driver)["cuMemcpyAsync"] = failing_at_the_tenth
+    ended = world.read(link, SCATTERED, HELD)
+    assert isinstance(ended.error, TransportError)
+    assert len(num_copied) == 9
+
+
+def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    """Its guard still holds, and its socket may not have told yet; but its memory may be another's by now."""
+    child = subprocess.Popen(
+        [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        consumer = make_node(0)
+        assert child.stdout is not None
+        peer_id = consumer.transport.start_connect(child.stdout.readline().strip(), timeout_s=20)
+        world.serve(lambda: bool(consumer.history))
+
+        def read() -> KVTransferError | None:
+            transfer_id = consumer.transport.start_read(peer_id, SCATTERED, HELD, timeout_s=20)
+            world.serve(lambda: bool(consumer.ends_of(transfer_id)))
+            return consumer.ends_of(transfer_id)[0].error
+
+        assert read() is None
+        assert consumer.memory()[:100].tolist() == [i * 7 % 251 for i in range(100)]
+
+        def die() -> None:
+            driver.on_copied = lambda: None
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+
+        driver.on_copied = die
+        assert isinstance(read(), PeerLostError)
+        world.serve(lambda: bool(consumer.of_type(PeerLost)))
+    finally:
+        child.kill()
+        child.communicate()
+
+
+# -- peers that cannot be reached --------------------------------------------------------------------
+
+
+def refusal(world: World, dialer: Node, listener: Node) -> IncompatiblePeerError:
+    """How the dialer learns that the two do not fit."""
+    dialer.transport.start_connect(listener.transport.listen(""), timeout_s=20)
+    world.serve(lambda: bool(dialer.of_type(PeerLost)))
+    error = dialer.of_type(PeerLost)[0].error
+    assert isinstance(error, IncompatiblePeerError)
+    return error
+
+
+def test_gpus_without_peer_access_are_refused_when_they_meet(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    driver.has_peer_access = False
+    error = refusal(world, make_node(0), make_node(1))
+    assert (error.field, error.local) == ("the pool's GPU", "GPU-00000000-0000-0000-0000-000000000000")
+    assert "GPU-01010101" in str(error.remote)
+    assert "PEER_ACCESS_UNSUPPORTED" in str(error)
+    assert "nvidia-smi topo -p2p r" in str(error)
+
+
+@pytest.mark.parametrize(("dialer", "listener"), [(0, None), (None, 0)])
+def test_a_pool_in_main_memory_and_one_on_a_gpu_do_not_fit(
+    dialer: int | None, listener: int | None, make_node: MakeNode, world: World
+) -> None:
+    error = refusal(world, make_node(dialer), make_node(listener))
+    assert error.field == "memory of the pool"
+    assert {error.local, error.remote} == {"main memory", "GPU-00000000-0000-0000-0000-000000000000"}
+
+
+def test_a_process_that_cannot_be_seen_is_refused(driver: CudaDriverStandIn) -> None:
+    segment = driver.allocate(PAGE).segment
+    device = CudaDevice(segment.address)
+    with pytest.raises(IncompatiblePeerError, match="docker run --pid"):
+        RemoteCudaMemory(Hello(1, 0, ()), [-1], 0, device)
+    device.close()
+
+
+# -- pools that cannot be served ---------------------------------------------------------------------
+
+
+def refused(*segments: Segment) -> ConfigurationError:
+    transport = SharedMemoryTransport()
+    try:
+        with pytest.raises(ConfigurationError) as caught:
+            transport.register(Pool(segments))
+        return caught.value
+    finally:
+        transport.close()
+
+
+def test_memory_that_the_driver_does_not_export_names_pytorchs_setting(driver: CudaDriverStandIn) -> None:
+    error = refused(driver.allocate(PAGE, is_exportable=False).segment)
+    assert error.key == "device"
+    assert "PYTORCH_CUDA_ALLOC_CONF" in str(error)
+
+
+def test_a_pool_on_two_gpus_is_refused(driver: CudaDriverStandIn) -> None:
+    assert "several GPUs" in str(refused(driver.allocate(PAGE, 0).segment, driver.allocate(PAGE, 1).segment))
+
+
+def test_an_address_that_is_no_gpus_is_refused(driver: CudaDriverStandIn) -> None:
+    assert "not on a GPU that CUDA can use" in str(refused(Segment(PAGE, PAGE, "cuda")))
+
+
+def test_a_pool_is_in_one_kind_of_memory() -> None:
+    with pytest.raises(RegionError, match="not in both"):
+        Pool([Segment(PAGE, PAGE), Segment(9 * PAGE, PAGE, "cuda")])
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "zeromq", "ucx"])
+def test_other_transports_refuse_it_and_name_the_one_that_does_not(scheme: str) -> None:
+    if scheme == "ucx":
+        pytest.importorskip("ucxx")
+    transport = create_transport(scheme, {})
+    try:
+        with pytest.raises(ConfigurationError, match="between processes of one host use shm") as caught:
+            transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
+        assert (caught.value.key, caught.value.value) == ("device", "cuda")
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize("lacks", ["the bindings", "the driver"])
+def test_without_cuda_it_says_what_would_help(
+    lacks: str, driver: CudaDriverStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "the bindings":
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    driver.failures["cuInit"] = CUresult.CUDA_ERROR_NOT_INITIALIZED
+    transport = SharedMemoryTransport()
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'kvferry\[cuda\]'"):
+        transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
+    transport.close()
+
+
+# -- what goes over the socket -----------------------------------------------------------------------
+
+
+ON_GPU = Hello(
+    512,
+    0,
+    (SharedSegment(1, 512, PAGE), SharedSegment(0, 0, PAGE)),
+    (Allocation(bytes(16), bytes(range(64))), Allocation(bytes(range(16)), bytes(64))),
+)
+
+
+def test_a_hello_of_a_pool_on_a_gpu_is_read_as_it_was_written() -> None:
+    assert decode_hello(encode_hello(ON_GPU)) == ON_GPU
+
+
+@pytest.mark.parametrize("file", [-1, 2])
+def test_a_segment_outside_the_allocations_is_refused(file: int) -> None:
+    body = encode_hello(Hello(512, 4, (SharedSegment(file, 0, PAGE),), ON_GPU.allocations))
+    with pytest.raises(ProtocolError, match="impossible"):
+        decode_hello(body)
+
+
+def test_the_stand_in_is_shaped_like_nvidias_bindings() -> None:
+    real = pytest.importorskip("cuda.bindings.driver")
+    for name in (name for name in vars(CudaDriverStandIn) if name.startswith("cu")):
+        assert hasattr(real, name)
+    for code in CUresult:
+        assert int(getattr(real.CUresult, code.name)) == code
+    for attribute in CudaDriverStandIn.CUpointer_attribute:
+        assert int(getattr(real.CUpointer_attribute, attribute.name)) == attribute
+    assert isinstance(real.CUipcMemHandle().getPtr(), int)
+    assert len(real.CUuuid().bytes) == 16
+    flags = (
+        (real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, "_IPC_LAZY_ENABLE_PEER_ACCESS"),
+        (real.CUstream_flags.CU_STREAM_NON_BLOCKING, "_STREAM_NON_BLOCKING"),
+        (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, "_EVENT_DISABLE_TIMING"),
+    )
+    ours = importlib.import_module("kvferry.transports.shm.cuda")
+    for theirs, name in flags:
+        assert int(theirs) == getattr(ours, name)

@@ -1,0 +1,201 @@
+"""One GPU, by the calls of CUDA's driver that serving a pool there and reading a peer's needs. Each call is checked.
+
+The driver is reached by NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first pool on a GPU is
+registered. Source: the CUDA Driver API's documentation; none of this has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import BackendUnavailableError, ConfigurationError, TransportError
+from .copier import AddressArray, Int64Array
+
+__all__ = ["CudaDevice", "gpu_name"]
+
+logger = logging.getLogger(__name__)
+
+_HANDLE_BYTES = 64
+_STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_IPC_LAZY_ENABLE_PEER_ACCESS = 1
+
+#: Between two looks whether copies have ended: at first, and at most.
+_SHORTEST_REST_S = 20e-6
+_LONGEST_REST_S = 1e-3
+
+
+class _Driver:
+    """NVIDIA's bindings, with an exception in the place of an error code."""
+
+    def __init__(self) -> None:
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+            self.call("cuInit", 0)
+        except (ImportError, RuntimeError, TransportError) as error:
+            raise BackendUnavailableError(
+                f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
+            ) from error
+
+    def call(self, name: str, *args: object) -> Any:
+        """Call a function of the driver; its one result, or a tuple of all.
+
+        Raises:
+            TransportError: it failed.
+        """
+        status, *values = getattr(self.api, name)(*args)
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"{name}: {getattr(status, 'name', status)}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def attribute(self, name: str, address: int) -> int:
+        """One of the `CU_POINTER_ATTRIBUTE_`s of an address. Raises TransportError: the driver does not know it."""
+        attribute = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        return int(self.call("cuPointerGetAttribute", attribute, address))
+
+    def has_ended(self, event: object) -> bool:
+        """Whether all that was launched before an event is over. Raises TransportError: it failed."""
+        (status,) = self.api.cuEventQuery(event)
+        if status == self.api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"cuEventQuery: {getattr(status, 'name', status)}")
+        return True
+
+
+class CudaDevice:
+    """The GPU that holds a pool. Any thread may call it until `close`.
+
+    It works in the GPU's primary context, which is PyTorch's too, and copies on a stream of its own.
+
+    Attributes:
+        gpu: The GPU's UUID, 16 bytes.
+    """
+
+    def __init__(self, address: int) -> None:
+        """Find the GPU that has the memory at `address`.
+
+        Raises:
+            BackendUnavailableError: there are no bindings, no driver or no GPU.
+            ConfigurationError: it is no memory of a GPU.
+        """
+        self._driver = _Driver()
+        call = self._driver.call
+        try:
+            self._ordinal = self._driver.attribute("DEVICE_ORDINAL", address)
+            self._device = call("cuDeviceGet", self._ordinal)
+            self.gpu = bytes(call("cuDeviceGetUuid", self._device).bytes)
+            self._context = call("cuDevicePrimaryCtxRetain", self._device)
+        except TransportError as error:
+            raise ConfigurationError(
+                f"the pool is not on a GPU that CUDA can use: {error}", key="device"
+            ) from error
+        try:
+            with self._current():
+                self._stream = call("cuStreamCreate", _STREAM_NON_BLOCKING)
+        except TransportError as error:
+            self._release("cuDevicePrimaryCtxRelease", self._device)
+            raise BackendUnavailableError(f"the GPU gives no stream: {error}") from error
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        self._driver.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent")
+
+    def export(self, address: int) -> tuple[int, bytes]:
+        """Let other processes of this host map the allocation that contains `address`.
+
+        Returns:
+            Where it begins, and the handle for them.
+
+        Raises:
+            ConfigurationError: it is on another GPU, or cannot be mapped by others.
+        """
+        try:
+            with self._current():
+                is_here = self._driver.attribute("DEVICE_ORDINAL", address) == self._ordinal
+                if not is_here or not self._driver.attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
+                    raise ConfigurationError(_NOT_EXPORTABLE if is_here else _TWO_GPUS, key="device")
+                base, _ = self._driver.call("cuMemGetAddressRange", address)
+                handle = self._driver.call("cuIpcGetMemHandle", base)
+        except TransportError as error:
+            raise ConfigurationError(f"{_NOT_EXPORTABLE}: {error}", key="device") from error
+        return int(base), ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation, also of another GPU; returns where. `unmap` must follow.
+
+        Raises:
+            TransportError: the driver refuses.
+        """
+        theirs = self._driver.api.CUipcMemHandle()
+        ctypes.memmove(theirs.getPtr(), handle, _HANDLE_BYTES)
+        with self._current():
+            return int(self._driver.call("cuIpcOpenMemHandle", theirs, _IPC_LAZY_ENABLE_PEER_ACCESS))
+
+    def unmap(self, address: int) -> None:
+        """Undo one `open`. Nobody copies from there any more."""
+        with self._current():
+            self._release("cuIpcCloseMemHandle", address)
+
+    def copy(self, dst_addresses: AddressArray, src_addresses: AddressArray, lengths: Int64Array) -> None:
+        """Copy regions, each array `(num_regions,)`. When it returns or raises, nothing is written any more.
+
+        A GPU takes back no copy that was launched; so the wait for its end has no deadline but the GPU's own errors.
+
+        Raises:
+            TransportError: the driver or the GPU failed. Some bytes may have been written.
+        """
+        rows = zip(dst_addresses.tolist(), src_addresses.tolist(), lengths.tolist(), strict=True)
+        with self._current(), self._awaited():
+            for dst, src, num_bytes in rows:
+                self._driver.call("cuMemcpyAsync", dst, src, num_bytes, self._stream)
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        """Wait for the end of what the body launched, also when it fails half-way."""
+        event = self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
+        try:
+            try:
+                yield
+            finally:
+                self._driver.call("cuEventRecord", event, self._stream)
+                rest_s = _SHORTEST_REST_S
+                while not self._driver.has_ended(event):
+                    time.sleep(rest_s)
+                    rest_s = min(2 * rest_s, _LONGEST_REST_S)
+        finally:
+            self._release("cuEventDestroy", event)
+
+    def close(self) -> None:
+        """Give back the stream and the context. The memory stays its owner's."""
+        self._release("cuStreamDestroy", self._stream)
+        self._release("cuDevicePrimaryCtxRelease", self._device)
+
+    def _release(self, name: str, what: object) -> None:
+        try:
+            self._driver.call(name, what)
+        except TransportError as error:  # of a GPU that failed before, and nothing can be done about it
+            logger.warning("a resource of the GPU was not given back: %s", error)
+
+
+_TWO_GPUS = "the pool is on several GPUs: keep all of it on one"
+_NOT_EXPORTABLE = (
+    "the pool's memory cannot be mapped by other processes; PyTorch's can where it comes from cudaMalloc: "
+    "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+)
+
+
+def gpu_name(gpu: bytes) -> str:
+    """A GPU's UUID, as `nvidia-smi -L` writes it."""
+    return f"GPU-{uuid.UUID(bytes=gpu)}"

@@ -1,0 +1,41 @@
+"""A peer's guard table, mapped here for reading."""
+
+from __future__ import annotations
+
+from .._memory import WORD_BYTES, address_of, guard_holds
+from ..errors import StaleRegionError
+from ..regions import Guard
+from .arena import map_received
+
+__all__ = ["PeerGuards"]
+
+
+class PeerGuards:
+    """The words that a peer sets and clears. Any thread may check them until `close`.
+
+    Attributes:
+        num_guards: Words in the table, the transport's own included.
+    """
+
+    def __init__(self, descriptor: int, num_guards: int) -> None:
+        """Map the table. The caller still closes the descriptor.
+
+        Raises:
+            ProtocolError: there is none of that size.
+        """
+        self.num_guards = num_guards
+        self._mapping = map_received(descriptor, num_guards * WORD_BYTES)
+        self._address = address_of(self._mapping.memory)
+
+    def check(self, guard: Guard) -> None:
+        """Check that what was copied until now is what `guard` promised.
+
+        Raises:
+            StaleRegionError: it is not.
+        """
+        if not guard_holds(self._address, guard):
+            raise StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+
+    def close(self) -> None:
+        """Unmap. Nobody checks any more."""
+        self._mapping.close()
