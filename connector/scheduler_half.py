@@ -156,7 +156,7 @@ class HandoffScheduler:
     ) -> dict[str, Any] | None:
         """Open an offer of what is computed so far, or extend it, if the request asked for that.
 
-        A request that loses its blocks is not opened a second time: what becomes of it is offered when it has finished.
+        A request that loses its blocks after that is not offered a second time: its consumer knows of the first offer only.
 
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
@@ -186,6 +186,7 @@ class HandoffScheduler:
         """
         for request_id in preempted_req_ids & self._open.keys():
             del self._open[request_id]
+            self._offers_wanted.discard(request_id)
             self._orders.offers.pop(request_id, None)
             self._orders.extensions.pop(request_id, None)
         orders, self._orders = self._orders, _Orders()

@@ -70,11 +70,13 @@ class _Request:
         params: What each child is told.
         loader: The child that could load when last asked; empty: none.
         is_async: Whether it does so asynchronously.
+        is_offered_early: Whether a consumer was told how to begin while the prompt is computed.
     """
 
     params: Mapping[str, Mapping[str, Any] | None]
     loader: str = ""
     is_async: bool = False
+    is_offered_early: bool = False
 
 
 class MultiConnector(KVConnectorBase):
@@ -265,6 +267,20 @@ class MultiConnector(KVConnectorBase):
             num_tokens = num_external_tokens if name == known.loader else 0
             child.update_state_after_alloc(ChildRequest(request, known.params[name]), block_ids, num_tokens)
         known.loader = ""
+
+    def request_progressed(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        known = self._known(request)
+        answers = {
+            name: child.request_progressed(ChildRequest(request, known.params[name]), block_ids)
+            for name, child in self._children.items()
+        }
+        params = join_params({name: said for name, said in answers.items() if said is not None})
+        if params is None or known.is_offered_early:
+            return None  # a child that is later than the others is heard when the request has finished
+        known.is_offered_early = True
+        return params
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
         of_children = {n: child.build_connector_meta(scheduler_output) for n, child in self._children.items()}

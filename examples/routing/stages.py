@@ -41,6 +41,10 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 OVERLAP = "overlap"
 
 
+#: What is about the answer. Of several answers each would be offered, and only one be loaded.
+_ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
+
+
 class NodeGoneError(Exception):
     """A node did not do its stage; another one may. Nothing of it reached the client."""
 
@@ -52,7 +56,7 @@ def check_body(body: Mapping[str, Any]) -> None:
         ApiError: a field is wrong (400).
     """
     fields = Fields(body)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
         if fields.integer(name, 1) < 1:
             raise bad_request(f"{name}={body[name]}: it must be at least 1", name)
     fields.boolean("stream", False)
@@ -60,12 +64,12 @@ def check_body(body: Mapping[str, Any]) -> None:
 
 
 def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
-    """The request as the prefill node gets it: one token, keep the blocks.
+    """The request as the prefill node gets it: one token of one answer, keep the blocks.
 
     Args:
         overlap: Ask for a stream that says what the decode node needs as soon as part of the prompt is computed.
     """
-    result = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     wish = {**DO_REMOTE_DECODE, OVERLAP: True} if overlap else dict(DO_REMOTE_DECODE)
     result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": wish}
     if "max_completion_tokens" in result:

@@ -113,6 +113,7 @@ def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> Non
         stream=False,
         stream_options={"include_usage": True},
         stop="x",
+        n=3,
     )
     (body,) = prefill.bodies
     assert body == {
@@ -207,7 +208,7 @@ def test_equal_nodes_take_turns() -> None:
     assert [len(node.bodies) for node in decode] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}], ids=str)
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)
 def test_what_only_the_decode_node_would_refuse_is_refused_before_the_prefill(fields: dict[str, Any]) -> None:
     prefill = FakeNode(offer)
     ((status, _),) = ask([prefill], [FakeNode(answer_whole)], **fields)
