@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import (
     Action,
     ClearGuard,
@@ -34,16 +33,6 @@ from kvferry.transports.errors import KVTransferStateError
 
 TABLES = ((4, 5, 6),)
 PEER, OTHER = 1, 2
-
-
-@pytest.fixture
-def producer(identity: Identity, config: HandoffConfig) -> ProducerProtocol:
-    """A producer with two guards and two consumers that have said hello."""
-    producer = ProducerProtocol(identity, config, num_guards=2)
-    for peer in (PEER, OTHER):
-        producer.peer_connected(peer, now=0.0)
-        producer.receive(peer, Hello(PROTOCOL_VERSION, f"peer-{peer}", 5, "d"), now=0.0)
-    return producer
 
 
 def offered(producer: ProducerProtocol, lease: int = 1, request_id: str = "r", now: float = 0.0) -> int:
@@ -330,88 +319,6 @@ def test_a_contradictory_claim_is_denied(
 def test_a_rank_cannot_claim_again_what_it_is_done_with(two_ranks: ProducerProtocol) -> None:
     two_ranks.receive(3, Release("r", 1, True, 0, 2), now=2.0)
     assert "over for this rank" in denial(two_ranks.receive(3, Claim("r", 1, 0, 2), now=3.0))
-
-
-def test_all_ranks_may_be_early(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "no share" in denial(producer.receive(OTHER, Claim("s", 2, 1, 1), now=0.0))
-    assert [type(action) for action in producer.offer("r", 1, TABLES, 12, now=1.0)] == [SetGuard, Send]
-
-
-# -- early -------------------------------------------------------------------------------------------
-
-
-def test_an_early_claim_is_granted_when_the_offer_comes(producer: ProducerProtocol) -> None:
-    assert producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0) == []
-    guarded, granted = producer.offer("r", 1, TABLES, 12, now=2.0)
-    assert isinstance(guarded, SetGuard)
-    assert granted == Send(PEER, Grant("r", 1, guarded.index, 12, 12, TABLES))
-
-
-def test_an_early_claim_waits_no_longer_than_it_may(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert producer.next_deadline() == 3.0
-    assert "in time" in denial(producer.advance(now=3.0))
-    assert producer.next_deadline() == math.inf
-
-
-def test_an_early_claim_of_a_number_that_was_left_out_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    denied, guarded = producer.offer("s", 2, TABLES, 12, now=1.0)
-    assert "never made" in denial([denied])
-    assert isinstance(guarded, SetGuard)
-
-
-def test_an_early_claim_of_another_request_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("not r", 1, 0, 1), now=0.0)
-    denied, guarded = producer.offer("r", 1, TABLES, 12, now=1.0)
-    assert "never made" in denial([denied])
-    assert isinstance(guarded, SetGuard)
-
-
-def test_early_claims_are_bounded(producer: ProducerProtocol) -> None:
-    for lease in (1, 2):
-        assert producer.receive(PEER, Claim("r", lease, 0, 1), now=0.0) == []
-    assert "too many" in denial(producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0))
-    assert producer.receive(PEER, Release("r", 4, False, 0, 1), now=0.0) == []
-
-
-def test_a_second_early_claimant_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, 0, 1), now=0.0))
-    assert producer.receive(OTHER, Release("r", 1, False, 0, 1), now=0.0) == []
-    assert isinstance(producer.offer("r", 1, TABLES, 12, now=1.0)[1], Send)
-
-
-@pytest.mark.parametrize("claims_first", [True, False])
-def test_an_early_release_ends_the_offer_as_soon_as_it_comes(
-    producer: ProducerProtocol, claims_first: bool
-) -> None:
-    if claims_first:
-        producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    producer.receive(PEER, Release("r", 1, False, 0, 1), now=0.0)
-    producer.peer_lost(PEER, now=0.5)
-    (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
-    assert isinstance(ended, OfferEnded)
-    assert ended.outcome == "aborted"
-    assert producer.num_offers == 0
-
-
-def test_an_offer_whose_early_claimant_is_gone_ends_as_soon_as_it_comes(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    producer.peer_lost(PEER, now=0.5)
-    (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
-    assert isinstance(ended, OfferEnded)
-    assert ended.outcome == "aborted"
-
-
-def test_an_early_claim_without_a_guard_is_denied(producer: ProducerProtocol) -> None:
-    offered(producer, lease=1, request_id="a")
-    offered(producer, lease=2, request_id="b")
-    producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0)
-    denied, ended = producer.offer("r", 3, TABLES, 12, now=1.0)
-    assert "too many" in denial([denied])
-    assert isinstance(ended, OfferEnded)
 
 
 # -- peers -------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvferry.connector.handoff._simulated import BLOCK_SIZE
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
 from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.handoff.testing import PromiseBroken, Simulation, Spread, explore
+from kvferry.connector.handoff.testing.simulated import BLOCK_SIZE
 from kvferry.transports.regions import Guard
 
 

@@ -11,11 +11,11 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from ...transports.errors import KVTransferError
-from ..planning.layout import KVLayout, per_layer_layout, uniform_layout
-from ..planning.slots import Shard, SlotArray
-from .events import Action, Identity, RemoteOffer, StartPush, StartRead, StartWrite
-from .node import NodeProtocol
+from ....transports.errors import KVTransferError
+from ...planning.layout import KVLayout, per_layer_layout, uniform_layout
+from ...planning.slots import Shard, SlotArray
+from ..events import Action, Identity, RemoteOffer, StartPush, StartRead, StartWrite
+from ..node import NodeProtocol
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12

@@ -18,8 +18,13 @@ from functools import partial
 
 import numpy as np
 
-from ..planning import compatibility
-from ._simulated import (
+from ...planning import compatibility
+from ..config import HandoffConfig
+from ..consumer import ConsumerProtocol
+from ..events import Action, GroupBlocks, Identity, LoadEnded, OfferEnded, RemoteOffer
+from ..node import NodeProtocol
+from ..producer import ProducerProtocol
+from .simulated import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     NUM_GUARDS,
@@ -37,12 +42,7 @@ from ._simulated import (
     require,
     simulated_layout,
 )
-from ._simulated_world import SimulatedWorld
-from .config import HandoffConfig
-from .consumer import ConsumerProtocol
-from .events import Action, GroupBlocks, Identity, LoadEnded, OfferEnded, RemoteOffer
-from .node import NodeProtocol
-from .producer import ProducerProtocol
+from .world import SimulatedWorld
 
 __all__ = ["PUSH_GUARDS", "PromiseBroken", "Simulation", "Spread", "explore"]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
-from ...transports.errors import (
+from ....transports.errors import (
     KVTransferError,
     PeerLostError,
     StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
 )
-from ._simulated import SimulatedEngine, SimulatedPush, SimulatedRank, SimulatedRead, require
-from .events import (
+from ..events import (
     Action,
     ClearGuard,
     Connect,
@@ -26,7 +25,8 @@ from .events import (
     StartRead,
     StartWrite,
 )
-from .messages import encode
+from ..messages import encode
+from .simulated import SimulatedEngine, SimulatedPush, SimulatedRank, SimulatedRead, require
 
 __all__ = ["SimulatedWorld"]
 

@@ -1,0 +1,282 @@
+"""A consumer among peers that fail, do not fit, or lie, and an engine that orders things out of order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.events import (
+    Connect,
+    Disconnect,
+    GroupBlocks,
+    Identity,
+    LoadEnded,
+    Send,
+    StartRead,
+)
+from kvferry.connector.handoff.messages import (
+    Claim,
+    Deny,
+    Grant,
+    Release,
+    Revoke,
+    Welcome,
+)
+from kvferry.connector.handoff.testing.stages import (
+    ADDRESS,
+    BLOCKS,
+    GRANT,
+    OFFER,
+    PEER,
+    READ,
+    Reach,
+    claiming,
+    connecting,
+    draining,
+    granted,
+    only_end,
+    only_message,
+    reading,
+)
+from kvferry.connector.planning.layout import uniform_layout
+from kvferry.transports.errors import (
+    ConfigurationError,
+    IncompatiblePeerError,
+    KVTransferError,
+    KVTransferStateError,
+    PeerLostError,
+    ProtocolError,
+    RegionError,
+    StaleLeaseError,
+    TransportClosedError,
+)
+
+before_reading = pytest.mark.parametrize("reach", [connecting, claiming, granted])
+after_the_handshake = pytest.mark.parametrize("reach", [claiming, granted])
+
+
+# -- peers -------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_fails_fails_its_claims_and_rests(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    connecting(consumer, welcome)
+    consumer.peer_lost(PEER, PeerLostError("nobody there"), 1.0)
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 1.0)).error, PeerLostError)
+    assert (
+        consumer.claim("second", OFFER, 1.5) == []
+    )  # it rests for 1 s, and the claim waits for the next attempt
+    assert consumer.next_deadline() == 2.0
+    assert consumer.advance(2.0) == [Connect(ADDRESS, 4.0)]
+
+
+def test_the_rest_doubles_up_to_its_limit_and_is_forgotten(consumer: ConsumerProtocol) -> None:
+    now = 0.0
+    rests = []
+    for number in range(4):
+        actions = consumer.claim(f"request {number}", OFFER, now)
+        if not actions:
+            rests.append(consumer.next_deadline() - now)
+            now = consumer.next_deadline()
+            actions = consumer.advance(now)
+        assert actions == [Connect(ADDRESS, 4.0)]
+        consumer.connect_failed(ADDRESS, ConfigurationError("no such scheme"), now)
+        consumer.load(f"request {number}", BLOCKS, now)
+    assert rests == [1.0, 2.0, 3.0]
+    now = consumer.next_deadline()
+    assert consumer.advance(now) == []
+    assert consumer.next_deadline() == math.inf
+    assert consumer.claim("late", OFFER, now) == [Connect(ADDRESS, 4.0)]
+
+
+def test_a_restarted_node_is_another_one(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    connecting(consumer, welcome)
+    consumer.receive(PEER, replace(welcome, epoch=23), 0.0)
+    error = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(error, StaleLeaseError)
+    assert "restarted" in str(error)
+    fresh = replace(OFFER, epoch=23)
+    assert only_message(consumer.claim("fresh", fresh, 1.0)) == Claim("theirs", 3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "what"),
+    [
+        ({"digest": "x", "fields": {"model": "m", "block_size": 8}}, IncompatiblePeerError, "block_size"),
+        ({"digest": "x"}, IncompatiblePeerError, "digest"),
+        ({"layout": {}}, ProtocolError, "layout.num_blocks is missing"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(
+    consumer: ConsumerProtocol,
+    welcome: Welcome,
+    change: dict[str, object],
+    error: type[KVTransferError],
+    what: str,
+) -> None:
+    connecting(consumer, welcome)
+    assert consumer.receive(PEER, replace(welcome, **change), 0.0) == [Disconnect(PEER)]
+    failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(failure, error)
+    assert what in str(failure)
+
+
+def test_layouts_that_cannot_be_paired_are_refused_at_the_handshake(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    layout = uniform_layout(["a", "b"], page_bytes=8, num_blocks=50, block_size=4, page_format="g")
+    connecting(consumer, welcome)
+    consumer.receive(PEER, replace(welcome, layout=layout.to_plain()), 0.0)
+    failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(failure, IncompatiblePeerError)
+    assert failure.field == "layers.a.page_format"
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming])
+def test_a_peer_that_talks_out_of_turn_is_dropped(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    message = GRANT if reach is connecting else welcome
+    assert consumer.receive(PEER, message, 0.0) == [Disconnect(PEER)]
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, ProtocolError)
+
+
+def test_a_connection_that_nobody_waits_for_any_more_is_closed(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    assert consumer.connecting("sim://elsewhere", 9, 0.0) == [Disconnect(9)]
+    assert consumer.peer_connected(9, 0.0) == []
+    assert consumer.receive(9, welcome, 0.0) == []
+    assert consumer.peer_lost(9, PeerLostError("gone"), 0.0) == []
+
+
+# -- offers and grants that are not what they seem ---------------------------------------------------
+
+
+def test_an_offer_is_claimed_once(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    assert consumer.claim("again", OFFER, 1.0) == []
+    assert "'ours'" in str(only_end(consumer.load("again", BLOCKS, 1.0)).error)
+
+
+def test_an_offer_that_names_an_address_twice_is_refused(consumer: ConsumerProtocol) -> None:
+    assert consumer.claim("ours", replace(OFFER, addresses=(ADDRESS, ADDRESS)), 0.0) == []
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+
+
+def test_a_grant_of_fewer_tokens_than_promised_is_refused(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    claiming(consumer, welcome)
+    assert only_message(consumer.receive(PEER, replace(GRANT, num_tokens=8, num_ready=8), 0.0)) == Release(
+        "theirs", 3, False, 0, 1
+    )
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+
+
+@pytest.mark.parametrize(
+    ("grant", "blocks"),
+    [
+        (replace(GRANT, block_ids=((14, 15),)), BLOCKS),
+        (replace(GRANT, block_ids=()), BLOCKS),
+        (replace(GRANT, block_ids=((14, 15, 50),)), BLOCKS),
+        (replace(GRANT, block_ids=((14, 15, 0),)), BLOCKS),
+        (GRANT, (GroupBlocks(-1, (31,)),)),
+        (GRANT, (GroupBlocks(0, (50,)),)),
+        (GRANT, (GroupBlocks(0, (31, 31)),)),
+        (GRANT, ()),
+    ],
+)
+def test_blocks_that_cannot_be_read_fail_the_load(
+    consumer: ConsumerProtocol, welcome: Welcome, grant: Grant, blocks: tuple[GroupBlocks, ...]
+) -> None:
+    claiming(consumer, welcome)
+    consumer.receive(PEER, grant, 0.0)
+    actions = consumer.load("ours", blocks, 0.0)
+    assert actions[0] == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert isinstance(only_end(actions).error, RegionError)
+
+
+@pytest.mark.parametrize("blocks", [(GroupBlocks(3, ()),), (GroupBlocks(1, (0, 0)),)])
+def test_a_load_of_nothing_is_done_at_once(
+    consumer: ConsumerProtocol, welcome: Welcome, blocks: tuple[GroupBlocks, ...]
+) -> None:
+    granted(consumer, welcome)
+    released, ended = consumer.load("ours", blocks, 0.0)
+    assert released == Send(PEER, Release("theirs", 3, True, 0, 1))
+    assert ended == LoadEnded("ours", "loaded", None, blocks)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GRANT,
+        replace(GRANT, lease=99),
+        Deny("theirs", 99, ""),
+        Revoke("another", 3, ""),
+        Deny("another", 3, ""),
+    ],
+)
+def test_messages_about_nothing_are_ignored(consumer: ConsumerProtocol, welcome: Welcome, message) -> None:
+    granted(consumer, welcome)
+    assert consumer.receive(PEER, message, 0.0) == []
+    assert isinstance(consumer.load("ours", BLOCKS, 0.0)[0], StartRead)
+
+
+def test_a_grant_for_a_dropped_request_is_ignored(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    claiming(consumer, welcome)
+    consumer.drop("ours", 0.0)
+    assert consumer.receive(PEER, GRANT, 0.0) == []
+
+
+# -- orders out of order -----------------------------------------------------------------------------
+
+
+def test_a_load_without_a_claim_fails(consumer: ConsumerProtocol) -> None:
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, StaleLeaseError)
+
+
+def test_orders_that_come_twice_are_refused(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    reading(consumer, welcome)
+    with pytest.raises(KVTransferStateError):
+        consumer.claim("ours", OFFER, 1.0)
+    with pytest.raises(KVTransferStateError):
+        consumer.load("ours", BLOCKS, 1.0)
+    consumer.read_ended(READ, None, 1.0)
+    with pytest.raises(KVTransferStateError):
+        consumer.read_ended(READ, None, 1.0)
+
+
+def test_remembered_failures_are_bounded_and_a_drop_forgets_them(
+    identity: Identity, config: HandoffConfig
+) -> None:
+    consumer = ConsumerProtocol(identity, config)
+    for number in range(5):
+        consumer.claim(f"request {number}", replace(OFFER, addresses=(ADDRESS, ADDRESS)), 0.0)
+    assert consumer.num_loads == 2
+    consumer.drop("request 4", 0.0)
+    assert consumer.num_loads == 1
+
+
+@pytest.mark.parametrize("reach", [connecting, claiming, granted, reading, draining])
+def test_shutdown_ends_every_load_and_drops_every_peer(
+    consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
+) -> None:
+    reach(consumer, welcome)
+    if reach in (connecting, claiming):
+        consumer.load("ours", BLOCKS, 0.0)
+    actions = consumer.shutdown(1.0)
+    assert actions[-1] == Disconnect(PEER)
+    if consumer.num_reads:
+        actions += consumer.read_ended(READ, TransportClosedError("closed"), 1.0)
+    if reach is not granted:
+        ended = only_end(actions)
+        assert ended.outcome == ("dropped" if reach is draining else "failed")
+    assert consumer.num_loads == 0
+    assert consumer.next_deadline() == math.inf
