@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, get_args
 
-from engine.settings import DEFAULT_MODEL, DTYPES
+from engine.settings import DEFAULT_MODEL, DTYPES, Layout
+from kvferry.connector.config import PageOrder
 from web.serving import StartupError
 
 __all__ = ["DemoOptions", "parse_arguments"]
@@ -28,10 +30,21 @@ DEFAULT_PROMPTS = (
     ),
 )
 
-#: How a node can be spread over worker processes, and what the number says.
-SPREADS = {
-    "tensor": "processes over which each layer is spread",
-    "pipeline": "stages over which the layers are spread",
+#: What one node of the pair can have for itself.
+OWN_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "tensor-parallel-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "processes over which each layer is spread (default: 1)",
+    },
+    "pipeline-parallel-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "stages over which the layers are spread (default: 1)",
+    },
+    "layout": {"choices": get_args(Layout), "help": "its own --layout"},
+    "kv-cache-layout": {"choices": get_args(PageOrder), "help": "its own --kv-cache-layout"},
+    "block-size": {"type": int, "metavar": "N", "help": "its own --block-size"},
 }
 
 
@@ -41,10 +54,11 @@ class DemoOptions:
 
     Attributes:
         prompts: At least one.
+        layout: Of the decode node.
         json_path: Where the records go; None: nowhere.
         concurrency: Prompts that are asked at once.
         pair_arguments: Options of prefill and decode node about the connector.
-        spreads: Options of prefill and of decode node about their worker processes.
+        own_arguments: Options of the prefill node alone, and of the decode node alone.
         router_arguments: Options of the router.
         node_arguments: Options of every node.
     """
@@ -58,7 +72,7 @@ class DemoOptions:
     concurrency: int
     start_timeout_s: float
     pair_arguments: tuple[str, ...]
-    spreads: tuple[tuple[str, ...], tuple[str, ...]]
+    own_arguments: tuple[tuple[str, ...], tuple[str, ...]]
     router_arguments: tuple[str, ...]
     node_arguments: tuple[str, ...]
 
@@ -79,13 +93,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
         prompts=_prompts(options),
         max_tokens=options.max_tokens,
         connector=options.connector,
-        layout=options.layout,
+        layout=options.decode_layout or options.layout,
         model=options.model,
         json_path=options.json,
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
         pair_arguments=_pair_arguments(options),
-        spreads=(_spread(options, "prefill"), _spread(options, "decode")),
+        own_arguments=(_own_arguments(options, "prefill"), _own_arguments(options, "decode")),
         router_arguments=("--overlap",) if options.overlap else (),
         node_arguments=_node_arguments(options),
     )
@@ -144,9 +158,15 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--layout",
-        choices=("uniform", "per-layer"),
+        choices=get_args(Layout),
         default="uniform",
         help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-cache-layout",
+        choices=get_args(PageOrder),
+        default="NHD",
+        help="tokens (N) or heads (H) first inside a page (default: %(default)s)",
     )
     group.add_argument(
         "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
@@ -175,14 +195,8 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    for role, (kind, what) in product(("prefill", "decode"), SPREADS.items()):
-        group.add_argument(
-            f"--{role}-{kind}-parallel-size",
-            type=int,
-            default=1,
-            metavar="N",
-            help=f"{role} node: {what} (default: 1)",
-        )
+    for role, (name, settings) in product(("prefill", "decode"), OWN_OPTIONS.items()):
+        group.add_argument(f"--{role}-{name}", **{**settings, "help": f"{role} node: {settings['help']}"})
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
     group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     group.add_argument("--threads", type=int, default=0, metavar="N", help="threads of PyTorch in each node")
@@ -211,15 +225,17 @@ def _pair_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _spread(options: argparse.Namespace, role: str) -> tuple[str, ...]:
-    sizes = {kind: getattr(options, f"{role}_{kind}_parallel_size") for kind in SPREADS}
-    return tuple(word for kind, size in sizes.items() for word in (f"--{kind}-parallel-size", str(size)))
+def _own_arguments(options: argparse.Namespace, role: str) -> tuple[str, ...]:
+    values = {name: getattr(options, f"{role}-{name}".replace("-", "_")) for name in OWN_OPTIONS}
+    given = {name: value for name, value in values.items() if value is not None}
+    return tuple(word for name, value in given.items() for word in (f"--{name}", str(value)))
 
 
 def _node_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     names = (
         "model",
         "layout",
+        "kv_cache_layout",
         "block_size",
         "num_blocks",
         "max_num_batched_tokens",

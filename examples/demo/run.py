@@ -82,8 +82,8 @@ def _start(launcher: Launcher, options: DemoOptions) -> tuple[LaunchedProcess, L
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
     pair_arguments = (*options.pair_arguments, *options.node_arguments)
     prefill, decode = (
-        launcher.start_node(f"{role} node", role, *pair_arguments, *spread)
-        for role, spread in zip(("prefill", "decode"), options.spreads, strict=True)
+        launcher.start_node(f"{role} node", role, *pair_arguments, *own_arguments)
+        for role, own_arguments in zip(("prefill", "decode"), options.own_arguments, strict=True)
     )
     single = launcher.start_node("single node", "single", *options.node_arguments)
     launcher.wait_listening([prefill, decode], options.start_timeout_s)

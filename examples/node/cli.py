@@ -6,10 +6,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from engine.settings import DEFAULT_MODEL, DTYPES, EngineSettings
-from kvferry.connector.config import KVRole, KVTransferConfig
+from kvferry.connector.config import KVRole, KVTransferConfig, PageOrder
 from kvferry.transports.errors import ConfigurationError
 from web.serving import StartupError, add_serving_arguments
 
@@ -176,7 +176,7 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--kv-cache-layout",
-        choices=("NHD", "HND"),
+        choices=get_args(PageOrder),
         default="NHD",
         help="tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
     )

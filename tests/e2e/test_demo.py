@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.cli import parse_arguments
 from demo.launcher import EXAMPLES
 from demo.testing import children_of, wait_until
 
@@ -93,6 +94,12 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
         most = record["num_blocks"] if layout == "uniform" else record["num_blocks"] * TINY_LAYERS
         assert 1 <= record["num_regions"] <= most
     assert layout in done.stdout
+
+
+def test_each_node_of_the_pair_can_have_options_of_its_own() -> None:
+    options = parse_arguments(["--decode-block-size", "32", "--decode-layout", "per-layer"])
+    assert options.own_arguments == ((), ("--layout", "per-layer", "--block-size", "32"))
+    assert options.layout == "per-layer"
 
 
 def test_a_request_that_fails_shows_in_the_exit_status(arguments: list[str], tmp_path: Path) -> None:
