@@ -59,7 +59,7 @@ def plan_pool(
         longest = max(_SHORTEST_SEQUENCE, estimate_max_model_len(config, specs, available))
         config = replace(config, model=replace(config.model, max_model_len=longest))
     check_enough_kv_cache_memory(config, specs, available)
-    # Several ranks would bring a pool each; this engine is one rank.
+    # Ranks that brought pools of their own would be made one; here each plans the whole model's, and keeps its part.
     (pool,) = unify_kv_cache_configs([get_kv_cache_config(config, specs, available)])
     logger.info(
         "%d blocks of %d tokens hold %.1f requests of %d tokens (%.1f MiB each) at once",

@@ -1,54 +1,151 @@
-"""A node of several worker processes, with a decode node of one and a router in front."""
+"""Nodes that are spread over worker processes, by layers or by heads, with nodes of another shape behind them."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from demo.launcher import Launcher
-from demo.testing import DO_REMOTE_DECODE, Client, children_of, wait_until
+from demo.launcher import LaunchedProcess, Launcher
+from demo.testing import DO_REMOTE_DECODE, Client, Reply, children_of, wait_until
+from engine.testing import write_tiny_model
 
 #: Worker processes import PyTorch, each for itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+START_TIMEOUT_S = 200.0
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
+PUSH = ("--connector-option", "transfer=push")
+EARLY = {**DO_REMOTE_DECODE, "overlap": True}
 
 
-def test_it_answers_as_a_single_node_and_is_out_of_service_when_a_worker_is_killed(
-    launcher: Launcher, tiny_arguments: Sequence[str], tiny_single: Client
-) -> None:
-    two = ("--tensor-parallel-size", "2")
-    prefill = launcher.start_node("prefill of two", "prefill", *tiny_arguments, *two)
-    decode = launcher.start_node("decode of one", "decode", *tiny_arguments)
-    launcher.wait_listening([prefill, decode], 110)
-    router = launcher.start_router("router", [prefill], [decode], "--overlap")
-    launcher.wait_ready([prefill, decode, router], 110)
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers and four KV heads: enough for two stages, and for four ranks."""
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "spread", **shape)
 
-    reply = Client(router).complete(PROMPT, max_tokens=8)
-    assert reply.token_ids == tiny_single.complete(PROMPT, max_tokens=8).token_ids
+
+@pytest.fixture(scope="module")
+def single_arguments(model: Path, tiny_single_arguments: Sequence[str]) -> tuple[str, ...]:
+    return (*tiny_single_arguments, "--model", str(model))
+
+
+@pytest.fixture(scope="module")
+def arguments(single_arguments: Sequence[str], transport: str) -> tuple[str, ...]:
+    return (*single_arguments, "--connector", transport)
+
+
+@pytest.fixture(scope="module")
+def single(start_single: Any, single_arguments: Sequence[str]) -> Client:
+    client: Client = start_single(*single_arguments)
+    return client
+
+
+def start(
+    launcher: Launcher, arguments: Sequence[str], prefill: Sequence[str], decode: Sequence[str]
+) -> list[LaunchedProcess]:
+    """A prefill node, and two decode nodes of one shape: one that pulls, and one that is pushed to."""
+    nodes = [
+        launcher.start_node("prefill", "prefill", *arguments, *prefill),
+        launcher.start_node("decode by pull", "decode", *arguments, *decode),
+        launcher.start_node("decode by push", "decode", *arguments, *decode, *PUSH),
+    ]
+    launcher.wait_ready(nodes, START_TIMEOUT_S)
+    return nodes
+
+
+def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: str) -> Reply:
+    """The answer is the single node's, from a cache that came whole, and both nodes have all their blocks again."""
+    offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+    params = offered.body["kv_transfer_params"]
+    reply = decode.complete(prompt, max_tokens=8, kv_transfer_params=params)
+    assert reply.token_ids == single.complete(prompt, max_tokens=8).token_ids
     assert (reply.transfer["error"], reply.transfer["num_bytes"] > 0) == ("", True)
-    wait_until(lambda: Client(prefill).is_whole() and Client(decode).is_whole())
+    wait_until(lambda: prefill.is_whole() and decode.is_whole())
+    return reply
 
-    other = PROMPT[::-1]
-    wish = {**DO_REMOTE_DECODE, "overlap": True}
-    with Client(prefill).streaming(other, max_tokens=1, kv_transfer_params=wish) as events:
+
+def test_four_ranks_hand_over_to_two(launcher: Launcher, arguments: Sequence[str], single: Client) -> None:
+    four, two = ("--tensor-parallel-size", "4"), ("--tensor-parallel-size", "2")
+    prefill, pulling, pushed = map(Client, start(launcher, arguments, four, two))
+    read = assert_handed_over(prefill, pulling, single, PROMPT)
+    written = assert_handed_over(prefill, pushed, single, PROMPT)
+    assert "push/" not in read.transfer["mechanism"]
+    assert written.transfer["mechanism"] == f"push/{read.transfer['mechanism']}"
+    assert written.transfer["num_bytes"] == read.transfer["num_bytes"]
+
+
+def test_two_stages_hand_over_to_one_process_and_are_out_of_service_when_a_worker_is_killed(
+    launcher: Launcher, arguments: Sequence[str], single: Client
+) -> None:
+    nodes = start(launcher, arguments, ("--pipeline-parallel-size", "2"), ())
+    prefill, pulling, pushed = map(Client, nodes)
+    assert_handed_over(prefill, pulling, single, PROMPT)
+    assert_handed_over(prefill, pushed, single, PROMPT)
+    router = launcher.start_router("router", nodes[:1], nodes[1:], "--overlap")
+    launcher.wait_ready([router], START_TIMEOUT_S)
+    assert_early(prefill, pushed, single, PROMPT[::-1])
+    assert_killed(prefill, pushed, single, PROMPT.upper())
+    refused = Client(router).complete(PROMPT, max_tokens=8)
+    assert (refused.status, "no prefill node" in refused.error) == (503, True)
+    assert pulling.is_whole()
+
+
+def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
+    arguments = ("--num-blocks", "64", "--threads", "1", "--log-level", "warning", "--dtype", "float32")
+    nodes = [
+        launcher.start_node("prefill", "prefill", *arguments, "--pipeline-parallel-size", "2"),
+        launcher.start_node("decode", "decode", *arguments, *PUSH),
+    ]
+    launcher.wait_ready(nodes, START_TIMEOUT_S)
+    prefill, decode = map(Client, nodes)
+    offered = prefill.complete(PROMPT, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+    handed_over = decode.complete(
+        PROMPT, max_tokens=16, kv_transfer_params=offered.body["kv_transfer_params"]
+    )
+    # Under a salt nothing of what came is used: this node computes all of it itself.
+    alone = decode.complete(PROMPT, max_tokens=16, cache_salt="alone")
+    assert (handed_over.transfer["error"], alone.transfer) == ("", {})
+    assert alone.body["metrics"]["num_cached_tokens"] == 0
+    assert handed_over.token_ids == alone.token_ids
+    wait_until(lambda: prefill.is_whole() and decode.is_whole())
+
+
+def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
+    """The decode begins while the prompt is still computed."""
+    with prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events:
         early = next(events)
-        assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(other))
-        reply = Client(decode).complete(other, max_tokens=8, kv_transfer_params=early["kv_transfer_params"])
+        assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(prompt))
+        reply = decode.complete(prompt, max_tokens=8, kv_transfer_params=early["kv_transfer_params"])
         *_, last = events
-    assert reply.token_ids == tiny_single.complete(other, max_tokens=8).token_ids
+    assert reply.token_ids == single.complete(prompt, max_tokens=8).token_ids
     assert reply.transfer["exposed_seconds"] <= reply.transfer["seconds"]
     assert last["kv_transfer_params"]["remote_lease"] == early["kv_transfer_params"]["remote_lease"]
 
-    workers = children_of(prefill.pid)
-    os.kill(workers[1], signal.SIGKILL)
-    wait_until(lambda: Client(prefill).get("/health")[0] == 503)
-    assert b"rank 1" in Client(prefill).get("/health")[1]
-    assert b"SIGKILL" in Client(prefill).get("/health")[1]
-    assert children_of(prefill.pid) == []
-    refused = Client(router).complete(PROMPT, max_tokens=8)
-    assert (refused.status, "no prefill node" in refused.error) == (503, True)
-    assert Client(decode).is_whole()
+
+def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
+    """A rank is killed while a load waits for it: the load fails, its prompt is computed, and the node says why it ended."""
+    _, last_rank = children_of(prefill.process.pid)
+    with (
+        ThreadPoolExecutor(1) as background,
+        prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events,
+    ):
+        params = next(events)["kv_transfer_params"]
+        os.kill(last_rank, signal.SIGSTOP)
+        answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
+        wait_until(lambda: decode.metric("kvferry_loading_requests") == 1)
+        os.kill(last_rank, signal.SIGKILL)
+        reply = answer.result()
+    assert reply.token_ids == single.complete(prompt, max_tokens=8).token_ids
+    assert reply.transfer["error"]
+    wait_until(lambda: prefill.get("/health")[0] == 503)
+    assert b"rank 1" in prefill.get("/health")[1]
+    assert b"SIGKILL" in prefill.get("/health")[1]
+    assert children_of(prefill.process.pid) == []
+    wait_until(decode.is_whole)
