@@ -56,6 +56,23 @@ def test_the_answer_is_the_single_nodes(
     assert decode.is_whole
 
 
+def test_a_window_that_begins_inside_a_larger_block_is_computed_here(
+    make_node: Any, drive: Any, reference: Any
+) -> None:
+    prefill = make_node("mistral", connector="inproc", role="kv_producer", block_size=4)
+    decode = make_node("mistral", connector="inproc", role="kv_consumer", block_size=16)
+    prompt = [(7919 * index) % 251 for index in range(66)]  # its last token looks back to token 42, in the middle of a block of 16
+    prefill.add("a", prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    drive(prefill, until=lambda: prefill.is_over("a"))
+    params = prefill.last("a").kv_transfer_params
+    decode.add("a", prompt, max_tokens=20, kv_transfer_params=params)
+    drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
+    assert "remote block 0 cannot be transferred" in decode.last("a").metrics.transfer.error
+    assert decode.tokens("a") == reference("mistral", prompt, 20)
+    assert prefill.is_whole
+    assert decode.is_whole
+
+
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
 def test_a_single_node_answers_alike_in_either_order(family: str, make_node: Any, reference: Any) -> None:
     prompt = [(7919 * index) % 251 for index in range(70)]

@@ -393,6 +393,12 @@ def test_blocks_that_must_not_move_are_refused(tables: list[GroupTables], messag
         ReshardPlanner(LAYOUT, [LAYOUT]).plan(tables, 7)
 
 
+def test_a_larger_block_of_which_the_producer_let_a_part_go_is_not_filled_in_part() -> None:
+    (larger,) = ranks_of(Model(), Shape(block_size=8))
+    with pytest.raises(RegionError, match="remote block 0"):
+        ReshardPlanner(larger.layout, [LAYOUT]).plan([tables_of(0, [1], [0, 5])], 8)
+
+
 def test_a_position_that_nobody_needs_is_left_out() -> None:
     (plan,) = ReshardPlanner(LAYOUT, [LAYOUT]).plan([tables_of(0, [0, 3], [0, 5])], 8)
     assert plan.num_bytes == sum(layer.page_bytes for layer in LAYOUT.layers)

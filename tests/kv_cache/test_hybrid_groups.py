@@ -78,6 +78,20 @@ def test_a_windowed_group_needs_only_its_window_to_hit(
     manager.check_integrity()
 
 
+def test_a_block_at_the_edge_of_a_loaded_window_serves_prompts_that_see_more_of_it(
+    make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
+) -> None:
+    # So a load must fill it as a whole, although the request that it is for looks at its last token only.
+    manager = make_manager(20, windowed(3))
+    loaded = make_request("loaded", [1] * 18)
+    assert manager.allocate_slots(loaded, 0, num_external_tokens=17) is not None
+    manager.cache_blocks(loaded, 17)
+    edge = manager.get_block_ids("loaded")[0][3]  # tokens 12 to 15; token 17 looks back to 15
+    assert edge != 0
+    blocks, num_hit = manager.get_computed_blocks(make_request("shorter", [1] * 17))
+    assert (num_hit, blocks.get_block_ids()[0][-1]) == (16, edge)  # token 16 looks back to 14
+
+
 def test_a_hole_in_the_window_shortens_the_hit(
     make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
 ) -> None:
