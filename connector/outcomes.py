@@ -177,7 +177,6 @@ class Outcomes:
     def _record(self, ended: LoadEnded, reads: Sequence[_Read], exposed_s: float) -> TransferRecord:
         return TransferRecord(
             request_id=ended.request_id,
-            direction="receive",
             transport=_joined(read.route.scheme for read in reads) or self._transport,
             mechanism=_joined(read.ended.mechanism for read in reads),
             layout=self._layout,

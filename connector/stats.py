@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 __all__ = ["COUNTERS", "KVConnectorStats", "TransferRecord"]
 
@@ -28,10 +28,9 @@ COUNTERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One request's transfer into or out of this node.
+    """One request's transfer into this node.
 
     Attributes:
-        direction: `"receive"`: into this node.
         transport: Scheme of the transport that was used, e.g. `"shm"`.
         mechanism: What really moved the bytes, e.g. `"mapped"`; empty if nothing was read.
         layout: `"uniform"` or `"per-layer"`, of this node's pool.
@@ -48,7 +47,6 @@ class TransferRecord:
     """
 
     request_id: str
-    direction: Literal["receive", "send"]
     transport: str
     mechanism: str
     layout: str

@@ -30,12 +30,9 @@ class RankRecords:
     def take_ended(self, report: KVConnectorOutput) -> dict[str, TransferRecord]:
         """Take in one step's report of all ranks; returns one record for each load that ended in it, by request."""
         stats = report.kv_connector_stats
-        if isinstance(
-            stats, KVConnectorStats
-        ):  # else it is a connector of someone else's, with figures of its own
-            for record in stats.transfers:
-                if record.direction == "receive":
-                    self._open.setdefault(record.request_id, []).append(record)
+        # Else it is a connector of someone else's, with figures of its own.
+        for record in stats.transfers if isinstance(stats, KVConnectorStats) else ():
+            self._open.setdefault(record.request_id, []).append(record)
         ended = report.finished_recving & self._open.keys()
         joined = {request_id: self._joined(self._open.pop(request_id)) for request_id in ended}
         while len(self._open) > MAX_OPEN_LOADS:

@@ -15,7 +15,6 @@ def record(
 ) -> TransferRecord:
     return TransferRecord(
         request_id=request_id,
-        direction="receive",
         transport="shm",
         mechanism="mapped",
         layout="uniform",

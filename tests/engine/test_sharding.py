@@ -88,7 +88,7 @@ def test_workers_are_for_the_cpu() -> None:
 
 def test_orders_and_reports_cross_as_they_are() -> None:
     offer = RemoteOffer("engine", 2**63 - 1, "a", 7, ("shm:x", "shm:y"), 40, ((1, 2), (3,)))
-    record = TransferRecord("a", "receive", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
+    record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
     for value in (
         HandoffMetadata(
             {"b": OfferOrder(1, ((1,),), 4)}, {"a": offer}, {"a": (GroupBlocks(1, (2, 3)),)}, ("c",)

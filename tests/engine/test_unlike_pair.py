@@ -61,7 +61,7 @@ def test_a_window_that_begins_inside_a_larger_block_is_computed_here(
 ) -> None:
     prefill = make_node("mistral", connector="inproc", role="kv_producer", block_size=4)
     decode = make_node("mistral", connector="inproc", role="kv_consumer", block_size=16)
-    prompt = [(7919 * index) % 251 for index in range(66)]  # its last token looks back to token 42, in the middle of a block of 16
+    prompt = [(7919 * index) % 251 for index in range(66)]  # its last token looks back to token 42
     prefill.add("a", prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     drive(prefill, until=lambda: prefill.is_over("a"))
     params = prefill.last("a").kv_transfer_params

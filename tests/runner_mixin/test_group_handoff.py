@@ -210,8 +210,7 @@ class Node(KVConnectorModelRunnerMixin):
             self.done.finished_sending |= report.finished_sending
             self.done.load_errors |= report.load_errors
             if report.kv_connector_stats is not None:
-                records = report.kv_connector_stats.transfers
-                self.transfers += (record for record in records if record.direction == "receive")
+                self.transfers += report.kv_connector_stats.transfers
 
 
 def _tokens(layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.transports.errors import ConfigurationError
 
-RECORD = TransferRecord("r", "receive", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
+RECORD = TransferRecord("r", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
 
 
 def test_it_is_a_connector_of_vllm():
