@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..transports.errors import (
     TransportClosedError,
 )
 from ..transports.regions import Guard, Regions
+from .computed import at_once
 from .handoff.events import (
     Action,
     ClearGuard,
@@ -45,10 +47,20 @@ logger = logging.getLogger(__name__)
 
 #: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.
 _MAX_WAIT_S = 1.0
+#: Between two looks whether a GPU has computed what an order is about.
+_DUE_POLL_S = 1e-3
 #: Between two looks whether the thread still lives, while it is waited for.
 _RETRACT_POLL_S = 0.1
 #: In place of a transfer's id: it is another process's.
 _OF_ANOTHER = -1
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the thread shall do, and whether it may yet; later ones wait for it."""
+
+    carry_out: Callable[[], None]
+    is_due: Callable[[], bool] = at_once
 
 
 class HandoffLoop:
@@ -67,16 +79,21 @@ class HandoffLoop:
         self._transport = transport
         self._outcomes = outcomes
         self._driver = _Driver(transport, protocol, outcomes)
-        self._orders: deque[Callable[[], None]] = deque()
+        self._orders: deque[_Order] = deque()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-handoff")
         self._thread.start()
 
-    def submit(self, orders: HandoffMetadata) -> None:
-        """Have one step's orders carried out; returns at once."""
+    def submit(self, orders: HandoffMetadata, is_computed: Callable[[], bool]) -> None:
+        """Have one step's orders carried out; returns at once.
+
+        Args:
+            is_computed: Whether all that was launched before them has run. Until then what they offer may not be
+                there yet, and what they load into may still be written to.
+        """
         self._outcomes.expect(orders, _now())
-        self._orders.append(partial(self._driver.carry_out, orders))
+        self._orders.append(_Order(partial(self._driver.carry_out, orders), is_computed))
         self._transport.wake()
         if self._has_ended.is_set():  # set before its last look at what is owed, so one of us two sees these
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
@@ -89,7 +106,7 @@ class HandoffLoop:
             self._driver.abort(request_ids)
             is_done.set()
 
-        self._orders.append(retract)
+        self._orders.append(_Order(retract))
         self._transport.wake()
         deadline = _now() + timeout_s
         while not is_done.wait(_RETRACT_POLL_S) and not self._has_ended.is_set():
@@ -129,15 +146,15 @@ class HandoffLoop:
     def _serve(self) -> None:
         main_thread = threading.main_thread()
         while not self._is_closing.is_set() and main_thread.is_alive():
-            while self._orders:
-                self._orders.popleft()()
-            self._driver.turn()
+            while self._orders and self._orders[0].is_due():
+                self._orders.popleft().carry_out()
+            self._driver.turn(_DUE_POLL_S if self._orders else _MAX_WAIT_S)
 
     def _drain(self) -> None:
         """Say goodbye to every peer, and wait for transfers: until then their blocks are not the engine's."""
         self._driver.shut_down()
         while self._driver.num_transfers:
-            self._driver.turn()
+            self._driver.turn(_MAX_WAIT_S)
 
 
 class _Driver:
@@ -187,9 +204,9 @@ class _Driver:
                 producer.open(request_id, order.lease, order.block_ids, order.num_tokens, order.num_ready)
             )
 
-    def turn(self) -> None:
+    def turn(self, timeout_s: float) -> None:
         """Wait for what happens next, at most until the next deadline, and deal with it."""
-        wait_s = min(self._protocol.next_deadline() - _now(), _MAX_WAIT_S)
+        wait_s = min(self._protocol.next_deadline() - _now(), timeout_s)
         for event in self._transport.wait_events(max(wait_s, 0.0)):
             self._do(self._react(event))
         self._do(self._protocol.advance(_now()))

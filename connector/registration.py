@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..transports.errors import ConfigurationError
-from ..transports.regions import Pool, Segment
+from ..transports.regions import MemoryKind, Pool, Segment
 from .handoff.messages import PROTOCOL_VERSION
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from .planning.layout import KVLayout, LayerLayout, layer_layout_of_view
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["NO_FIELDS", "Registration", "describe_caches", "layout_name"]
 
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
+
+#: PyTorch's name of a device → where its memory is.
+_MEMORY_KINDS: Mapping[str, MemoryKind] = MappingProxyType({"cpu": "host", "cuda": "cuda"})
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def describe_caches(
             any, the inside of pages is the engine's secret.
 
     Raises:
-        ConfigurationError: there is no cache, one is not in main memory, or one does not fit `kv_cache_config` or the
+        ConfigurationError: there is no cache, one is on a device that nothing serves, or one does not fit `kv_cache_config` or the
             model's number of heads.
     """
     specs = _specs_by_layer(kv_cache_config)
@@ -64,9 +67,9 @@ def describe_caches(
     if not caches:
         raise ConfigurationError(f"no registered cache belongs to a group; registered: {sorted(kv_caches)}")
     for name, cache in caches.items():
-        if cache.device.type != "cpu":
+        if cache.device.type not in _MEMORY_KINDS:
             raise ConfigurationError(
-                f"cache of {name} is on {cache.device}; only main memory can be served to peers",
+                f"cache of {name} is on {cache.device}; only main memory and that of CUDA devices can be served",
                 key="device",
                 value=str(cache.device),
             )
@@ -190,7 +193,7 @@ def _segments(caches: Iterable[torch.Tensor], arenas: Sequence[Segment]) -> list
     segments: dict[Segment, None] = {}
     for cache in caches:
         storage = cache.untyped_storage()
-        memory = Segment(storage.data_ptr(), storage.nbytes())
+        memory = Segment(storage.data_ptr(), storage.nbytes(), _MEMORY_KINDS[cache.device.type])
         segments[next((arena for arena in arenas if _holds(arena, memory.address)), memory)] = None
     return list(segments)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
+from .computed import mark_computed
 from .handoff.config import HandoffConfig
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
@@ -48,6 +50,7 @@ class RunningHandoffs:
     Args:
         transport: Not yet listening. It belongs to this object from now on.
         address: Where to listen; empty lets the transport choose.
+        mark: Marks what was launched until now; see `mark_computed`.
         transfer: How bytes come here: pulled or pushed.
 
     Raises:
@@ -62,6 +65,7 @@ class RunningHandoffs:
         transport: Transport,
         address: str,
         handoff: HandoffConfig,
+        mark: Callable[[], Callable[[], bool]],
         transfer: Transfer = "pull",
     ) -> None:
         if config.kv_transfer is None:
@@ -90,12 +94,13 @@ class RunningHandoffs:
             ),
         )
         self._loop = HandoffLoop(transport, protocol, self.outcomes)
+        self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
 
     def submit(self, orders: HandoffMetadata) -> None:
-        """Have one step's orders carried out; returns at once."""
+        """Have one step's orders carried out, once all has run that was launched before; returns at once."""
         if not orders.is_empty():
-            self._loop.submit(orders)
+            self._loop.submit(orders, self._mark())
 
     def retract(self, request_ids: set[str]) -> None:
         """The requests lose their blocks: when this returns, nobody accepts bytes of them any more."""
@@ -146,16 +151,19 @@ class HandoffWorker:
         """Allocate memory that peers can read without a staging copy.
 
         Returns:
-            `(num_bytes,)` int8, zeroed, contiguous, in an arena of the transport.
+            `(num_bytes,)` int8, zeroed, contiguous; on the CPU in an arena of the transport.
 
         Raises:
-            ConfigurationError: `device` is not the CPU, or the memory cannot be had.
+            ConfigurationError: `device` is neither the CPU nor a CUDA device, or the memory cannot be had.
         """
         import torch
 
+        if device.type == "cuda":
+            # PyTorch's own: all that the transport needs to know of it, CUDA's driver tells.
+            return torch.zeros(num_bytes, dtype=torch.int8, device=device)
         if device.type != "cpu":
             raise ConfigurationError(
-                f"transport {self._transport.scheme!r} serves main memory, not {device}",
+                f"a cache can be in main memory or on CUDA devices, not on {device}",
                 key="device",
                 value=str(device),
             )
@@ -180,8 +188,9 @@ class HandoffWorker:
         arenas = [arena.segment for arena in self._arenas]
         registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas, host_fields)
         self._memory.extend(kv_caches.values())
+        mark = partial(mark_computed, self._memory[0].device)
         self._running = RunningHandoffs(
-            self._config, registration, self._transport, self._address, self._handoff, self._transfer
+            self._config, registration, self._transport, self._address, self._handoff, mark, self._transfer
         )
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -210,7 +219,11 @@ class HandoffWorker:
             self._running.retract(preempted_req_ids)
 
     def start_load_kv(self, orders: HandoffMetadata) -> None:
-        """Have the step's orders carried out; returns at once."""
+        """Have the step's orders carried out; returns at once.
+
+        On a GPU, once all has run that this thread launched before: only then are the blocks that are offered written,
+        and those that are loaded into no longer in use.
+        """
         self._handoffs().submit(orders)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:

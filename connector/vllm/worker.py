@@ -71,15 +71,19 @@ class WorkerSide:
                     f"layer {name} keeps raw bytes; only attention caches can be handed over"
                 )
         self._half.register_kv_caches(kv_caches, host_fields(self._vllm_config, list(kv_caches)))
-        is_ours = all(map(self._placement.holds, kv_caches.values()))
         logger.info(
             "kvferry serves %d layers at %s; the cache is in %s",
             len(kv_caches),
             self._half.get_handshake_metadata().address,
-            "the transport's own memory"
-            if is_ours
-            else "vLLM's memory, which peers cannot map: reads are slower",
+            self._place_of(kv_caches),
         )
+
+    def _place_of(self, kv_caches: Mapping[str, torch.Tensor]) -> str:
+        if self._vllm_config.device_config.device_type != "cpu":
+            return "a GPU's memory, which peers map"
+        if all(map(self._placement.holds, kv_caches.values())):
+            return "the transport's own memory"
+        return "vLLM's memory, which peers cannot map: reads are slower"
 
     def get_handshake_metadata(self) -> WorkerHandshake:
         return WorkerHandshake(self._half.get_handshake_metadata())

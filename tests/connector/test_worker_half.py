@@ -88,9 +88,9 @@ class TestLife:
         worker = HandoffWorker(
             engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
         )
-        with pytest.raises(ConfigurationError, match="serves main memory, not meta"):
+        with pytest.raises(ConfigurationError, match="not on meta"):
             worker.allocate_kv_memory(4096, torch.device("meta"))
-        with pytest.raises(ConfigurationError, match="only main memory"):
+        with pytest.raises(ConfigurationError, match="is on meta; only main memory"):
             worker.register_kv_caches({n: torch.empty(8, 64, device="meta") for n in names(cache_config())})
         worker.shutdown()
 

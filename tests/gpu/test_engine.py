@@ -59,16 +59,28 @@ def test_what_a_connector_of_ones_own_loads_is_there_before_the_step_computes(
     assert metrics.num_loaded_tokens == 64
 
 
-@pytest.mark.parametrize("connector", ["shm", "zeromq"])
-def test_connectors_that_serve_main_memory_say_so(connector: str, make_node: Any) -> None:
+@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+def test_a_node_serves_its_pool_over_shm(layout: str, make_node: Any, reference: Any) -> None:
+    node = make_node("llama", kv_transfer=KVTransferConfig("shm", "kv_both"), layout=layout)
+    assert node.answer(PROMPT, 8)[0] == reference("llama", PROMPT, 8)
+
+
+def test_a_connector_that_serves_main_memory_only_says_so(make_node: Any) -> None:
     with pytest.raises(ConfigurationError, match="serves main memory, not cuda") as caught:
-        make_node("llama", kv_transfer=KVTransferConfig(connector, "kv_both"))
+        make_node("llama", kv_transfer=KVTransferConfig("zeromq", "kv_both"))
     assert caught.value.key == "device"
 
 
 @pytest.mark.slow
-def test_so_does_the_demo_at_once(tiny_model: Any) -> None:
-    command = [sys.executable, DEMO, "--device", "cuda", "--model", tiny_model("llama"), "--num-blocks", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode != 0
-    assert "serves main memory, not cuda" in done.stderr + done.stdout
+@pytest.mark.parametrize("layout", ["uniform", "per-layer"])
+def test_the_demo_hands_over_from_gpu_memory_to_gpu_memory(layout: str, tiny_model: Any) -> None:
+    options = ["--device", "cuda", "--dtype", "float32", "--num-blocks", "60", "--layout", layout]
+    done = subprocess.run(
+        [sys.executable, DEMO, "--model", tiny_model("llama"), *options],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mechanism cuda_ipc" in done.stdout + done.stderr

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvferry.transports.auto import AutoTransport
+from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Arena, PeerLost, Transport
 from kvferry.transports.errors import (
     BackendUnavailableError,
@@ -213,6 +216,49 @@ def test_a_process_that_cannot_be_seen_is_refused(driver: CudaDriverStandIn) -> 
     with pytest.raises(IncompatiblePeerError, match="docker run --pid"):
         RemoteCudaMemory(Hello(1, 0, ()), [-1], 0, device)
     device.close()
+
+
+# -- auto --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def auto_pair(driver: CudaDriverStandIn, world: World) -> tuple[Node, Node]:
+    """Two nodes of the `auto` transport with pools on a GPU."""
+    for _ in range(2):
+        transport = AutoTransport({"network": "zeromq"})
+        node = Node(transport, [driver.allocate(PAGE)])
+        world.nodes.append(node)
+        transport.register(Pool([node.arenas[0].segment]))
+    return world.nodes[0], world.nodes[1]
+
+
+def test_auto_takes_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) -> None:
+    producer, consumer = auto_pair
+    link = world.link(producer, consumer)
+    assert consumer.transport.route_of(link.producer_id).scheme == "shm"
+    producer.transport.guards.set(HELD.index, HELD.value)
+    assert world.read(link, pairs_of((0, 0, PAGE)), HELD).mechanism == "cuda_ipc"
+
+
+def test_auto_has_no_way_to_another_host(auto_pair: tuple[Node, Node], world: World) -> None:
+    producer, consumer = auto_pair
+    address = AutoAddress.parse(producer.transport.listen(""))
+    assert address.network == "none"
+    consumer.transport.start_connect(str(replace(address, host="another")), timeout_s=5)
+    world.serve(lambda: bool(consumer.of_type(PeerLost)))
+    error = consumer.of_type(PeerLost)[0].error
+    assert isinstance(error, IncompatiblePeerError)
+    assert error.field == "host, where a pool is on a GPU"
+    assert error.remote == "another"
+
+
+def test_auto_has_none_either_where_shm_does_not_connect(auto_pair: tuple[Node, Node], world: World) -> None:
+    producer, consumer = auto_pair
+    address = AutoAddress.parse(producer.transport.listen(""))
+    walled = replace(address, local="shm://@kvferry-nobody-is-here")
+    consumer.transport.start_connect(str(walled), timeout_s=5)
+    world.serve(lambda: bool(consumer.of_type(PeerLost)))
+    assert "kvferry-nobody-is-here" in str(consumer.of_type(PeerLost)[0].error)
 
 
 # -- pools that cannot be served ---------------------------------------------------------------------

@@ -11,9 +11,13 @@ from urllib.parse import quote, unquote
 
 from ..errors import ConfigurationError
 
-__all__ = ["AutoAddress", "this_host"]
+__all__ = ["NO_NETWORK", "AutoAddress", "this_host"]
 
 SCHEME = "auto"
+
+#: In place of an address for other hosts: they are not served.
+NO_NETWORK = "none"
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT = "".join(set(string.punctuation) - set(";%"))
 
@@ -30,7 +34,7 @@ class AutoAddress:
     Attributes:
         host: See `this_host`.
         local: The process's address in shared memory.
-        network: Its address for other hosts.
+        network: Its address for other hosts, or `NO_NETWORK`.
     """
 
     host: str

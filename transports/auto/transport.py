@@ -12,10 +12,16 @@ from typing import ClassVar
 
 from .._options import parse_options
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
-from ..errors import ConfigurationError, KVTransferError, PeerLostError, TransportClosedError
+from ..errors import (
+    ConfigurationError,
+    IncompatiblePeerError,
+    KVTransferError,
+    PeerLostError,
+    TransportClosedError,
+)
 from ..regions import Guard, Pool, RegionPairs, Regions
 from ..shm import SharedMemoryTransport
-from .address import SCHEME, AutoAddress, this_host
+from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
 from .guards import JoinedGuards
 from .network import create_network
 from .waker import Waker
@@ -89,6 +95,7 @@ class AutoTransport(Transport):
             raise
         self.guards = JoinedGuards((self._local.guards, self._network.guards))
         self._waker = Waker(self._local.fileno(), self._network.wake)
+        self._has_network = True
         self._host = this_host()
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
@@ -111,7 +118,11 @@ class AutoTransport(Transport):
 
     def register(self, pool: Pool) -> None:
         self._local.register(pool)
-        self._network.register(pool)
+        self._has_network = pool.kind == "host"
+        if self._has_network:
+            self._network.register(pool)
+        else:
+            logger.info("the pool is on a GPU: peers on other hosts are not served")
 
     # -- peers ---------------------------------------------------------------------------------------
 
@@ -124,16 +135,24 @@ class AutoTransport(Transport):
         wanted = AutoAddress(self._host, "", address)
         if address.startswith(f"{SCHEME}:"):
             wanted = AutoAddress.parse(address)
-        network = self._network.listen(wanted.network)
+        network = self._network.listen(wanted.network) if self._has_network else NO_NETWORK
         return str(AutoAddress(self._host, self._local.listen(wanted.local), network))
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         there = AutoAddress.parse(address)
         peer_id, deadline = next(self._ids), time.monotonic() + timeout_s
+        has_network = self._has_network and there.network != NO_NETWORK
         if there.host == self._host:
             their_id = self._local.start_connect(there.local, timeout_s=min(timeout_s, _LOCAL_CONNECT_S))
-            peer = _Peer(peer_id, self._local, their_id, "on this host", there.network, deadline)
+            fallback = there.network if has_network else ""
+            peer = _Peer(peer_id, self._local, their_id, "on this host", fallback, deadline)
+        elif not has_network:
+            error = IncompatiblePeerError(
+                field="host, where a pool is on a GPU", local=self._host, remote=there.host
+            )
+            self._events.append(PeerLost(peer_id, error))
+            return peer_id
         else:
             their_id = self._network.start_connect(there.network, timeout_s=timeout_s)
             peer = _Peer(peer_id, self._network, their_id, "on another host")

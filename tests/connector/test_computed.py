@@ -1,0 +1,128 @@
+"""A GPU computes behind the program: nothing is offered, and nothing written into, before it has caught up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvferry.connector.computed import mark_computed
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
+from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.registration import describe_caches
+from kvferry.connector.testing import CacheShape, engine_config
+from kvferry.connector.worker_half import RunningHandoffs
+from kvferry.transports.inproc import InProcTransport
+
+SHAPE = CacheShape(num_layers=1)
+POOL = SHAPE.kv_cache_config()
+(LAYER,) = POOL.kv_cache_groups[0].layer_names
+OFFERED, LOADED = (1, 2), (3, 4)
+
+
+class Side:
+    """The running handoffs of a node, of whose GPU the test says how far it is."""
+
+    def __init__(self, engine_id: str, value: float) -> None:
+        self.cache = torch.full((SHAPE.num_blocks, *SHAPE.logical_page), value)
+        self.is_behind = True
+        self.num_asked = 0
+        config = engine_config("inproc", engine_id=engine_id)
+        registration = describe_caches(config, POOL, {LAYER: self.cache}, [])
+        self.handoffs = RunningHandoffs(
+            config, registration, InProcTransport(), "", HandoffConfig(), self.mark
+        )
+        address = self.handoffs.address
+        self.offer = RemoteOffer(
+            engine_id, address.epoch, "p", 1, (address.address,), len(OFFERED) * SHAPE.block_size, (OFFERED,)
+        )
+
+    def mark(self) -> Callable[[], bool]:
+        return self.is_computed
+
+    def is_computed(self) -> bool:
+        self.num_asked += 1
+        return not self.is_behind
+
+    def start_offer(self) -> None:
+        order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens)
+        self.handoffs.submit(HandoffMetadata(offers={"p": order}))
+
+    def start_load(self, offer: RemoteOffer) -> None:
+        orders = HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, LOADED),)})
+        self.handoffs.submit(orders)
+
+    def until_asked_again(self) -> None:
+        """Let the handoff thread see twice that the GPU is behind."""
+        seen, deadline = self.num_asked, time.monotonic() + 20
+        while self.num_asked < seen + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def until_ended(self) -> dict[str, str]:
+        """Wait for the end of the load; the reason, if it failed."""
+        deadline = time.monotonic() + 20
+        while True:
+            report = self.handoffs.outcomes.take_report()
+            if "d" in report.finished_recving:
+                return report.load_errors
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def producer() -> Iterator[Side]:
+    side = Side("producer", 1.0)
+    yield side
+    side.handoffs.close()
+
+
+@pytest.fixture
+def consumer() -> Iterator[Side]:
+    side = Side("consumer", 2.0)
+    yield side
+    side.handoffs.close()
+
+
+def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Side) -> None:
+    consumer.is_behind = False
+    producer.start_offer()
+    consumer.start_load(producer.offer)
+    producer.until_asked_again()
+    producer.cache[list(OFFERED)] = 7.0  # what the GPU was still at
+    producer.is_behind = False
+    assert consumer.until_ended() == {}
+    assert (consumer.cache[list(LOADED)] == 7.0).all()
+
+
+def test_blocks_are_loaded_when_nothing_launched_before_writes_them(producer: Side, consumer: Side) -> None:
+    producer.is_behind = False
+    producer.start_offer()
+    consumer.start_load(producer.offer)
+    consumer.until_asked_again()
+    consumer.cache[list(LOADED)] = 7.0  # the last step of whoever had these blocks before
+    consumer.is_behind = False
+    assert consumer.until_ended() == {}
+    assert (consumer.cache[list(LOADED)] == 1.0).all()
+
+
+def test_a_gpu_that_failed_ends_everything(producer: Side, consumer: Side) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    consumer.is_computed = fail  # type: ignore[method-assign]
+    consumer.start_load(producer.offer)
+    assert "illegal memory access" in consumer.until_ended()["d"]
+
+
+def test_a_node_that_shuts_down_does_not_wait_for_its_gpu(producer: Side, consumer: Side) -> None:
+    consumer.start_load(producer.offer)
+    consumer.handoffs.close()
+    assert "shuts down" in consumer.until_ended()["d"]
+
+
+def test_a_processor_is_never_behind() -> None:
+    assert mark_computed(torch.device("cpu"))()
