@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
 
-from engine.settings import DEFAULT_MODEL, DTYPES, Layout
-from kvferry.connector.config import PageOrder
+from node.options import DEFAULT_CONNECTOR, add_option, words_of
 from web.serving import StartupError
 
 __all__ = ["DemoOptions", "parse_arguments"]
 
-DEFAULT_CONNECTOR = "shm"
+#: Enough for some prompts, and at once there.
+DEFAULT_NUM_BLOCKS = 512
 DEFAULT_PROMPTS = (
     (
         "Here is a short story about a ferry that carried letters between two islands.\n\n"
@@ -30,22 +29,18 @@ DEFAULT_PROMPTS = (
     ),
 )
 
+#: What prefill and decode node are told of the connector.
+PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
+#: What every node is told.
+NODE_OPTIONS = (
+    *("model", "layout", "kv-cache-layout", "block-size", "num-blocks", "max-num-batched-tokens"),
+    *("dtype", "device", "threads"),
+)
 #: What one node of the pair can have for itself.
-OWN_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "tensor-parallel-size": {
-        "type": int,
-        "metavar": "N",
-        "help": "processes over which each layer is spread (default: 1)",
-    },
-    "pipeline-parallel-size": {
-        "type": int,
-        "metavar": "N",
-        "help": "stages over which the layers are spread (default: 1)",
-    },
-    "layout": {"choices": get_args(Layout), "help": "its own --layout"},
-    "kv-cache-layout": {"choices": get_args(PageOrder), "help": "its own --kv-cache-layout"},
-    "block-size": {"type": int, "metavar": "N", "help": "its own --block-size"},
-}
+OWN_OPTIONS = (
+    *("tensor-parallel-size", "pipeline-parallel-size"),
+    *("layout", "kv-cache-layout", "block-size"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,10 +93,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
         json_path=options.json,
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
-        pair_arguments=_pair_arguments(options),
-        own_arguments=(_own_arguments(options, "prefill"), _own_arguments(options, "decode")),
+        pair_arguments=words_of(options, PAIR_OPTIONS),
+        own_arguments=(
+            words_of(options, OWN_OPTIONS, prefix="prefill-"),
+            words_of(options, OWN_OPTIONS, prefix="decode-"),
+        ),
         router_arguments=("--overlap",) if options.overlap else (),
-        node_arguments=_node_arguments(options),
+        node_arguments=words_of(options, NODE_OPTIONS),
     )
 
 
@@ -124,24 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
     _add_connector_arguments(parser.add_argument_group("connector"))
-    nodes = parser.add_argument_group("nodes")
-    _add_node_arguments(nodes)
-    _add_machine_arguments(nodes)
+    _add_node_arguments(parser.add_argument_group("nodes"))
     return parser
 
 
 def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--connector", default=DEFAULT_CONNECTOR, metavar="NAME", help="default: %(default)s")
-    group.add_argument("--connector-module", default="", metavar="MODULE", help="of an out-of-tree connector")
-    group.add_argument(
-        "--connector-option", action="append", default=[], metavar="KEY=VALUE", help="may be repeated"
-    )
-    group.add_argument(
-        "--load-failure-policy",
-        choices=("recompute", "fail"),
-        default="recompute",
-        help="default: %(default)s",
-    )
+    for name in PAIR_OPTIONS:
+        add_option(group, name)
+    group.set_defaults(connector=DEFAULT_CONNECTOR)
     group.add_argument(
         "--overlap",
         action="store_true",
@@ -150,41 +138,12 @@ def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="PATH",
-        help="local folder of a Hugging Face model (default: %(default)s, from the package index)",
-    )
-    group.add_argument(
-        "--layout",
-        choices=get_args(Layout),
-        default="uniform",
-        help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-cache-layout",
-        choices=get_args(PageOrder),
-        default="NHD",
-        help="tokens (N) or heads (H) first inside a page (default: %(default)s)",
-    )
-    group.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
-    )
-    group.add_argument(
-        "--num-blocks",
-        type=int,
-        default=512,
-        metavar="N",
-        help="blocks of each node's pool (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="the prefill chunk (default: %(default)s)",
-    )
+    for name in NODE_OPTIONS:
+        add_option(group, name)
+    group.set_defaults(num_blocks=DEFAULT_NUM_BLOCKS)
+    for role, name in product(("prefill", "decode"), OWN_OPTIONS):
+        own = {"default": None, "help": f"--{name} of the {role} node alone"}
+        add_option(group, name, prefix=f"{role}-", **own)
     group.add_argument(
         "--start-timeout-s",
         type=float,
@@ -192,14 +151,6 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="a node that is not ready by then has failed (default: %(default)g)",
     )
-
-
-def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    for role, (name, settings) in product(("prefill", "decode"), OWN_OPTIONS.items()):
-        group.add_argument(f"--{role}-{name}", **{**settings, "help": f"{role} node: {settings['help']}"})
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
-    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    group.add_argument("--threads", type=int, default=0, metavar="N", help="threads of PyTorch in each node")
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
@@ -214,34 +165,3 @@ def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
     if not prompts or not all(prompts):
         raise StartupError("there is no prompt, or an empty one")
     return prompts
-
-
-def _pair_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    result = ["--connector", options.connector, "--load-failure-policy", options.load_failure_policy]
-    if options.connector_module:
-        result += ["--connector-module", options.connector_module]
-    for pair in options.connector_option:
-        result += ["--connector-option", pair]
-    return tuple(result)
-
-
-def _own_arguments(options: argparse.Namespace, role: str) -> tuple[str, ...]:
-    values = {name: getattr(options, f"{role}-{name}".replace("-", "_")) for name in OWN_OPTIONS}
-    given = {name: value for name, value in values.items() if value is not None}
-    return tuple(word for name, value in given.items() for word in (f"--{name}", str(value)))
-
-
-def _node_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    names = (
-        "model",
-        "layout",
-        "kv_cache_layout",
-        "block_size",
-        "num_blocks",
-        "max_num_batched_tokens",
-        "dtype",
-        "device",
-        "threads",
-    )
-    pairs = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in names]
-    return tuple(word for pair in pairs for word in pair)

@@ -6,18 +6,19 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from engine.settings import DEFAULT_MODEL, DTYPES, EngineSettings
-from kvferry.connector.config import KVRole, KVTransferConfig, PageOrder
+from engine.settings import EngineSettings
+from kvferry.connector.config import KVRole, KVTransferConfig
 from kvferry.transports.errors import ConfigurationError
 from web.serving import StartupError, add_serving_arguments
+
+from .options import DEFAULT_CONNECTOR, add_option
 
 __all__ = ["NodeOptions", "parse_arguments"]
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
-DEFAULT_CONNECTOR = "shm"
 DEFAULT_PORT = 8000
 
 EPILOG = """
@@ -86,36 +87,15 @@ def _add_transfer_arguments(group: argparse._ArgumentGroup) -> None:
         help="prefill offers KV caches, decode loads them, both does either as each request asks, "
         "single hands nothing over (default: single)",
     )
-    group.add_argument(
-        "--connector", metavar="NAME", help=f"registered connector (default: {DEFAULT_CONNECTOR})"
-    )
-    group.add_argument(
-        "--connector-module", metavar="MODULE", help="import path of an out-of-tree connector's module"
-    )
-    group.add_argument(
-        "--connector-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the connector; VALUE is JSON, or else taken as text; may be repeated",
-    )
-    group.add_argument(
-        "--load-failure-policy",
-        choices=("recompute", "fail"),
-        help="what becomes of a request whose KV cache cannot be loaded (default: recompute)",
-    )
+    for name in ("connector", "connector-module", "connector-option", "load-failure-policy"):
+        add_option(group, name)
     group.add_argument(
         "--kv-transfer-config", metavar="JSON", help="all of the above in vLLM's form, instead of them"
     )
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="PATH",
-        help="local folder of a Hugging Face decoder-only model (default: %(default)s, from the package index)",
-    )
+    add_option(group, "model")
     group.add_argument(
         "--served-model-name", default="", help="what clients call it (default: the folder's name)"
     )
@@ -137,59 +117,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of weights and cache; auto is float32 on a CPU, bfloat16 on a GPU (default: %(default)s)",
-    )
-    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    group.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="threads of PyTorch; 0 is its own choice (default: 0)",
-    )
-    group.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="worker processes over which each layer is spread, on the CPU (default: 1, none)",
-    )
-    group.add_argument(
-        "--pipeline-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="stages over which the layers are spread, each of as many worker processes (default: 1, none)",
-    )
+    for name in ("dtype", "device", "threads", "tensor-parallel-size", "pipeline-parallel-size"):
+        add_option(group, name)
 
 
 def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--layout",
-        choices=("uniform", "per-layer"),
-        default="uniform",
-        help="uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-cache-layout",
-        choices=get_args(PageOrder),
-        default="NHD",
-        help="tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
-    )
-    group.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens a block (default: %(default)s)"
-    )
-    group.add_argument(
-        "--num-blocks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="blocks of the pool; 0 is as many as --memory-utilization allows (default: 0)",
-    )
+    for name in ("layout", "kv-cache-layout", "block-size", "num-blocks"):
+        add_option(group, name)
     group.add_argument(
         "--memory-utilization",
         type=float,
@@ -209,13 +143,7 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of one step, thus the prefill chunk (default: %(default)s)",
-    )
+    add_option(group, "max-num-batched-tokens")
     group.add_argument(
         "--max-num-seqs",
         type=int,
