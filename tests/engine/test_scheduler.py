@@ -30,10 +30,6 @@ from kvferry.transports.errors import ConnectorError
 BLOCK = 4
 
 
-class Metadata(KVConnectorMetadata):
-    """Nothing to tell."""
-
-
 class ScriptedConnector(KVConnectorBase):
     """Answers as the test says: `loads` by request id, `offers` for those that finish with blocks to keep."""
 
@@ -60,7 +56,7 @@ class ScriptedConnector(KVConnectorBase):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return Metadata()
+        return KVConnectorMetadata()  # nothing to tell
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
