@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from kvferry.connector import KVConnectorOutput, KVConnectorRole, MultiConnector
 from kvferry.connector.multi.accounting import Ledger, OwedReports
-from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.testing import (
+    CacheShape,
+    ModelFreeNode,
+    Request,
+    assert_whole,
+    engine_config,
+    load,
+)
 from kvferry.transports.errors import ConfigurationError, ConnectorError, InvalidTransferParamsError
 
 SHM, ZEROMQ = {"kv_connector": "shm"}, {"kv_connector": "zeromq"}
@@ -43,19 +50,6 @@ def make_scheduler(*children: dict[str, Any], **more: Any) -> MultiConnector:
     return MultiConnector(config, KVConnectorRole.SCHEDULER, CacheShape().kv_cache_config())
 
 
-def load(consumer: ModelFreeNode, producer: ModelFreeNode, request: Request) -> list[int]:
-    consumer.scheduler.on_new_request(request)
-    blocks, num_tokens = consumer.start_load(request)
-    assert num_tokens > 0
-    consumer.step_until(lambda: consumer.num_reports(request.request_id, "recving") > 0, producer)
-    return blocks
-
-
-def assert_all_free(node: ModelFreeNode) -> None:
-    assert not node.held
-    assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
-
-
 class TestHandoff:
     @pytest.mark.parametrize(("first", "second"), [(SHM, ZEROMQ), (ZEROMQ, SHM)], ids=["shm", "zeromq"])
     def test_the_first_child_loads_and_all_let_go(
@@ -72,8 +66,8 @@ class TestHandoff:
         assert [record.transport for record in consumer.stats.transfers] == [first["kv_connector"]]
         assert (consumer.num_reports("d", "recving"), producer.num_reports("p", "sending")) == (1, 1)
         assert producer.stats.counters == {"offers_delivered_total": 1, "offers_aborted_total": 1}
-        assert_all_free(producer)
-        assert_all_free(consumer)
+        assert_whole(producer)
+        assert_whole(consumer)
 
     def test_blocks_are_held_until_the_last_child_lets_go(self, make_node: MakeNode) -> None:
         slow = {**ZEROMQ, "kv_connector_extra_config": SHORT_LEASE}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 
 SHAPE = CacheShape()
 #: Big enough that a kill meets the read under way: 60 blocks of 1 MiB.
@@ -119,11 +119,6 @@ def wait_for_load(consumer: ModelFreeNode, request_id: str) -> str:
     consumer.step()
     assert consumer.num_reports(request_id, "recving") == 1
     return consumer.load_error(request_id)
-
-
-def assert_whole(node: ModelFreeNode) -> None:
-    assert not node.held
-    assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
 
 
 @pytest.mark.slow
