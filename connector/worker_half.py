@@ -182,6 +182,7 @@ class HandoffWorker:
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
             ConfigurationError: a cache cannot be served, or the address cannot be bound. Nothing was started.
+            BackendUnavailableError: serving a GPU's memory needs what is not installed here. Nothing was started.
         """
         if self._running is not None:
             raise KVTransferStateError("the KV caches are registered already")

@@ -177,6 +177,7 @@ class Transport(ABC):
         Raises:
             KVTransferStateError: a pool is registered already.
             ConfigurationError: it is in memory that this transport cannot serve. Nothing was registered.
+            BackendUnavailableError: serving that memory needs what is not installed here. Nothing was registered.
         """
 
     # -- peers ---------------------------------------------------------------------------------------

@@ -104,6 +104,28 @@ def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
     return make
 
 
+# -- what is mapped ----------------------------------------------------------------------------------
+
+
+def test_segments_of_one_allocation_are_mapped_once_and_each_has_its_place(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    """PyTorch cuts tensors out of larger allocations, and a handle always stands for a whole one."""
+    arena = driver.allocate(8 * PAGE)
+    producer = Node(SharedMemoryTransport(), [arena])
+    world.nodes.append(producer)
+    producer.fill(1)
+    starts = [arena.segment.address + PAGE, arena.segment.address + 5 * PAGE]
+    producer.transport.register(Pool([Segment(start, PAGE, "cuda") for start in starts]))
+    producer.transport.guards.set(HELD.index, HELD.value)
+    consumer = make_node(0)
+    link = world.link(producer, consumer)
+    assert driver.held["mappings"] == 2  # one in each direction
+    assert world.read(link, pairs_of((0, PAGE, PAGE), (PAGE, 0, PAGE)), HELD).error is None
+    assert np.array_equal(consumer.memory()[:PAGE], producer.memory()[5 * PAGE : 6 * PAGE])
+    assert np.array_equal(consumer.memory()[PAGE : 2 * PAGE], producer.memory()[PAGE : 2 * PAGE])
+
+
 # -- reads that go wrong -----------------------------------------------------------------------------
 
 

@@ -27,6 +27,12 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 
+_TWO_GPUS = "the pool is on several GPUs: keep all of it on one"
+_NOT_EXPORTABLE = (
+    "the pool's memory cannot be mapped by other processes; PyTorch's can where it comes from cudaMalloc: "
+    "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF"
+)
+
 #: Between two looks whether copies have ended: at first, and at most.
 _SHORTEST_REST_S = 20e-6
 _LONGEST_REST_S = 1e-3
@@ -187,13 +193,6 @@ class CudaDevice:
             self._driver.call(name, what)
         except TransportError as error:  # of a GPU that failed before, and nothing can be done about it
             logger.warning("a resource of the GPU was not given back: %s", error)
-
-
-_TWO_GPUS = "the pool is on several GPUs: keep all of it on one"
-_NOT_EXPORTABLE = (
-    "the pool's memory cannot be mapped by other processes; PyTorch's can where it comes from cudaMalloc: "
-    "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
-)
 
 
 def gpu_name(gpu: bytes) -> str:

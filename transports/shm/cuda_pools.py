@@ -34,16 +34,16 @@ def describe_cuda_pool(device: CudaDevice, pool: Pool, num_words: int) -> Hello:
     Raises:
         ConfigurationError: they cannot, or it lies in too many allocations.
     """
-    places: dict[bytes, int] = {}  # by handle
+    allocations: dict[int, Allocation] = {}  # by where they begin
     segments = []
     for segment in pool.segments:
         base, handle = device.export(segment.address)
-        place = places.setdefault(handle, len(places))
+        allocations.setdefault(base, Allocation(device.gpu, handle))
+        place = list(allocations).index(base)
         segments.append(SharedSegment(place, segment.address - base, segment.num_bytes))
-    if len(places) > MAX_ALLOCATIONS:
+    if len(allocations) > MAX_ALLOCATIONS:
         raise ConfigurationError(f"a pool lies in at most {MAX_ALLOCATIONS} allocations", key="pool")
-    allocations = tuple(Allocation(device.gpu, handle) for handle in places)
-    return Hello(num_words, 0, tuple(segments), allocations)
+    return Hello(num_words, 0, tuple(segments), tuple(allocations.values()))
 
 
 class RemoteCudaMemory:

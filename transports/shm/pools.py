@@ -81,7 +81,7 @@ class LocalMemory:
         device = CudaDevice(pool.segments[0].address)
         try:
             return _Registered(pool, describe_cuda_pool(device, pool, self.guards.num_words), device)
-        except ConfigurationError:
+        except BaseException:
             device.close()
             raise
 
