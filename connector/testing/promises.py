@@ -45,13 +45,11 @@ class ConnectorPromises:
         producer.step()
         cached = consumer.allocate(8)
         consumer.fill(cached, seed=2)
-        others = [block for block in range(consumer.shape.num_blocks) if block not in cached]
-        before = consumer.contents(cached), consumer.contents(others)
+        before = consumer.contents(range(consumer.shape.num_blocks))
         table = load(consumer, producer, Request("d", 18, params), cached)
         assert table[:2] == cached
-        assert torch.equal(consumer.contents(cached), before[0])
-        untouched = [others.index(block) for block in others if block not in table]
-        assert torch.equal(consumer.contents([others[i] for i in untouched]), before[1][:, untouched])
+        others = [block for block in range(consumer.shape.num_blocks) if block not in table[2:]]
+        assert torch.equal(consumer.contents(others), before[:, others])
 
     def test_a_prompt_that_nobody_computed_is_not_loaded(self, make_node: MakeNode) -> None:
         node = make_node(PER_LAYER)
@@ -133,7 +131,7 @@ def _assert_loads(make_node: MakeNode, shape: CacheShape) -> None:
     producer.step()
     request = Request("d", 18, params)
     blocks = load(consumer, producer, request)
-    assert _num_equal_tokens(by_token(consumer, blocks), expected) >= 16
+    assert _num_equal_tokens(by_token(consumer, blocks), expected) >= 16  # the last token may be computed
     assert not consumer.invalid_block_ids
     producer.step_until(is_freed(producer), consumer)
     consumer.finish(request, blocks, "stop")
