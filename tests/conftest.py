@@ -19,7 +19,7 @@ import zmq
 pytest.register_assert_rewrite("kvferry.connector.testing", "kvferry.transports.testing")
 
 #: For how long threads may finish and children may be reaped after the test's own tear-down.
-GRACE_S = 3.0
+GRACE_S = 10.0
 
 
 def _threads() -> set[str]:
