@@ -230,17 +230,15 @@ class HandoffScheduler:
         request_id = request.request_id
         offer = self._open.pop(request_id)
         self._orders.extensions.pop(request_id, None)
-        is_whole, is_new = _has_whole_prompt(request), request_id in self._orders.offers
-        if is_new and not is_whole:
-            del self._orders.offers[request_id]  # no worker half has heard of it
-            return False, None
+        is_whole = _has_whole_prompt(request)
         self._unreported.add(request_id)
-        if is_new:
-            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens)
-        elif is_whole:
-            self._orders.completions[request_id] = tables
-        else:
+        if not is_whole:
+            # Also if no worker half has heard of it yet: its consumer may have, and waits for the claim's answer.
             self._orders.aborts.append(request_id)
+        elif request_id in self._orders.offers:
+            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens)
+        else:
+            self._orders.completions[request_id] = tables
         return True, offer_params(replace(offer, block_ids=tables)) if is_whole else None
 
     def _order_offer(self, request_id: str, tables: BlockTables, num_tokens: int) -> RemoteOffer:

@@ -172,7 +172,7 @@ def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(m
     request = Request("d", NUM_TOKENS, prefill.compute(8))
     consumer.scheduler.on_new_request(request)
     consumer.finish(request, [], "abort")
-    consumer.step_until(lambda: producer.stats.counters.get("offers_aborted_total") == 1, producer)
+    consumer.step_until(lambda: producer.stats.counters.get("offers_aborted_total", 0) > 0, producer)
     assert producer.num_reports("p", "sending") == 0  # the request still runs: its blocks are the engine's
     prefill.compute(NUM_TOKENS)
     producer.step_until(lambda: not producer.held)
@@ -225,14 +225,18 @@ class TestOrders:
         assert [type(order) for order in offers.values()] == [OfferOrder, OpenOrder]
         assert [order.lease for order in offers.values()] == [1, 2]
 
-    def test_what_no_worker_has_heard_of_is_not_ordered(self, scheduler: HandoffScheduler) -> None:
-        for reason in ("preempted", "abort"):
-            scheduler.on_new_request(request := Request(reason, NUM_TOKENS, WISH))
-            self.progressed(scheduler, request, 8)
-            request.finish_reason = reason
-            if reason == "abort":
-                assert scheduler.request_finished(request, [[5, 6]]) == (False, None)
-        assert scheduler.build_connector_meta({"preempted"}).is_empty()
+    def test_of_blocks_that_are_lost_no_worker_hears(self, scheduler: HandoffScheduler) -> None:
+        scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
+        self.progressed(scheduler, request, 8)
+        assert scheduler.build_connector_meta({"p"}).is_empty()
+
+    def test_who_claims_what_was_aborted_at_once_is_told(self, scheduler: HandoffScheduler) -> None:
+        scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
+        self.progressed(scheduler, request, 8)
+        request.finish_reason = "abort"
+        assert scheduler.request_finished(request, [[5, 6]]) == (True, None)
+        orders = scheduler.build_connector_meta()
+        assert (list(orders.offers), orders.aborts) == (["p"], ("p",))
 
     def test_without_the_wish_nothing_is_early(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
