@@ -15,10 +15,9 @@ def pair(make_node: Any) -> tuple[Any, Any]:
     return _make_pair(make_node)
 
 
-def _make_pair(make_node: Any, policy: str = "recompute") -> tuple[Any, Any]:
-    options = {"kv_load_failure_policy": policy}
-    prefill = make_node(connector="inproc", role="kv_producer", options=options)
-    return prefill, make_node(connector="inproc", role="kv_consumer", options=options)
+def _make_pair(make_node: Any, connector: str = "inproc", **options: Any) -> tuple[Any, Any]:
+    prefill = make_node(connector=connector, role="kv_producer", options=options)
+    return prefill, make_node(connector=connector, role="kv_consumer", options=options)
 
 
 def _early(prefill: Any, request_id: str, prompt: list[int] = PROMPT) -> Any:
@@ -30,10 +29,18 @@ def _early(prefill: Any, request_id: str, prompt: list[int] = PROMPT) -> Any:
     return output.kv_transfer_params
 
 
+@pytest.mark.parametrize(
+    ("connector", "connector_options"),
+    [
+        ("inproc", {}),
+        ("MultiConnector", {"connectors": [{"kv_connector": "inproc"}, {"kv_connector": "shm"}]}),
+    ],
+    ids=["inproc", "several"],
+)
 def test_the_decode_node_reads_what_is_computed_so_far_and_answers_as_one_node(
-    pair: tuple[Any, Any], drive: Any, reference: Any
+    connector: str, connector_options: Any, make_node: Any, drive: Any, reference: Any
 ) -> None:
-    prefill, decode = pair
+    prefill, decode = _make_pair(make_node, connector, kv_connector_extra_config=connector_options)
     decode.add("a", PROMPT, max_tokens=9, kv_transfer_params=_early(prefill, "a"))
     drive(decode, until=lambda: decode.core.is_loading)
     drive(prefill, decode, until=lambda: decode.is_over("a"))
@@ -59,7 +66,7 @@ def test_only_who_asks_is_told_early_and_only_of_prompts_of_several_steps(pair: 
 def test_a_prefill_that_is_aborted_after_it_began_to_cross_follows_policy(
     policy: str, make_node: Any, drive: Any, reference: Any
 ) -> None:
-    prefill, decode = _make_pair(make_node, policy)
+    prefill, decode = _make_pair(make_node, kv_load_failure_policy=policy)
     decode.add("a", PROMPT, max_tokens=9, kv_transfer_params=_early(prefill, "a"))
     drive(decode, until=lambda: decode.core.is_loading)
     prefill.abort("a")
