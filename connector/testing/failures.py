@@ -47,14 +47,16 @@ class FailurePromises:
         assert_whole(consumer)
 
     def test_a_claim_keeps_the_lease_alive(self, make_node: MakeNode) -> None:
-        producer, consumer = make_node(options=SHORT_LEASE), make_node(options=SHORT_LEASE)
+        # Its heartbeats must come in time also when this process has to wait for a core.
+        options = {"lease_s": 0.8, "heartbeat_s": 0.1}
+        producer, consumer = make_node(options=options), make_node(options=options)
         offered, params = producer.prefill("p", 10, seed=7)
         expected = producer.contents(offered)
         request = Request("d", 10, params)
         consumer.scheduler.on_new_request(request)
         consumer.step()
-        with pytest.raises(TimeoutError):  # it queues for three leases
-            producer.step_until(is_freed(producer), consumer, timeout_s=0.6)
+        with pytest.raises(TimeoutError):  # it queues for longer than a lease
+            producer.step_until(is_freed(producer), consumer, timeout_s=1.2)
         blocks, _ = consumer.start_load(request)
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
         assert torch.equal(consumer.contents(blocks), expected)
