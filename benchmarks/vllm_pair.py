@@ -22,6 +22,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -83,9 +84,15 @@ class Sample:
 class Engine:
     """One engine in a process of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        answers: asyncio.StreamReader,
+        orders: asyncio.StreamWriter,
+    ) -> None:
         self._process = process
         self._answers = answers
+        self._orders = orders
         self._waiting: dict[tuple[str, str | int], asyncio.Future[tuple[float, dict[str, Any]]]] = {}
         self._reader = asyncio.create_task(self._read())
         self._last_order = 0
@@ -93,27 +100,21 @@ class Engine:
     @classmethod
     async def start(cls, settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> Engine:
         """Start it and wait until it takes orders."""
-        readable, writable = os.pipe()
-        with log.open("wb") as output:
+        ours, theirs = socket.socketpair()
+        with log.open("wb") as output, theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                str(PROGRAM),
-                str(writable),
-                json.dumps(settings),
-                stdin=asyncio.subprocess.PIPE,
+                *(sys.executable, str(PROGRAM), json.dumps(settings)),
+                *("--launcher-fd", str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[writable],
+                pass_fds=[theirs.fileno()],
                 env={**ENVIRONMENT, **os.environ, **environment},
             )
-        os.close(writable)
-        answers = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(readable)
-        )
+        answers, orders = await asyncio.open_connection(sock=ours)
         if not await answers.readline():
             sys.exit(f"an engine did not start; its log ends with\n{log.read_text()[-3000:]}")
-        return cls(process, answers)
+        return cls(process, answers, orders)
 
     async def answer(
         self, request: str, prompt: list[int], max_tokens: int, params: Any
@@ -145,10 +146,10 @@ class Engine:
         self._process.kill()
         await self._process.wait()
         self._reader.cancel()
+        self._orders.close()
 
     def _order(self, order: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._orders.write(json.dumps(order).encode() + b"\n")
 
     def _expect(self, kind: str, request: str | int) -> asyncio.Future[tuple[float, dict[str, Any]]]:
         return self._waiting.setdefault((kind, request), asyncio.get_running_loop().create_future())

@@ -1,14 +1,12 @@
 """One real vLLM engine as a child process that takes orders; see `orders.py`.
 
-    python engine_program.py DESCRIPTOR '{"model": ..., "kv_transfer_config": {...}, ...}'
+    python engine_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
 
 The engine core runs in this very process, one step at a time, so that its scheduler can be looked at.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -121,4 +119,4 @@ def _samples(name: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    obey(VllmHost(json.loads(sys.argv[2])), int(sys.argv[1]))
+    obey(VllmHost)

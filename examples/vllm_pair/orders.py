@@ -1,4 +1,4 @@
-"""An engine as a child process: orders come as JSON lines on standard input, answers go to a pipe.
+"""An engine as a child process: orders come as JSON lines on a socket that it inherits, answers go the same way.
 
 Every order, `{"id": 1, "do": "add", ...}`, gets one line with its `id`. A request gets one more, `{"first": ...}`, with its
 first token, and one, `{"finished": ..., "tokens": ..., "reason": ..., "params": ...}`, when it has ended.
@@ -6,13 +6,14 @@ first token, and one, `{"finished": ..., "tokens": ..., "reason": ..., "params":
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
-import os
 import queue
-import sys
+import socket
 import threading
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TextIO
 
 __all__ = ["Host", "obey"]
 
@@ -31,31 +32,47 @@ class Host(Protocol):
         """End, as an operator would have it."""
 
 
-def obey(host: Host, descriptor: int) -> None:
-    """Step while there is anything to do, and obey, until standard input ends."""
+def obey(make_host: Callable[[dict[str, Any]], Host]) -> None:
+    """Make a host with the settings on the command line; step while there is anything to do, and obey, until told to end.
+
+        python PROGRAM SETTINGS --launcher-fd DESCRIPTOR
+
+    It is told to end by whoever holds the other end of the socket: that one sends nothing any more.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("settings", type=json.loads)
+    parser.add_argument("--launcher-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    host = make_host(arguments.settings)
     orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_read, args=(orders,), daemon=True).start()
-    with os.fdopen(descriptor, "w", buffering=1) as answers:
-        _say(answers, {"ready": True})
-        while True:
-            try:
-                order = orders.get(block=not host.has_work)
-            except queue.Empty:
-                for event in host.step():
-                    _say(answers, event)
-                continue
-            if order is None:
-                host.close()
-                return
-            number, do = order.pop("id"), order.pop("do")
-            _say(answers, {"id": number, **getattr(host, do)(**order)})
+    with socket.socket(fileno=arguments.launcher_fd) as link:
+        with link.makefile("r") as incoming, link.makefile("w") as answers:
+            threading.Thread(target=_read, args=(incoming, orders), daemon=True).start()
+            _say(answers, {"ready": True})
+            _work(host, orders, answers)
 
 
-def _read(orders: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        orders.put(json.loads(line))
+def _work(host: Host, orders: queue.Queue[dict[str, Any] | None], answers: TextIO) -> None:
+    while True:
+        try:
+            order = orders.get(block=not host.has_work)
+        except queue.Empty:
+            for event in host.step():
+                _say(answers, event)
+            continue
+        if order is None:
+            host.close()
+            return
+        number, do = order.pop("id"), order.pop("do")
+        _say(answers, {"id": number, **getattr(host, do)(**order)})
+
+
+def _read(incoming: TextIO, orders: queue.Queue[dict[str, Any] | None]) -> None:
+    with contextlib.suppress(ConnectionResetError):  # whoever held the other end died
+        for line in incoming:
+            orders.put(json.loads(line))
     orders.put(None)
 
 
-def _say(answers: Any, answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=answers)
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), file=answers, flush=True)

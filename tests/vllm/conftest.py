@@ -7,14 +7,14 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -22,16 +22,24 @@ from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:  # `make test-vllm` has a venv with it
-    collect_ignore_glob = ["test_*.py"]
+from demo.launcher import Spawn, run_script
+from demo.nursery import Nursery
+
+HERE = Path(__file__).parent
+#: What runs where there is no vLLM, with the reference engine if with any; `make test-vllm` has a venv with it.
+WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py")
+HAS_VLLM = find_spec("vllm") is not None
+
+if not HAS_VLLM:
+    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name not in WITHOUT_VLLM]
 else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM and torch say of themselves is not about us
         importlib.import_module("kvferry.connector.vllm.adapter")
 
 HOSTS = {
-    "vllm": Path(__file__).resolve().parents[2] / "examples" / "vllm_pair" / "engine_program.py",
-    "reference": Path(__file__).with_name("reference_program.py"),
+    "vllm": HERE.resolve().parents[1] / "examples" / "vllm_pair" / "engine_program.py",
+    "reference": HERE / "reference_program.py",
 }
 #: Short, so that what never comes is given up soon.
 EXTRA = {
@@ -50,7 +58,29 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 128
 MAX_NUM_SEQS = 4
 
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
 Answer = dict[str, Any]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without vLLM, leave out what runs with its engines."""
+    if not HAS_VLLM:
+        missing = [item for item in items if item.path.parent == HERE and _needs_vllm(item)]
+        config.hook.pytest_deselected(items=missing)
+        items[:] = [item for item in items if item not in missing]
+
+
+def _needs_vllm(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("running_pair", "reference") != "reference"
 
 
 class Node:
@@ -60,35 +90,23 @@ class Node:
         model: The model's folder.
         log: File for what it prints.
         host: Which engine.
+        spawn: Starts its process.
         transfer: vLLM's KV transfer configuration.
         settings: More of vLLM's engine arguments.
     """
 
-    def __init__(self, model: Path, log: Path, host: str, transfer: dict[str, Any], **settings: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, host: str, spawn: Spawn, transfer: dict[str, Any], **settings: Any
+    ) -> None:
         self.host = host
         self._log = log
         self._arrived = threading.Condition()
         self._answers: list[Answer] = []
         self._num_orders = 0
-        readable, writable = os.pipe()
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    HOSTS[host],
-                    str(writable),
-                    json.dumps(_settings(model, transfer) | settings),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[writable],
-                start_new_session=True,
-                env=_environment(),
-                text=True,
-            )
-        os.close(writable)
-        self._pipe = os.fdopen(readable)
+        self._link, theirs = socket.socketpair()
+        told = json.dumps(_settings(model, transfer) | settings)
+        with log.open("wb") as output, theirs:
+            self._process = spawn(str(HOSTS[host]), [told], output.fileno(), theirs.fileno())
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -106,9 +124,7 @@ class Node:
         """Have the engine do something, and wait until it did."""
         self._num_orders += 1
         number = self._num_orders
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"id": number, "do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self._link.sendall(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
         return self._take(lambda answer: answer.get("id") == number, ANSWER_S)
 
     def start(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> None:
@@ -145,8 +161,7 @@ class Node:
 
     def stop(self) -> int:
         """End it as an operator would, and return its exit status."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._link.shutdown(socket.SHUT_WR)
         try:
             return self._process.wait(ANSWER_S)
         finally:
@@ -162,23 +177,20 @@ class Node:
 
     def _reap(self) -> None:
         self._process.wait(ANSWER_S)
-        if self._process.stdin is not None:
-            try:
-                self._process.stdin.close()
-            except BrokenPipeError:
-                pass
         self._reader.join(ANSWER_S)
-        self._pipe.close()
+        self._link.close()
 
     # -- answers -------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        for line in self._pipe:
-            with self._arrived:
-                self._answers.append(json.loads(line))
-                self._arrived.notify_all()
+        with self._link.makefile() as lines, suppress(ConnectionResetError):  # killed before it had read all
+            for line in lines:
+                self._put(json.loads(line))
+        self._put({"ended": True})
+
+    def _put(self, answer: Answer) -> None:
         with self._arrived:
-            self._answers.append({"ended": True})
+            self._answers.append(answer)
             self._arrived.notify_all()
 
     def _take(self, is_wanted: Callable[[Answer], bool], timeout_s: float) -> Answer:
@@ -218,15 +230,13 @@ def _transfer(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What processes that are started while the block runs find in their environment."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -243,18 +253,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Node]]:
     """Start an engine; `wait_until_ready` is the caller's, so that several can start together."""
     nodes: list[Node] = []
+    with ExitStack() as stack:
 
-    def start(**arguments: Any) -> Node:
-        log = tmp_path_factory.mktemp("node") / "log"
-        connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
-        transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
-        host = arguments.pop("host", "vllm")
-        nodes.append(Node(arguments.pop("model", model), log, host, transfer, **arguments))
-        return nodes[-1]
+        @cache
+        def nursery() -> Nursery:
+            return stack.enter_context(Nursery())
 
-    yield start
-    for node in nodes:
-        node.close()
+        def start(**arguments: Any) -> Node:
+            log = tmp_path_factory.mktemp("node") / "log"
+            connector = arguments.pop("connector", ("KvferryConnector", "kvferry.connector.vllm"))
+            transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
+            host = arguments.pop("host", "vllm")
+            with _environment():
+                spawn = run_script if host == "vllm" else nursery().spawn
+                nodes.append(Node(arguments.pop("model", model), log, host, spawn, transfer, **arguments))
+            return nodes[-1]
+
+        yield start
+        for node in nodes:
+            node.close()
 
 
 @dataclass(frozen=True)

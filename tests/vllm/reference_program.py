@@ -1,11 +1,10 @@
 """The reference engine behind the same orders as a vLLM engine: one suite of tests for both hosts of a connector.
 
-python reference_program.py DESCRIPTOR '{"model": ..., "kv_transfer_config": {...}, ...}'
+python reference_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -113,4 +112,4 @@ class ReferenceHost:
 
 
 if __name__ == "__main__":
-    obey(ReferenceHost(json.loads(sys.argv[2])), int(sys.argv[1]))
+    obey(ReferenceHost)

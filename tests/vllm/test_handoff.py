@@ -65,16 +65,16 @@ def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
 
 
 def test_more_at_once_than_the_pool_holds(pair, prompt):
-    """Four sequences of 38 blocks in a pool of 127: vLLM must preempt one of them."""
+    """Four sequences of 34 blocks in a pool of 127: vLLM must preempt one of them."""
     prompts = [prompt(900, seed) for seed in range(4)]
     names = [next(pair.names) for _ in prompts]
     before = pair.decode.order("figures")["num_preemptions"]
     params = [pair.prefilled(tokens) for tokens in prompts]
     for name, tokens, told in zip(names, prompts, params, strict=True):
-        pair.decode.start(name, tokens, 300, told)
+        pair.decode.start(name, tokens, 160, told)
     answers = [pair.decode.result(name)["tokens"] for name in names]
     assert pair.decode.order("figures")["num_preemptions"] > before
-    assert answers == [pair.alone(tokens, 300) for tokens in prompts]
+    assert answers == [pair.alone(tokens, 160) for tokens in prompts]
 
 
 def test_a_request_that_asks_for_nothing_offers_nothing(pair, prompt):

@@ -1,0 +1,55 @@
+"""What it costs to import the connector: nothing is started, opened or found, with vLLM or without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+HAS_VLLM = find_spec("vllm") is not None
+COST = """
+import os, sys, threading
+import vllm.distributed.kv_transfer.kv_connector.v1.base
+
+def held():
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+before = held()
+from kvferry.connector.vllm import KvferryConnector
+assert held() == before, (before, held())
+loaded = {name for name in sys.modules if name.startswith("kvferry.transports.")}
+assert loaded <= {f"kvferry.transports.{name}" for name in ("base", "errors", "regions", "registry")}, loaded
+"""
+ABSENT = """
+import sys
+import kvferry.connector.vllm
+from kvferry.transports.errors import BackendUnavailableError
+try:
+    kvferry.connector.vllm.KvferryConnector
+except BackendUnavailableError as error:
+    assert "pip install vllm" in str(error), error
+else:
+    sys.exit("it was found")
+"""
+
+
+def _run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_brings_neither_vllm_nor_torch():
+    _run("import sys, kvferry.connector.vllm; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)")
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
+def test_without_vllm_it_says_what_to_install():
+    _run(ABSENT)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_the_class_starts_and_opens_nothing():
+    """vLLM's front end loads it for its metrics, and never makes one."""
+    _run(COST)
