@@ -300,11 +300,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
             samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
             for number in range(arguments.rounds + 1):
                 for system in random.sample(systems, len(systems)):
-                    prompts = [_prompt(shape.num_tokens) for _ in range(shape.concurrency)]
+                    prompts = [_prompt(shape.num_tokens) for _ in range(shape.concurrency if number else 1)]
                     with system.awake():
                         await asyncio.sleep(SETTLE_S)
                         sample = await system.measure(prompts, arguments.max_tokens)
-                    if number:  # the first round wakes everybody up
+                    if number:  # the first one, of one prompt, wakes everybody up
                         samples[system.name].append(sample)
             rows += _rows(shape, samples)
             _show(rows[-len(systems) :])
@@ -316,7 +316,8 @@ def _prompt(num_tokens: int) -> list[int]:
 
 
 def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    alone = samples["one node"]
+    """One row a system, with ratios to NixlConnector if that takes part."""
+    alone, nixl = samples["one node"], samples.get("nixl")
     return [
         {
             **asdict(shape),
@@ -324,9 +325,9 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
             "ttft_s": statistics.median(sample.ttft_s for sample in own),
             "best_ttft_s": min(sample.ttft_s for sample in own),
             "itl_s": statistics.median(sample.itl_s for sample in own),
-            "ttft_ratio": statistics.median(a.ttft_s / b.ttft_s for a, b in zip(own, alone, strict=True)),
             "added_s": statistics.median(a.ttft_s - b.ttft_s for a, b in zip(own, alone, strict=True)),
-            "itl_ratio": statistics.median(a.itl_s / b.itl_s for a, b in zip(own, alone, strict=True)),
+            **_ratios(own, alone, "ratio"),
+            **({} if nixl is None else _ratios(own, nixl, "to_nixl")),
             "num_bytes": statistics.median(sample.num_bytes for sample in own),
             "bytes_ratio": statistics.median(sample.num_bytes for sample in own)
             / (shape.num_bytes * shape.concurrency),
@@ -335,19 +336,32 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
     ]
 
 
+def _ratios(own: Sequence[Sample], other: Sequence[Sample], name: str) -> dict[str, float]:
+    """How many times as long as another system's, round by round; the median."""
+    pairs = list(zip(own, other, strict=True))
+    return {
+        f"ttft_{name}": statistics.median(a.ttft_s / b.ttft_s for a, b in pairs),
+        f"itl_{name}": statistics.median(a.itl_s / b.itl_s for a, b in pairs),
+    }
+
+
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table; *of nixl* is what part of NixlConnector's time it is."""
     print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} at a time")
-    print(
-        f"  {'':<16} {'TTFT ms':>9} {'best':>7} {'ratio':>6} {'added ms':>9} {'ITL ms':>7} {'ratio':>6} {'MB':>7} {'ratio':>6}"
-    )
+    titles = ("TTFT ms", "best", "ratio", "of nixl", "added ms", "ITL ms", "ratio", "of nixl", "MB", "ratio")
+    print(f"  {'':<16}" + "".join(f"{title:>9}" for title in titles))
     for row in rows:
-        print(
-            f"  {row['system']:<16} {row['ttft_s'] * 1e3:>9.1f} {row['best_ttft_s'] * 1e3:>7.1f} "
-            f"{row['ttft_ratio']:>6.2f} {row['added_s'] * 1e3:>9.1f} "
-            f"{row['itl_s'] * 1e3:>7.1f} {row['itl_ratio']:>6.2f} "
-            f"{row['num_bytes'] / 1e6:>7.1f} {row['bytes_ratio']:>6.2f}",
-            flush=True,
+        cells = (
+            *(f"{row['ttft_s'] * 1e3:.1f}", f"{row['best_ttft_s'] * 1e3:.1f}", f"{row['ttft_ratio']:.2f}"),
+            *(_optional(row, "ttft_to_nixl"), f"{row['added_s'] * 1e3:.1f}", f"{row['itl_s'] * 1e3:.1f}"),
+            *(f"{row['itl_ratio']:.2f}", _optional(row, "itl_to_nixl"), f"{row['num_bytes'] / 1e6:.1f}"),
+            f"{row['bytes_ratio']:.2f}",
         )
+        print(f"  {row['system']:<16}" + "".join(f"{cell:>9}" for cell in cells), flush=True)
+
+
+def _optional(row: Mapping[str, Any], key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else "-"
 
 
 def main() -> None:
