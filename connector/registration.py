@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -63,16 +63,7 @@ def describe_caches(
             model's number of heads.
     """
     specs = _specs_by_layer(kv_cache_config)
-    caches = {name: cache for name, cache in kv_caches.items() if name in specs}
-    if not caches:
-        raise ConfigurationError(f"no registered cache belongs to a group; registered: {sorted(kv_caches)}")
-    for name, cache in caches.items():
-        if cache.device.type not in _MEMORY_KINDS:
-            raise ConfigurationError(
-                f"cache of {name} is on {cache.device}; only main memory and that of CUDA devices can be served",
-                key="device",
-                value=str(cache.device),
-            )
+    caches = _caches_of(specs, kv_caches)
     segments = _segments(caches.values(), arenas)
     pool = Pool(segments)
     layers = tuple(
@@ -107,6 +98,21 @@ def layout_name(layout: KVLayout) -> str:
 
 
 # -- layers ------------------------------------------------------------------------------------------
+
+
+def _caches_of(specs: Container[str], kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the layers in `specs`; see `describe_caches` for what is refused."""
+    caches = {name: cache for name, cache in kv_caches.items() if name in specs}
+    if not caches:
+        raise ConfigurationError(f"no registered cache belongs to a group; registered: {sorted(kv_caches)}")
+    for name, cache in caches.items():
+        if cache.device.type not in _MEMORY_KINDS:
+            raise ConfigurationError(
+                f"cache of {name} is on {cache.device}; only main memory and that of CUDA devices can be served",
+                key="device",
+                value=str(cache.device),
+            )
+    return caches
 
 
 def _specs_by_layer(kv_cache_config: KVCacheConfig) -> dict[str, tuple[int, KVCacheSpec]]:
