@@ -30,6 +30,9 @@ TINY_NODE = (
 #: Long enough for a loaded machine, short enough to wait for its end.
 LEASE = ("--connector-option", "lease_s=6", "--connector-option", "heartbeat_s=1")
 
+#: A node that a test stops must count as alive for as long as a busy machine needs to look at the others.
+PATIENT = ("--connector-option", 'transport={"peer_timeout_s": 10}')
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_transport: also without CONNECTORS it runs over each transport")
@@ -114,7 +117,8 @@ def tiny_single_arguments(tiny_model: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tuple[str, ...]:
     """Options of one of a pair that runs the tiny model."""
-    return (*tiny_single_arguments, "--connector", transport)
+    patience = PATIENT if transport in ("zeromq", "ucx") else ()
+    return (*tiny_single_arguments, "--connector", transport, *patience)
 
 
 @pytest.fixture(scope="session")
