@@ -48,7 +48,7 @@ def require_stages(config: PretrainedConfig, num_stages: int) -> None:
 
 
 def layers_of_stage(num_layers: int, parallel: ParallelConfig) -> range:
-    """The layers that this rank's stage runs; of stages that cannot all have as many, the later ones have one more."""
+    """The layers that this rank's stage runs; no stage has two more than another."""
     first, end = (
         stage * num_layers // parallel.pipeline_parallel_size
         for stage in (parallel.pipeline_parallel_rank, parallel.pipeline_parallel_rank + 1)
