@@ -26,7 +26,10 @@ DEADLINES = {
     "backoff_s": 0.02,
     "max_backoff_s": 0.1,
 }
-PATIENT = dict.fromkeys(("connect_timeout_s", "read_timeout_s"), 20.0)
+PATIENT = {
+    **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s", "lease_s"), 20.0),
+    "early_claim_wait_s": 10.0,
+}
 
 Fault = Mapping[str, object]
 
@@ -127,7 +130,7 @@ def test_a_fault_at_the_producer(fault: Fault) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_late_is_not_wrong(seed: int) -> None:
     late = {"inner": "delayed", "options": {"seed": seed, "max_turns": MAX_TURNS}}
-    with pair(late, late, {**DEADLINES, **PATIENT, "claim_timeout_s": 20.0, "lease_s": 20.0}) as nodes:
+    with pair(late, late, {**DEADLINES, **PATIENT}) as nodes:
         assert hand_over(*nodes) == [""] * NUM_LOADS
 
 
@@ -147,9 +150,7 @@ def test_several_faults_on_a_late_network(seed: int) -> None:
 
 
 def test_a_pair_goes_on_after_its_faults() -> None:
-    with pair(
-        {"faults": [{"kind": "drop", "nth": 1}]}, {}, {**DEADLINES, **PATIENT, "lease_s": 3.0}
-    ) as nodes:
+    with pair({"faults": [{"kind": "drop", "nth": 1}]}, {}, {**DEADLINES, **PATIENT}) as nodes:
         assert any(hand_over(*nodes))
         assert not any(_again(*nodes))
 
