@@ -1,9 +1,15 @@
-"""A GPU computes behind the program: nothing is offered, and nothing written into, before it has caught up."""
+"""Nodes with their pools on a GPU, over a stand-in of CUDA's driver: blocks go from one to the other.
+
+A GPU computes behind the program: nothing is offered, and nothing written into, before it has caught up.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +18,13 @@ from kvferry.connector.computed import mark_computed
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.options import Transfer
 from kvferry.connector.registration import describe_caches
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.connector.worker_half import RunningHandoffs
-from kvferry.transports.inproc import InProcTransport
+from kvferry.transports.regions import Pool
+from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
 
 SHAPE = CacheShape(num_layers=1)
 POOL = SHAPE.kv_cache_config()
@@ -26,14 +35,20 @@ OFFERED, LOADED = (1, 2), (3, 4)
 class Side:
     """The running handoffs of a node, of whose GPU the test says how far it is."""
 
-    def __init__(self, engine_id: str, value: float) -> None:
-        self.cache = torch.full((SHAPE.num_blocks, *SHAPE.logical_page), value)
+    def __init__(
+        self, driver: CudaDriverStandIn, engine_id: str, value: float, transfer: Transfer = "pull"
+    ) -> None:
+        arena = driver.allocate(SHAPE.num_blocks * SHAPE.spec.page_size_bytes)
+        self.cache = torch.frombuffer(arena.buffer, dtype=SHAPE.dtype)
+        self.cache = self.cache.view(SHAPE.num_blocks, *SHAPE.logical_page).fill_(value)
         self.is_behind = True
         self.num_asked = 0
-        config = engine_config("inproc", engine_id=engine_id)
-        registration = describe_caches(config, POOL, {LAYER: self.cache}, [])
+        config = engine_config("shm", engine_id=engine_id)
+        # PyTorch sees main memory here; the transport is told that it is a GPU's.
+        in_main_memory = describe_caches(config, POOL, {LAYER: self.cache}, [])
+        registration = replace(in_main_memory, pool=Pool([arena.segment]))
         self.handoffs = RunningHandoffs(
-            config, registration, InProcTransport(), "", HandoffConfig(), self.mark
+            config, registration, SharedMemoryTransport(), "", HandoffConfig(), self.mark, transfer
         )
         address = self.handoffs.address
         self.offer = RemoteOffer(
@@ -74,17 +89,41 @@ class Side:
 
 
 @pytest.fixture
-def producer() -> Iterator[Side]:
-    side = Side("producer", 1.0)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
+    stand_in: Any = CudaDriverStandIn()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+    yield stand_in
+    stand_in.close()
+    assert not +stand_in.held
+
+
+@pytest.fixture
+def producer(driver: CudaDriverStandIn) -> Iterator[Side]:
+    side = Side(driver, "producer", 1.0)
     yield side
     side.handoffs.close()
 
 
 @pytest.fixture
-def consumer() -> Iterator[Side]:
-    side = Side("consumer", 2.0)
+def consumer(driver: CudaDriverStandIn, request: pytest.FixtureRequest) -> Iterator[Side]:
+    side = Side(driver, "consumer", 2.0, getattr(request, "param", "pull"))
     yield side
     side.handoffs.close()
+
+
+@pytest.mark.parametrize(
+    ("consumer", "mechanism"), [("pull", "cuda_ipc"), ("push", "push/cuda_ipc")], indirect=["consumer"]
+)
+def test_blocks_go_from_pool_to_pool(mechanism: str, producer: Side, consumer: Side) -> None:
+    producer.is_behind = consumer.is_behind = False
+    producer.start_offer()
+    consumer.start_load(producer.offer)
+    assert consumer.until_ended() == {}
+    assert (consumer.cache[list(LOADED)] == 1.0).all()
+    assert (consumer.cache[[2, 5]] == 2.0).all()
+    stats = consumer.handoffs.outcomes.take_stats()
+    assert stats is not None
+    assert [record.mechanism for record in stats.transfers] == [mechanism]
 
 
 def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Side) -> None:
