@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
 
+from kvferry.connector import testing
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seed-systems.md"
 
@@ -214,13 +216,15 @@ def _names_in(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _tests_in(path: Path) -> frozenset[str]:
-    """Tests of a file: functions, methods as `Class::method`, and state machines made a test case."""
+    """Tests of a file: functions, methods as `Class::method`, those of our suites too, and state machines as test cases."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
             found.add(node.name)
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             methods = [m.name for m in node.body if isinstance(m, ast.FunctionDef)]
+            for base in node.bases:
+                methods += dir(getattr(testing, ast.unparse(base), object))
             found |= {f"{node.name}::{method}" for method in methods if method.startswith("test")}
         elif isinstance(node, ast.Assign) and "TestCase" in ast.unparse(node.value):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
