@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-pytest.register_assert_rewrite("kvferry.connector.testing", "kvferry.transports.testing")
+pytest.register_assert_rewrite(
+    "kvferry.connector.handoff.testing", "kvferry.connector.testing", "kvferry.transports.testing"
+)
 
 #: For how long threads may finish and children may be reaped after the test's own tear-down.
 GRACE_S = 10.0
