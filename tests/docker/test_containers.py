@@ -1,0 +1,167 @@
+"""The image and `compose.yaml` for real, with a Docker daemon, and only if asked to: by `make test-docker`.
+
+That target builds `kvferry:cpu` first. `make test` builds no image and starts no container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMPOSE_FILE = Path(__file__).parents[2] / "docker" / "compose.yaml"
+#: The first start converts the model, and on a busy machine three processes import PyTorch.
+START_TIMEOUT_S = 400
+PROMPT = "The ferry leaves at six in the morning, and it carries letters. " * 6
+
+#: Asks the node or router of the container that it runs in.
+ASK = """
+import sys, urllib.error, urllib.request
+request = urllib.request.Request(
+    "http://127.0.0.1:8000/v1/completions", sys.argv[1].encode(), {"Content-Type": "application/json"}
+)
+try:
+    print(urllib.request.urlopen(request, timeout=60).read().decode())
+except urllib.error.HTTPError as error:
+    print(error.read().decode())
+"""
+#: Says who a node is in its container, where it can write, and what could compile there.
+CONFINEMENT = """
+import os, shutil
+def is_writable(folder):
+    try:
+        os.close(os.open(folder + "/probe", os.O_CREAT | os.O_WRONLY))
+    except OSError:
+        return False
+    os.remove(folder + "/probe")
+    return True
+folders = ["/", "/app", "/opt/kvferry", "/var/cache/kvferry", "/tmp"]
+print(os.getuid(), os.getgid(), *filter(is_writable, folders), *filter(shutil.which, ["cc", "gcc", "c++", "ld"]))
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * START_TIMEOUT_S),
+    pytest.mark.skipif(
+        os.environ.get("KVFERRY_TEST_DOCKER") != "1",
+        reason="starts containers, for minutes: `make test-docker` builds the image and runs these",
+    ),
+]
+
+
+def docker(*arguments: str, timeout_s: float = 120) -> str:
+    """What a docker command wrote to stdout. The test fails if the command did."""
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, f"docker {' '.join(arguments)}\n{done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def ask(container: str, prompt: str, **fields: Any) -> dict[str, Any]:
+    """The body of the answer to a greedy completion, or of the error."""
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **fields}
+    answer: dict[str, Any] = json.loads(docker("exec", container, "python", "-c", ASK, json.dumps(body)))
+    return answer
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One profile of what compose calls a project."""
+
+    project: str
+    profile: str
+
+    def compose(self, *arguments: str, timeout_s: float = 120) -> str:
+        """Run a compose command."""
+        chosen = ("--project-name", self.project, "--profile", self.profile, "--file", str(COMPOSE_FILE))
+        return docker("compose", *chosen, *arguments, timeout_s=timeout_s)
+
+    def container(self, role: str) -> str:
+        """The container of a node or the router."""
+        return self.compose("ps", "--quiet", f"{role}-{self.profile}")
+
+    @contextmanager
+    def single_node(self) -> Iterator[str]:
+        """The container of one more node, which hands nothing over."""
+        command = ("serve.py", "--host=0.0.0.0", "--port=8000", "--role=single")
+        container = self.compose("run", "--detach", "--no-deps", f"decode-{self.profile}", *command)
+        try:
+            wait_healthy(container)
+            yield container
+        finally:
+            docker("rm", "--force", container)
+
+
+def wait_healthy(container: str) -> None:
+    """Return once Docker says that it is; the test fails if it is not in time."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (health := docker("inspect", "--format", "{{.State.Health.Status}}", container)) != "healthy":
+        assert health == "starting", docker("logs", container)
+        assert time.monotonic() < deadline, docker("logs", container)
+        time.sleep(0.5)
+
+
+def remaining(project: str) -> list[str]:
+    """What Docker still has of a project, volumes aside."""
+    mine = ("--quiet", "--filter", f"label=com.docker.compose.project={project}")
+    return [*docker("ps", "--all", *mine).split(), *docker("network", "ls", *mine).split()]
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[str]:
+    """A project of ours; nobody else's containers are touched. Its profiles share the converted model."""
+    name = f"kvferry-test-{uuid.uuid4().hex[:8]}"
+    yield name
+    mine = ("--quiet", "--filter", f"label=com.docker.compose.project={name}")
+    for volume in docker("volume", "ls", *mine).split():
+        docker("volume", "rm", volume)
+
+
+@pytest.fixture(params=["shm", "zeromq", "ucx"])
+def stack(request: pytest.FixtureRequest, project: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """A profile that is up, its router on any free port. Nothing of it remains."""
+    monkeypatch.setenv("KVFERRY_PORT", "0")
+    monkeypatch.setenv("KVFERRY_TARGET", "cpu")
+    stack = Stack(project, request.param)
+    try:
+        stack.compose("up", "--no-build", "--wait", timeout_s=START_TIMEOUT_S)
+        yield stack
+    finally:
+        stack.compose("down")
+    assert remaining(project) == []
+
+
+def test_a_profile_answers_like_a_single_node_and_outlives_its_prefill_node(stack: Stack) -> None:
+    prefill, decode, router = map(stack.container, ["prefill", "decode", "router"])
+    early, late = PROMPT, f"Later: {PROMPT}"
+    with stack.single_node() as single:
+        expected = {prompt: ask(single, prompt)["choices"] for prompt in (early, late)}
+
+    for node in (prefill, decode):
+        said = docker("exec", node, "python", "-c", CONFINEMENT)
+        assert said == "10001 10001 /var/cache/kvferry /tmp"
+    published = stack.compose("port", f"router-{stack.profile}", "8000")
+    with urllib.request.urlopen(f"http://{published}/health", timeout=60) as response:
+        assert response.status == 200
+
+    answer = ask(router, early)
+    assert answer["choices"] == expected[early]
+    transfer = answer["metrics"]["transfer"]
+    assert (transfer["transport"], transfer["error"]) == (stack.profile, "")
+    assert transfer["num_blocks"] > 0
+
+    offer = ask(prefill, late, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    stack.compose("kill", f"prefill-{stack.profile}")
+    recomputed = ask(decode, late, kv_transfer_params=offer["kv_transfer_params"])
+    assert recomputed["choices"] == expected[late]
+    assert recomputed["metrics"]["transfer"]["num_bytes"] == 0
+    assert "no prefill node" in ask(router, early)["error"]["message"]
