@@ -16,6 +16,8 @@ class HandoffConfig:
 
     Attributes:
         lease_s: A producer keeps an offer for this long after the last sign of life of its consumer.
+        max_hold_s: A producer renews the lease of a finished request for no longer than this, whatever its consumer says;
+            more than a consumer's `load_wait_s`.
         heartbeat_s: A consumer renews its leases this often; at most half of `lease_s`.
         connect_timeout_s: From the wish to connect to the end of the handshake, and on the producer's side
             from a connection to its first message.
@@ -36,6 +38,7 @@ class HandoffConfig:
     """
 
     lease_s: float = 30.0
+    max_hold_s: float = 600.0
     heartbeat_s: float = 5.0
     connect_timeout_s: float = 5.0
     claim_timeout_s: float = 10.0

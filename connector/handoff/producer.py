@@ -51,6 +51,7 @@ class _Offer:
     num_tokens: int
     num_ready: int
     deadline: float
+    renewable_until: float = math.inf
     guard_index: int = -1
     claimants: Claimants = field(default_factory=Claimants)
 
@@ -118,8 +119,9 @@ class ProducerProtocol:
         Raises:
             KVTransferStateError: `lease` is not greater than every earlier one, or the request is offered already.
         """
-        deadline = now + self._config.lease_s
-        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_tokens, deadline))
+        config = self._config
+        deadline, until = now + config.lease_s, now + config.max_hold_s
+        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_tokens, deadline, until))
 
     def open(
         self, request_id: str, lease: int, block_ids: BlockTables, num_tokens: int, num_ready: int
@@ -152,7 +154,7 @@ class ProducerProtocol:
         if lease is None:
             return []
         held = self._offers[lease]
-        held.deadline = now + self._config.lease_s
+        held.deadline, held.renewable_until = now + self._config.lease_s, now + self._config.max_hold_s
         return self._extend(held, block_ids, held.num_tokens)
 
     def abort(self, request_id: str, now: float) -> list[Action]:
@@ -218,9 +220,10 @@ class ProducerProtocol:
         """Do what is due."""
         actions: list[Action] = []
         for held in [held for held in self._offers.values() if held.deadline <= now]:
-            actions += self._revoke(
-                held, "expired", f"expired {self._config.lease_s} s after its last sign of life"
-            )
+            why = f"{self._config.lease_s} s after its last sign of life"
+            if held.renewable_until <= now:
+                why = f"after {self._config.max_hold_s} s in which nobody was done with it"
+            actions += self._revoke(held, "expired", f"expired {why}")
         for lease, request_id, claimants in self._early.take_overdue(now):
             actions += self._deny_all(request_id, lease, claimants, "was not made in time")
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.hello_deadline <= now]:
@@ -305,7 +308,7 @@ class ProducerProtocol:
         return [Send(peer_id, progress) for peer_id in held.claimants.peers]
 
     def _renew(self, held: _Offer, now: float) -> None:
-        if held.is_complete:
+        if held.is_complete and now < held.renewable_until:
             held.deadline = now + self._config.lease_s
 
     def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import (
     Action,
     ClearGuard,
@@ -119,6 +120,18 @@ def test_a_claimed_lease_runs_out_and_is_revoked(producer: ProducerProtocol) -> 
     assert isinstance(revoked.message, Revoke)
     assert isinstance(ended, OfferEnded)
     assert ended.outcome == "expired"
+
+
+def test_a_consumer_cannot_hold_an_offer_for_ever(producer: ProducerProtocol, config: HandoffConfig) -> None:
+    """It gives signs of life, and is never done."""
+    claimed(producer)
+    now = 0.0
+    while producer.num_offers and now < 2 * config.max_hold_s:
+        now += config.heartbeat_s
+        producer.receive(PEER, Heartbeat((1,)), now)
+        actions = producer.advance(now)
+    assert config.max_hold_s < now <= config.max_hold_s + config.lease_s
+    assert actions[-1] == OfferEnded("r", "expired", "expired after 600.0 s in which nobody was done with it")
 
 
 def test_a_lost_claimant_ends_its_offers_only(producer: ProducerProtocol) -> None:
