@@ -30,13 +30,11 @@ class Finished:
 
     Attributes:
         failed: Those of `received` whose load failed.
-        failed_blocks: Their blocks.
     """
 
     sent: set[str]
     received: set[str]
     failed: set[str]
-    failed_blocks: set[int]
 
 
 class WorkerSide:
@@ -97,8 +95,7 @@ class WorkerSide:
 
     def take_finished(self) -> Finished:
         sent, received = self._half.get_finished()
-        failed = set(self._half.take_load_errors())
-        return Finished(sent, received, failed, self._half.get_block_ids_with_load_errors())
+        return Finished(sent, received, failed=set(self._half.take_load_errors()))
 
     def get_kv_connector_stats(self) -> KvferryStats | None:
         stats = self._half.get_kv_connector_stats()

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import random
-import signal
-import socket
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -21,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_pair.testing import Answer, Node
 
-from demo.launcher import Spawn, run_script
+from demo.launcher import run_script
 from demo.nursery import Nursery
 
 HERE = Path(__file__).parent
@@ -50,10 +45,6 @@ EXTRA = {
     "claim_timeout_s": 2,
     "early_claim_wait_s": 1,
 }
-#: An engine takes half a minute to start on two idle cores.
-START_S = 240.0
-#: Ranks of one engine wait for each other by spinning: on cores that others use too, a token can take seconds.
-ANSWER_S = 180.0
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128
 MAX_NUM_SEQS = 4
@@ -67,8 +58,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-Answer = dict[str, Any]
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without vLLM, leave out what runs with its engines."""
@@ -81,130 +70,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _needs_vllm(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     return callspec is not None and callspec.params.get("running_pair", "reference") != "reference"
-
-
-class Node:
-    """One engine in a process group of its own.
-
-    Args:
-        model: The model's folder.
-        log: File for what it prints.
-        host: Which engine.
-        spawn: Starts its process.
-        transfer: vLLM's KV transfer configuration.
-        settings: More of vLLM's engine arguments.
-    """
-
-    def __init__(
-        self, model: Path, log: Path, host: str, spawn: Spawn, transfer: dict[str, Any], **settings: Any
-    ) -> None:
-        self.host = host
-        self._log = log
-        self._arrived = threading.Condition()
-        self._answers: list[Answer] = []
-        self._num_orders = 0
-        self._link, theirs = socket.socketpair()
-        told = json.dumps(_settings(model, transfer) | settings)
-        with log.open("wb") as output, theirs:
-            self._process = spawn(str(HOSTS[host]), [told], output.fileno(), theirs.fileno())
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def wait_until_ready(self) -> Node:
-        self._take(lambda answer: "ready" in answer, START_S)
-        return self
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    # -- orders --------------------------------------------------------------------------------------
-
-    def order(self, do: str, **arguments: Any) -> Answer:
-        """Have the engine do something, and wait until it did."""
-        self._num_orders += 1
-        number = self._num_orders
-        self._link.sendall(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
-        return self._take(lambda answer: answer.get("id") == number, ANSWER_S)
-
-    def start(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> None:
-        self.order("add", request=request, prompt=prompt, max_tokens=max_tokens, params=params)
-
-    def result(self, request: str, timeout_s: float = ANSWER_S) -> Answer:
-        return self._take(lambda answer: answer.get("finished") == request, timeout_s)
-
-    def ask(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> Answer:
-        self.start(request, prompt, max_tokens, params)
-        return self.result(request)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
-        samples = self.order("metric", name=name)["samples"]
-        return sum(value for has, value in samples if labels.items() <= has.items())
-
-    def wait_for_status(self, is_so: Callable[[Answer], bool]) -> Answer:
-        deadline = time.monotonic() + ANSWER_S
-        while not is_so(status := self.order("status")):
-            assert time.monotonic() < deadline, f"still {status}"
-        return status
-
-    # -- the process ---------------------------------------------------------------------------------
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the engine and every process of it."""
-        os.killpg(self._process.pid, number)
-
-    def kill(self) -> None:
-        """End it at once, whatever it is doing."""
-        self.signal(signal.SIGKILL)
-        self._reap()
-
-    def stop(self) -> int:
-        """End it as an operator would, and return its exit status."""
-        self._link.shutdown(socket.SHUT_WR)
-        try:
-            return self._process.wait(ANSWER_S)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Leave nothing behind, whatever state it is in. Idempotent."""
-        try:
-            self.signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._reap()
-
-    def _reap(self) -> None:
-        self._process.wait(ANSWER_S)
-        self._reader.join(ANSWER_S)
-        self._link.close()
-
-    # -- answers -------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        with self._link.makefile() as lines, suppress(ConnectionResetError):  # killed before it had read all
-            for line in lines:
-                self._put(json.loads(line))
-        self._put({"ended": True})
-
-    def _put(self, answer: Answer) -> None:
-        with self._arrived:
-            self._answers.append(answer)
-            self._arrived.notify_all()
-
-    def _take(self, is_wanted: Callable[[Answer], bool], timeout_s: float) -> Answer:
-        def found() -> bool:
-            return any(is_wanted(answer) or "ended" in answer for answer in self._answers)
-
-        with self._arrived:
-            assert self._arrived.wait_for(found, timeout_s), (
-                f"no answer; its log ends with\n{self.log[-4000:]}"
-            )
-            wanted = next((answer for answer in self._answers if is_wanted(answer)), None)
-            assert wanted is not None, f"the engine is gone; its log ends with\n{self.log[-4000:]}"
-            self._answers.remove(wanted)
-            return wanted
 
 
 def _settings(model: Path, transfer: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +131,8 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             host = arguments.pop("host", "vllm")
             with _environment():
                 spawn = run_script if host == "vllm" else nursery().spawn
-                nodes.append(Node(arguments.pop("model", model), log, host, spawn, transfer, **arguments))
+                settings = _settings(arguments.pop("model", model), transfer) | arguments
+                nodes.append(Node(host, HOSTS[host], settings, log, spawn))
             return nodes[-1]
 
         yield start

@@ -77,5 +77,14 @@ def test_more_at_once_than_the_pool_holds(pair, prompt):
     assert answers == [pair.alone(tokens, 160) for tokens in prompts]
 
 
+def test_a_request_that_asks_for_overlap(pair, prompt):
+    """vLLM makes its offer at the end all the same."""
+    tokens = prompt(400)
+    wish = {"do_remote_decode": True, "overlap": True}
+    params = pair.prefill.ask(next(pair.names), tokens, params=wish)["params"]
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    assert answer["tokens"] == pair.alone(tokens)
+
+
 def test_a_request_that_asks_for_nothing_offers_nothing(pair, prompt):
     assert pair.prefill.ask(next(pair.names), prompt(40))["params"] is None
