@@ -42,11 +42,17 @@ class Poller:
     def unwatch(self, sock: HasFileno) -> None:
         self._selector.unregister(sock.fileno())
 
-    def poll(self, timeout_s: float) -> None:
-        """Wait until something is ready, a signal came or the time is over; call the handlers."""
-        for key, _ in self._selector.select(max(0.0, timeout_s)):
+    def poll(self, timeout_s: float) -> bool:
+        """Wait until something is ready, a signal came or the time is over; call the handlers.
+
+        Returns:
+            Whether there was anything.
+        """
+        ready = self._selector.select(max(0.0, timeout_s))
+        for key, _ in ready:
             if key.fd in self._selector.get_map():  # an earlier handler may have dropped it
                 key.data()
+        return bool(ready)
 
     def interrupt(self) -> None:
         """End the current `poll`, or the next."""

@@ -17,6 +17,7 @@ dead peer costs a read, and never the process.
     serving    answers fetches
     reads      makes fetches
     peers      one peer, and its handshake
+    vigil      looking for a moment before sleeping
     node       everything between `register` and `close`
     transport  `UCXTransport`
 """

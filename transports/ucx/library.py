@@ -233,11 +233,12 @@ class Worker:
         self._operations.add(operation)
         return operation
 
-    def progress(self) -> None:
-        """Let UCX work; never blocks."""
-        for _ in range(_MAX_PROGRESS):
+    def progress(self) -> bool:
+        """Let UCX work; never blocks. Returns whether there was anything to do."""
+        for count in range(_MAX_PROGRESS):
             if not self._worker.progress_once():
-                break
+                return count > 0
+        return True
 
     def arm(self) -> bool:
         """Make the descriptor tell of what happens from now on; False if something happened already."""
@@ -273,8 +274,11 @@ class Worker:
         return True
 
 
-def require_network(options: UCXOptions) -> None:
+def require_network(options: UCXOptions) -> str:
     """Try the settings, by a way from this process to itself.
+
+    Returns:
+        What UCX chose, as `Worker.connect`.
 
     Raises:
         BackendUnavailableError: `ucxx` cannot be imported.
@@ -282,7 +286,7 @@ def require_network(options: UCXOptions) -> None:
     """
     worker = Worker(options)
     try:
-        worker.connect(worker.address)
+        return worker.connect(worker.address)
     except (PeerRefusedError, PeerLostError) as error:
         key = "refuse_tcp" if options.refuse_tcp else "tls"
         value: Mapping[str, str] | bool = True if options.refuse_tcp else options.settings()

@@ -27,6 +27,7 @@ from .library import Worker
 from .options import Address
 from .peers import Greeting, Local, Peer
 from .reads import Transfer, limits_of
+from .vigil import Vigil
 from .wire import Answer, Fetch, Hello, Incoming, Message, Ping, Ready, Refused, WriteFrame, decode
 
 __all__ = ["Node"]
@@ -45,6 +46,7 @@ class Node:
         self._acceptors: list[Acceptor[Channel]] = []
         self._greetings: dict[int, Greeting] = {}
         self._peers: dict[int, Peer] = {}
+        self._vigil = Vigil(local.options.spin_us * 1e-6)
         self._last_turn = time.monotonic()
 
     def listen(self, host: str, ports: range) -> str:
@@ -118,6 +120,7 @@ class Node:
         now = time.monotonic()
         transfer = Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
         peer.reader.start(transfer)
+        self._vigil.begin()
         return transfer.transfer_id
 
     def can_write(self, peer_id: int) -> bool:
@@ -152,12 +155,24 @@ class Node:
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s`, handle what happened."""
         self._settle()
-        is_idle = not self._local.events and all(peer.worker.arm() for peer in self._peers.values())
-        self._poller.poll(self._patience(timeout_s) if is_idle else 0.0)
+        self._poller.poll(0.0 if self._look(timeout_s) or not self._is_idle() else self._patience(timeout_s))
         self._settle()
         self._expire(time.monotonic())
         for peer in self._peers.values():
             self._watch(peer.peer_id, peer.channel)
+
+    def _look(self, timeout_s: float) -> bool:
+        """Look for what comes next, as long as it is near; returns whether anything came."""
+        until = time.monotonic() + timeout_s
+        while self._vigil.lasts(until) and sum(peer.num_under_way for peer in self._peers.values()) <= 1:
+            if self._local.events or self._poller.poll(0.0) or self._settle():
+                return True
+            self._vigil.give_way()
+        return False
+
+    def _is_idle(self) -> bool:
+        """Whether nothing has happened, and the poller tells of all that will."""
+        return not self._local.events and all(peer.worker.arm() for peer in self._peers.values())
 
     def take_events(self) -> list[Event]:
         """Take what happened so far."""
@@ -176,12 +191,17 @@ class Node:
         due = min(deadlines, default=float("inf")) - time.monotonic()
         return max(0.0, min(timeout_s, due, interval_s))
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
+        """Let UCX work for every peer; returns whether it had anything to do."""
+        has_worked = False
         for peer in list(self._peers.values()):
             try:
-                peer.settle()
+                has_worked |= peer.settle()
             except KVTransferError as error:
                 self._lose(peer.peer_id, error)
+        if has_worked:
+            self._vigil.begin()
+        return has_worked
 
     def _expire(self, now: float) -> None:
         interval_s = self._local.ping_interval_s
@@ -273,6 +293,7 @@ class Node:
                 self._local.events.append(MessageReceived(peer.peer_id, incoming.body))
             case Fetch():
                 peer.server.answer(incoming)
+                self._vigil.begin()
             case Answer():
                 peer.reader.on_answer(incoming)
             case WriteFrame():

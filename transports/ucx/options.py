@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
@@ -28,9 +28,12 @@ class UCXOptions(NetworkOptions):
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
             `allow_plaintext`.
         refuse_tcp: Rather fail than move bytes over TCP.
-        rndv_threshold: Where UCX changes from sending at once to rendezvous, as in `UCX_RNDV_THRESH`.
+        rndv_threshold: Where UCX changes from sending at once to rendezvous, as in `UCX_RNDV_THRESH`. `"auto"` leaves
+            it to UCX, but where there is nothing but TCP, all is sent at once.
         rndv_scheme: How UCX does a rendezvous, as in `UCX_RNDV_SCHEME`.
         tcp_segment_bytes: UCX's send and receive buffers on TCP.
+        spin_us: For how many microseconds after a step of a read a node looks for the next one before it sleeps, if
+            no more than a slice is under way. 0: it sleeps at once.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20
@@ -43,10 +46,12 @@ class UCXOptions(NetworkOptions):
     rndv_threshold: str = "auto"
     rndv_scheme: str = "auto"
     tcp_segment_bytes: int = 256 << 10
+    spin_us: int = 200
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("tcp_segment_bytes", self.tcp_segment_bytes, 8 << 10, 16 << 20)
+        require_int("spin_us", self.spin_us, 0, 10_000)
         if self.refuse_tcp and "tcp" in self.tls.lstrip("^").split(",") and not self.tls.startswith("^"):
             raise ConfigurationError(
                 f"refuse_tcp=true, and tls={self.tls!r} asks for tcp", key="refuse_tcp", value=True
@@ -65,6 +70,16 @@ class UCXOptions(NetworkOptions):
                 key="allow_plaintext",
                 value=False,
             )
+
+    def tuned_for(self, mechanism: str) -> Self:
+        """These options, where a rendezvous, which is a round trip more, cannot be worth it.
+
+        Args:
+            mechanism: The best that there is on this node, e.g. `"ucx:tcp"`.
+        """
+        if mechanism == f"{SCHEME}:tcp" and self.rndv_threshold == "auto":
+            return replace(self, rndv_threshold="inf")
+        return self
 
     def settings(self) -> dict[str, str]:
         """The same, as UCX's own settings, without their prefix `UCX_`."""

@@ -82,16 +82,22 @@ class Peer:
         self.reader = Reader(local.options, self.worker, self.channel, stages, mechanism, local.events)
         self.server = Server(local.source, self.worker, self.channel)
 
-    def settle(self) -> None:
-        """Let UCX work, and deal with what it has finished.
+    def settle(self) -> bool:
+        """Let UCX work, and deal with what it has finished. Returns whether UCX had anything to do.
 
         Raises:
             PeerLostError: UCX lost the peer.
             ProtocolError: the peer sent more than was asked for.
         """
-        self.worker.progress()
+        has_worked = self.worker.progress()
         self.server.settle()
         self.reader.settle()
+        return has_worked
+
+    @property
+    def num_under_way(self) -> int:
+        """Slices, of either side's reads."""
+        return self.server.num_under_way + self.reader.num_under_way
 
     def keep_alive(self, now: float, interval_s: float) -> None:
         """Say something, if nothing was said for a while."""

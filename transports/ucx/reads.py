@@ -102,6 +102,11 @@ class Reader:
         self._waiting.append(transfer)
         self._fetch()
 
+    @property
+    def num_under_way(self) -> int:
+        """Slices that were fetched and have not arrived."""
+        return len(self._slices)
+
     def deadlines(self) -> Iterator[float]:
         """When `expire` has something to do."""
         for transfer in self._transfers.values():

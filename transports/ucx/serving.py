@@ -70,6 +70,11 @@ class Server:
         self._channel = channel
         self._outgoing: list[_Outgoing] = []
 
+    @property
+    def num_under_way(self) -> int:
+        """Slices that have not left."""
+        return len(self._outgoing)
+
     def answer(self, fetch: Fetch) -> None:
         """Send what the peer fetches; or a single byte if the guard does not hold or nothing was asked for.
 

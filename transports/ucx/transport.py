@@ -36,8 +36,8 @@ class UCXTransport(NetworkTransport[Node]):
     scheme: ClassVar[str] = SCHEME
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
-        self._options = parse_options(UCXOptions, options, SCHEME)
-        require_network(self._options)
+        parsed = parse_options(UCXOptions, options, SCHEME)
+        self._options = parsed.tuned_for(require_network(parsed))
         super().__init__(self._options.num_guards)
 
     def _make_node(self, pool: Pool) -> Node:
