@@ -18,6 +18,7 @@ from kvferry.transports.errors import (
     TransferTimeoutError,
 )
 from kvferry.transports.testing import FlippingProxy, Link, World, pairs_of
+from kvferry.transports.zeromq.frames import Frame
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
 from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
@@ -45,19 +46,19 @@ class Owner:
     def start_read(self, timeout_s: float = 20.0) -> None:
         self.node.transport.start_read(self.peer_id, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=timeout_s)
 
-    def say(self, head: bytes, body: bytes) -> None:
-        self._router.send_multipart([self._routing_id, head, body])
+    def say(self, head: bytes, *frames: bytes) -> None:
+        self._router.send_multipart([self._routing_id, head, *frames])
 
     def hear(self) -> Fetch:
         _, *parts = self._raw.receive(self._world, self._router)
-        fetch = decode([memoryview(part) for part in parts])
+        fetch = decode([Frame.copy_of(part) for part in parts])
         assert isinstance(fetch, Fetch)
         return fetch
 
     def give(self, fetch: Fetch, *, checksum: int | None = None, missing: int = 0) -> None:
         body = bytes(int(fetch.rows[:, 1].sum()) - missing)
-        checksum = checksum_of(body) if checksum is None else checksum
-        self.say(Slice(fetch.transfer_id, fetch.index, False, checksum, memoryview(body)).head(), body)
+        checksum = checksum_of([body]) if checksum is None else checksum
+        self.say(Slice(fetch.transfer_id, fetch.index, False, checksum, ()).head(), body)
 
     def outcome(self) -> TransferEnded:
         self._world.serve(lambda: bool(self.node.of_type(TransferEnded)))
@@ -151,3 +152,39 @@ def test_a_flipped_bit_is_found_by_its_checksum(checksums: bool, make_world: Mak
         assert isinstance(ended.error, ChecksumError)
     else:  # the test flips what it says it flips
         assert (ended.error, num_wrong) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_right"),
+    [([2], True), ([1, 1], True), ([2, 0], False), ([1, 1, 0], False), ([0.5, 1.5], False), ([1], False)],
+)
+def test_a_slice_comes_whole_or_by_regions(
+    raw: Any, world: World, sizes: list[float], is_right: bool
+) -> None:
+    """In any other number of frames, or in frames of other sizes, it is none."""
+    owner = Owner(raw, world)
+    rows = pairs_of((0, POOL_BYTES // 2, 1 << 20), (3 << 20, 0, 1 << 20))
+    owner.node.transport.start_read(owner.peer_id, rows, HELD, timeout_s=20)
+    fetch = owner.hear()
+    frames = [bytes([1 + index]) * int(size * (1 << 20)) for index, size in enumerate(sizes)]
+    owner.say(Slice(fetch.transfer_id, fetch.index, True, checksum_of(frames), ()).head(), *frames)
+    ended = owner.outcome()
+    if is_right:
+        assert ended.error is None
+        assert (owner.node.memory()[[0, 3 << 20]] == [1, len(sizes)]).all()
+    else:
+        assert isinstance(ended.error, PeerLostError)
+        assert not owner.node.memory().any()
+
+
+def test_regions_by_reference_share_a_slice(make_world: MakeWorld) -> None:
+    """Large regions, several a slice and several slices, come to lie where they belong."""
+    world = make_world(slice_bytes=1 << 20)
+    link = world.link(world.node(POOL_BYTES), world.node(POOL_BYTES))
+    link.producer.fill(1)
+    link.producer.transport.guards.set(HELD.index, HELD.value)
+    half, last = 512 << 10, POOL_BYTES - (512 << 10)
+    pairs = pairs_of(*((at, last - at, half) for at in range(0, POOL_BYTES, half)))
+    assert world.read(link, pairs, HELD).error is None
+    expected = link.producer.memory().reshape(-1, half)[::-1].ravel()
+    assert np.array_equal(link.consumer.memory(), expected)

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from kvferry.transports import Guard
 from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.zeromq.frames import Frame
 from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
 
 HELD = Guard(5, 77)
 HELLO = Hello(64, (4 << 20,))
 ROWS = np.array([(0, 4 << 20)], dtype=np.int64)
+
+
+def frames(*parts: bytes) -> list[Frame]:
+    return [Frame.copy_of(part) for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -24,15 +29,20 @@ ROWS = np.array([(0, 4 << 20)], dtype=np.int64)
         HELLO,
         Fetch(2**64 - 1, 2**32 - 1, HELD, True, ROWS),
         Fetch(1, 0, HELD, False, ROWS[:0]),
-        Slice(1, 2, True, 2**64 - 1, memoryview(b"abc")),
+        Slice(1, 2, True, 2**64 - 1, (Frame.copy_of(b"abc"),)),
+        Slice(1, 2, False, 0, (Frame.copy_of(b"abc"), Frame.copy_of(b""))),
         Stale(7, 8),
     ],
 )
 def test_what_was_encoded_is_decoded(message: Any) -> None:
-    body = (
-        message.body if isinstance(message, Slice) else b"" if isinstance(message, Stale) else message.body()
-    )
-    decoded = decode([memoryview(message.head()), memoryview(body)])
+    match message:
+        case Slice():
+            body = message.frames
+        case Stale():
+            body = frames(b"")
+        case _:
+            body = frames(message.body())
+    decoded = decode([*frames(message.head()), *body])
     assert type(decoded) is type(message)
     for name, value in vars(message).items():
         assert np.array_equal(getattr(decoded, name), value)
@@ -44,9 +54,8 @@ def test_what_was_encoded_is_decoded(message: Any) -> None:
     st.sampled_from([b"", b"\x01", b"\x03", b"\x04", b"\x05"]),
 )
 def test_garbage_is_refused_and_nothing_else(parts: list[bytes], kind: bytes) -> None:
-    frames = [memoryview(kind + part if index == 0 else part) for index, part in enumerate(parts)]
     try:
-        decode(frames)
+        decode(frames(*(kind + part if index == 0 else part for index, part in enumerate(parts))))
     except (ProtocolError, VersionMismatchError):
         pass
 
@@ -58,11 +67,11 @@ def test_garbage_is_refused_and_nothing_else(parts: list[bytes], kind: bytes) ->
 def test_a_fetch_is_bounded(rows: list[tuple[int, int]]) -> None:
     fetch = Fetch(1, 0, HELD, True, np.array(rows, dtype=np.int64))
     with pytest.raises(ProtocolError):
-        decode([memoryview(fetch.head()), memoryview(fetch.body())])
+        decode(frames(fetch.head(), fetch.body()))
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (-1, 5), (2**62,), (1,) * 65537])
 def test_a_hello_is_bounded(sizes: tuple[int, ...]) -> None:
     hello = Hello(1, sizes)
     with pytest.raises(ProtocolError):
-        decode([memoryview(hello.head()), memoryview(hello.body())])
+        decode(frames(hello.head(), hello.body()))

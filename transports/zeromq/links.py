@@ -21,6 +21,7 @@ from ..errors import (
     TransportError,
     mapped,
 )
+from .frames import Frame
 from .options import Address, ZeroMQOptions
 from .security import CurveKeys
 from .wire import MAX_SLICE_BYTES
@@ -42,7 +43,7 @@ __all__ = [
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
-Parts = Sequence[bytes | memoryview | zmq.Frame]
+Parts = Sequence[bytes | Frame]
 
 _SEND_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {zmq.ZMQError: TransportError}
 _CONNECT_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {
@@ -112,10 +113,10 @@ class Link(ABC):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message came. The views live as long as someone holds them."""
+    """A message came."""
 
     link: Link
-    parts: list[memoryview]
+    frames: list[Frame]
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Monitor:
         self.socket.connect(endpoint)
 
     def take(self) -> Iterator[tuple[int, int]]:
-        while (parts := receive(self.socket)) is not None:
-            event, value = _EVENT.unpack(parts[0].buffer)
+        while (frames := receive(self.socket)) is not None:
+            event, value = _EVENT.unpack(bytes(frames[0]))
             yield event, value
 
     def close(self) -> None:
@@ -190,9 +191,9 @@ class DialedLink(Link):
         for _ in range(RECEIVE_BATCH):
             if self._socket.closed:
                 return
-            if (parts := receive(self._socket)) is None:
+            if (frames := receive(self._socket)) is None:
                 break
-            yield Arrival(self, [part.buffer for part in parts])
+            yield Arrival(self, frames)
         else:
             return  # a loss is told after the last message
         if self._is_gone:
@@ -251,25 +252,29 @@ def configure(socket: Socket, options: ZeroMQOptions) -> None:
     socket.ipv6 = True
 
 
-def receive(socket: Socket) -> list[zmq.Frame] | None:
+def receive(socket: Socket) -> list[Frame] | None:
     """Take one message without copying it; None if there is none."""
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
+    frame = Frame.received(socket)
+    if frame is None:
         return None
+    frames = [frame]
+    while not frame.is_last and (frame := Frame.received(socket)) is not None:
+        frames.append(frame)
+    return frames
 
 
 def offer(socket: Socket, parts: Parts) -> bool:
-    """Give libzmq a message, by reference where it is large; False if its queue is full.
+    """Give libzmq a message; False if its queue is full.
 
     Raises:
         TransportError: libzmq refuses it.
     """
     with mapped(_SEND_ERRORS, "cannot send"):
         try:
-            socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
+            for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+                frame = part if isinstance(part, Frame) else Frame.copy_of(part)
+                if not frame.send(socket, is_last=not left):
+                    return False
         except zmq.ZMQError as error:
             # A peer that is gone takes everything: the monitor tells of its loss.
             if error.errno != zmq.EHOSTUNREACH:

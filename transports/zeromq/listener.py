@@ -19,6 +19,7 @@ import zmq
 
 from .._tcp import bind_first, is_wildcard
 from ..errors import ConfigurationError, PeerLostError
+from .frames import Frame
 from .links import RECEIVE_BATCH, Arrival, Context, Link, Loss, Monitor, Parts, configure, offer, receive
 from .options import Address, ZeroMQOptions
 from .security import CurveKeys
@@ -107,12 +108,12 @@ class Listener:
         self._watch()
         self._hang_up_on_the_silent()
         for _ in range(RECEIVE_BATCH):
-            parts = receive(self._router)
-            if parts is None:
+            frames = receive(self._router)
+            if frames is None:
                 break
-            link = self._link_of(parts[0])
+            link = self._link_of(frames[0])
             if link is not None and not link.is_dropped:
-                yield Arrival(link, [part.buffer for part in parts[1:]])
+                yield Arrival(link, frames[1:])
         else:
             return  # a loss is told after the last message
         while self._gone:
@@ -135,20 +136,18 @@ class Listener:
             if not connection.links and connection.deadline <= now:
                 self._shut_down(descriptor)
 
-    def _link_of(self, routing_id: zmq.Frame) -> AcceptedLink | None:
-        """The link that a message came over, or None if it is gone before it was ever known."""
-        known = self._links.get(routing_id.bytes)
+    def _link_of(self, frame: Frame) -> AcceptedLink | None:
+        """The link that a message with this first frame came over, or None if it is gone before it was ever known."""
+        routing_id = bytes(frame)
+        known = self._links.get(routing_id)
         if known is not None:
             return known
         # Descriptors are used again, but the monitor told of this connection before its message came.
         self._watch()
-        try:
-            descriptor = int(routing_id.get(zmq.SRCFD))
-        except zmq.ZMQError:  # a version of ZMTP of before 2013: to us, the connection stays silent
+        # Of a connection by a ZMTP of before 2013 libzmq does not say it: to us, it stays silent.
+        if (connection := self._connections.get(frame.descriptor)) is None:
             return None
-        if (connection := self._connections.get(descriptor)) is None:
-            return None
-        link = AcceptedLink(self._make_peer_id(), self, routing_id.bytes, descriptor)
+        link = AcceptedLink(self._make_peer_id(), self, routing_id, frame.descriptor)
         connection.links.append(link)
         self._links[link.routing_id] = link
         return link

@@ -186,7 +186,7 @@ class Node:
     def _on_arrival(self, arrival: Arrival) -> None:
         link = arrival.link
         try:
-            incoming = decode(arrival.parts)
+            incoming = decode(arrival.frames)
             if link.peer_id in self._peers:
                 self._on_message(self._peers[link.peer_id], incoming)
             else:
@@ -219,7 +219,7 @@ class Node:
     def _on_message(self, peer: Peer, incoming: Incoming) -> None:
         match incoming:
             case Message():
-                self._events.append(MessageReceived(peer.link.peer_id, bytes(incoming.body)))
+                self._events.append(MessageReceived(peer.link.peer_id, incoming.body))
             case Fetch():
                 self._server.answer(peer.link, incoming)
             case Slice():
@@ -227,7 +227,7 @@ class Node:
             case Stale():
                 self._reads.on_stale(peer, incoming)
             case WriteFrame():
-                self._writes.on_frame(peer.link.peer_id, bytes(incoming.body), peer.link.queued_bytes)
+                self._writes.on_frame(peer.link.peer_id, incoming.body, peer.link.queued_bytes)
             case Hello():
                 raise ProtocolError("a connection begins with one hello")
 

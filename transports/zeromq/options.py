@@ -29,6 +29,7 @@ class ZeroMQOptions(NetworkOptions):
         curve_allowed_keys_file: The public keys of the nodes to talk to, one a line, Z85; `# ` begins a comment.
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
+        slice_bytes: Most bytes of one region that travel as one frame; regions share a slice up to about as many bytes.
         window_slices: Slices that may be on their way from one peer; more are asked for when half of them are here.
             Half should be what a long fast link carries in a round trip; fewer stay in the processor's cache.
         io_threads: Threads in which ZeroMQ moves bytes.
@@ -44,7 +45,8 @@ class ZeroMQOptions(NetworkOptions):
     curve_allowed_keys_file: str = ""
     shared_secret_file: str = ""
     checksums: bool = True
-    window_slices: int = 8
+    slice_bytes: int = 4 << 20
+    window_slices: int = 6
     io_threads: int = 1
     congestion_control: str = ""
 

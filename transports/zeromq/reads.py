@@ -22,7 +22,7 @@ from ..errors import (
 from ..regions import AddressArray, Guard, Int64Array, Pool, RegionPairs
 from .links import Link
 from .options import ZeroMQOptions
-from .serving import ZERO_COPY_BYTES, checksum_of
+from .serving import checksum_of
 from .wire import MAX_ROWS, Fetch, Hello, Slice, Stale
 
 __all__ = ["Peer", "Reads"]
@@ -68,7 +68,7 @@ class Reads:
 
     def __init__(self, options: ZeroMQOptions, events: list[Event]) -> None:
         self._options = options
-        self._limits = SliceLimits(options.slice_bytes, ZERO_COPY_BYTES, MAX_ROWS)
+        self._limits = SliceLimits(options.slice_bytes, options.slice_bytes + 1, MAX_ROWS)
         self._ids = itertools.count(1)
         self._events = events
 
@@ -125,7 +125,7 @@ class Reads:
         """
         transfer = self._arrived(peer, answer)
         if transfer is not None and answer.index == len(transfer.plan):
-            _require_size(answer, 0)
+            _sources(answer, transfer.plan.rows[:0, 1])
             self._end(peer, transfer, *transfer.failure)
         elif transfer is not None and not transfer.failure:
             self._accept(peer, transfer, answer)
@@ -133,15 +133,16 @@ class Reads:
 
     def _accept(self, peer: Peer, transfer: _Transfer, answer: Slice) -> None:
         lengths = np.ascontiguousarray(transfer.plan.rows_of(answer.index)[:, 1])
-        _require_size(answer, int(lengths.sum()))
+        sources = _sources(answer, lengths)
         transfer.num_arrived += 1
         transfer.is_settled &= answer.is_settled
-        if self._options.checksums and checksum_of(answer.body) != answer.checksum:
+        if self._options.checksums and checksum_of(frame.view for frame in answer.frames) != answer.checksum:
             transfer.failure.append(
                 ChecksumError(f"slice {answer.index} changed on its way: its checksum differs")
             )
         else:
-            _scatter(answer.body, transfer.plan.targets_of(answer.index), lengths)
+            targets = np.ascontiguousarray(transfer.plan.targets_of(answer.index))
+            copy_regions(targets, sources, lengths)
         if transfer.num_arrived == len(transfer.plan) and transfer.is_settled and not transfer.failure:
             self._end(peer, transfer)
         elif transfer.num_arrived == len(transfer.plan) or transfer.failure:
@@ -175,7 +176,7 @@ class Reads:
     def expire(self, peer: Peer, now: float) -> None:
         """End the reads whose time is up. What still comes for them is thrown away."""
         for transfer in [t for t in peer.transfers.values() if t.deadline <= now]:
-            self._end(peer, transfer, TransferTimeoutError("the read did not end in time"))
+            self._end(peer, transfer)
 
     def stop(self, peer: Peer, transfer_id: int, error: KVTransferError) -> None:
         """End a read with an error, if it is not over. What still comes for it is thrown away."""
@@ -189,22 +190,25 @@ class Reads:
 
     def _end(self, peer: Peer, transfer: _Transfer, *errors: KVTransferError) -> None:
         del peer.transfers[transfer.transfer_id]
-        error = errors[0] if errors else None
-        seconds = time.monotonic() - transfer.started
+        now = time.monotonic()
+        late = [TransferTimeoutError("the read did not end in time")] if now >= transfer.deadline else []
+        error = next(iter([*errors, *late]), None)
+        seconds = now - transfer.started
         mechanism = peer.link.mechanism
         self._events.append(
             TransferEnded(transfer.transfer_id, error, transfer.num_bytes, seconds, mechanism)
         )
 
 
-def _require_size(answer: Slice, num_bytes: int) -> None:
-    if answer.body.nbytes != num_bytes:
-        raise ProtocolError(
-            f"slice {answer.index} has {answer.body.nbytes} bytes, {num_bytes} were asked for"
-        )
+def _sources(answer: Slice, lengths: Int64Array) -> AddressArray:
+    """Where the bytes of each row came to lie, shape `(num_rows,)`.
 
-
-def _scatter(body: memoryview, targets: AddressArray, lengths: Int64Array) -> None:
-    begin = np.frombuffer(body, dtype=np.uint8).ctypes.data
-    sources = (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(begin)
-    copy_regions(np.ascontiguousarray(targets), sources, lengths)
+    Raises:
+        ProtocolError: they are not as many as were asked for.
+    """
+    sizes = [frame.num_bytes for frame in answer.frames]
+    if len(sizes) == 1 and sizes[0] == lengths.sum():
+        return (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(answer.frames[0].address)
+    if sizes != lengths.tolist():
+        raise ProtocolError(f"slice {answer.index} has {sizes} bytes, {lengths.tolist()} were asked for")
+    return np.array([frame.address for frame in answer.frames], dtype=np.uint64)

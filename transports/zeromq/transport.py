@@ -19,8 +19,7 @@ __all__ = ["ZeroMQTransport"]
 class ZeroMQTransport(NetworkTransport[Node]):
     """Peers over TCP, on this host or another. See the package for how a read works.
 
-    The owner's thread does all work but libzmq's own (`io_threads`, and one thread of pyzmq's for the whole
-    process, which lets go of memory that libzmq has sent). In an asyncio program give it a thread of its own, or
+    The owner's thread does all work but libzmq's own (`io_threads`). In an asyncio program give it a thread of its own, or
     `await loop.run_in_executor(owner, transport.wait_events, 0.1)` with an executor of one thread.
 
     Args:

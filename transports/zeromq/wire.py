@@ -1,11 +1,11 @@
-"""What goes over a connection: messages of a head and a body, and their strict decoder.
+"""What goes over a connection: messages of a head and a body, one frame each but for slices, and their strict decoder.
 
 | kind | head, little-endian | body |
 |---|---|---|
 | hello | kind, magic, version, num_guards | segment sizes of the pool, int64 |
 | message | kind | one control message |
 | fetch | kind, transfer_id, index, guard index, guard value, with_checksum, is_whole | (remote offset, num_bytes) int64 rows |
-| slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end |
+| slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end, or each row in a frame of its own |
 | stale | kind, transfer_id, index | empty |
 | about a write | kind | see `_write_frames` |
 
@@ -26,6 +26,7 @@ from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
+from .frames import Frame
 
 __all__ = [
     "MAX_ROWS",
@@ -41,9 +42,9 @@ __all__ = [
     "decode",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-#: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one small region.
+#: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one region.
 MAX_ROWS = 4096
 MAX_SLICE_BYTES = 8 << 20
 
@@ -91,7 +92,7 @@ class Hello:
 class Message:
     """A control message."""
 
-    body: memoryview
+    body: bytes
 
     @staticmethod
     def head() -> bytes:
@@ -126,13 +127,13 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Slice:
-    """Bytes that were fetched. `checksum` is 0 when none was asked for."""
+    """Bytes that were fetched. `checksum`: of all frames, end to end; 0 when none was asked for."""
 
     transfer_id: int
     index: int
     is_settled: bool
     checksum: int
-    body: memoryview
+    frames: tuple[Frame, ...]
 
     def head(self) -> bytes:
         return _SLICE.pack(_Kind.SLICE, self.transfer_id, self.index, self.is_settled, self.checksum)
@@ -153,7 +154,7 @@ class Stale:
 class WriteFrame:
     """Something about a write."""
 
-    body: memoryview
+    body: bytes
 
     @staticmethod
     def head() -> bytes:
@@ -163,50 +164,54 @@ class WriteFrame:
 Incoming = Hello | Message | Fetch | Slice | Stale | WriteFrame
 
 
-def decode(parts: Sequence[memoryview]) -> Incoming:
+def decode(frames: Sequence[Frame]) -> Incoming:
     """Decode one message from a peer.
 
     Raises:
         ProtocolError: it is none. What follows from the same peer means nothing.
         VersionMismatchError: it is the hello of another version of the protocol.
     """
-    if len(parts) != 2 or not parts[0].nbytes:
-        raise ProtocolError(f"a message has a head and a body, got {len(parts)} frames")
-    head, body = parts
+    if len(frames) < 2 or not len(frames[0]):
+        raise ProtocolError(f"a message has a head and a body, got {len(frames)} frames")
+    head, kind = bytes(frames[0]), bytes(frames[0])[0]
     try:
-        return _DECODERS[head[0]](head, body)
+        if kind == _Kind.SLICE:
+            return _decode_slice(head, frames[1:])
+        if len(frames) > 2:
+            raise ProtocolError(f"a message of kind {kind} has 2 frames, got {len(frames)}")
+        return _DECODERS[kind](head, bytes(frames[1]))
     except KeyError:
-        raise ProtocolError(f"no message has kind {head[0]}") from None
+        raise ProtocolError(f"no message has kind {kind}") from None
     except struct.error:
-        raise ProtocolError(f"the head of a message of kind {head[0]} has {head.nbytes} bytes") from None
+        raise ProtocolError(f"the head of a message of kind {kind} has {len(head)} bytes") from None
 
 
-def _decode_hello(head: memoryview, body: memoryview) -> Hello:
+def _decode_hello(head: bytes, body: bytes) -> Hello:
     _, magic, version = _GREETING.unpack_from(head)
     if magic != _MAGIC:
         raise ProtocolError("the peer does not speak kvferry")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
     *_, num_guards = _HELLO.unpack(head)
-    if body.nbytes % 8 or not 8 <= body.nbytes <= 8 * _MAX_SEGMENTS:
-        raise ProtocolError(f"a hello lists 1 to {_MAX_SEGMENTS} segments, got {body.nbytes} bytes")
+    if len(body) % 8 or not 8 <= len(body) <= 8 * _MAX_SEGMENTS:
+        raise ProtocolError(f"a hello lists 1 to {_MAX_SEGMENTS} segments, got {len(body)} bytes")
     sizes = tuple(np.frombuffer(body, dtype="<i8").tolist())
     if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
         raise ProtocolError("a hello lists segments of at least one byte each, and a pool of at most 2**60")
     return Hello(num_guards, sizes)
 
 
-def _decode_message(head: memoryview, body: memoryview) -> Message:
+def _decode_message(head: bytes, body: bytes) -> Message:
     _MESSAGE.unpack(head)
-    if body.nbytes > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a control message has at most {MAX_MESSAGE_BYTES} bytes, got {body.nbytes}")
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a control message has at most {MAX_MESSAGE_BYTES} bytes, got {len(body)}")
     return Message(body)
 
 
-def _decode_fetch(head: memoryview, body: memoryview) -> Fetch:
+def _decode_fetch(head: bytes, body: bytes) -> Fetch:
     _, transfer_id, index, guard_index, guard_value, with_checksum, is_whole = _FETCH.unpack(head)
-    if body.nbytes % 16 or body.nbytes > 16 * MAX_ROWS:
-        raise ProtocolError(f"a fetch has at most {MAX_ROWS} rows of 16 bytes, got {body.nbytes} bytes")
+    if len(body) % 16 or len(body) > 16 * MAX_ROWS:
+        raise ProtocolError(f"a fetch has at most {MAX_ROWS} rows of 16 bytes, got {len(body)} bytes")
     rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2).astype(np.int64)
     lengths = rows[:, 1]
     if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
@@ -214,30 +219,29 @@ def _decode_fetch(head: memoryview, body: memoryview) -> Fetch:
     return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows, is_whole)
 
 
-def _decode_slice(head: memoryview, body: memoryview) -> Slice:
+def _decode_slice(head: bytes, frames: Sequence[Frame]) -> Slice:
     _, transfer_id, index, is_settled, checksum = _SLICE.unpack(head)
-    return Slice(transfer_id, index, is_settled, checksum, body)
+    return Slice(transfer_id, index, is_settled, checksum, tuple(frames))
 
 
-def _decode_stale(head: memoryview, body: memoryview) -> Stale:
+def _decode_stale(head: bytes, body: bytes) -> Stale:
     _, transfer_id, index = _STALE.unpack(head)
-    if body.nbytes:
+    if len(body):
         raise ProtocolError("a stale answer has no body")
     return Stale(transfer_id, index)
 
 
-def _decode_write(head: memoryview, body: memoryview) -> WriteFrame:
+def _decode_write(head: bytes, body: bytes) -> WriteFrame:
     _WRITE.unpack(head)
-    if body.nbytes > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame about a write has at most {MAX_FRAME_BYTES} bytes, got {body.nbytes}")
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame about a write has at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
     return WriteFrame(body)
 
 
-_DECODERS: Mapping[int, Callable[[memoryview, memoryview], Incoming]] = {
+_DECODERS: Mapping[int, Callable[[bytes, bytes], Incoming]] = {
     _Kind.HELLO.value: _decode_hello,
     _Kind.MESSAGE.value: _decode_message,
     _Kind.FETCH.value: _decode_fetch,
-    _Kind.SLICE.value: _decode_slice,
     _Kind.STALE.value: _decode_stale,
     _Kind.WRITE.value: _decode_write,
 }
