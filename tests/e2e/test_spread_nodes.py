@@ -48,13 +48,13 @@ def single(start_single: Any, single_arguments: Sequence[str]) -> Client:
 
 
 def start(
-    launcher: Launcher, arguments: Sequence[str], prefill: Sequence[str], decode: Sequence[str]
+    launcher: Launcher, arguments: Sequence[str], prefill: Sequence[str], pushed: Sequence[str] = ()
 ) -> list[LaunchedProcess]:
-    """A prefill node, and two decode nodes of one shape: one that pulls, and one that is pushed to."""
+    """A prefill node, a decode node of one process that pulls, and one that is pushed to."""
     nodes = [
         launcher.start_node("prefill", "prefill", *arguments, *prefill),
-        launcher.start_node("decode by pull", "decode", *arguments, *decode),
-        launcher.start_node("decode by push", "decode", *arguments, *decode, *PUSH),
+        launcher.start_node("decode by pull", "decode", *arguments),
+        launcher.start_node("decode by push", "decode", *arguments, *pushed, *PUSH),
     ]
     launcher.wait_ready(nodes, START_TIMEOUT_S)
     return nodes
@@ -71,7 +71,9 @@ def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: 
     return reply
 
 
-def test_four_ranks_hand_over_to_two(launcher: Launcher, arguments: Sequence[str], single: Client) -> None:
+def test_four_ranks_hand_over_to_one_and_to_two(
+    launcher: Launcher, arguments: Sequence[str], single: Client
+) -> None:
     four, two = ("--tensor-parallel-size", "4"), ("--tensor-parallel-size", "2")
     prefill, pulling, pushed = map(Client, start(launcher, arguments, four, two))
     read = assert_handed_over(prefill, pulling, single, PROMPT)
@@ -84,7 +86,7 @@ def test_four_ranks_hand_over_to_two(launcher: Launcher, arguments: Sequence[str
 def test_two_stages_hand_over_to_one_process_and_are_out_of_service_when_a_worker_is_killed(
     launcher: Launcher, arguments: Sequence[str], single: Client
 ) -> None:
-    nodes = start(launcher, arguments, ("--pipeline-parallel-size", "2"), ())
+    nodes = start(launcher, arguments, ("--pipeline-parallel-size", "2"))
     prefill, pulling, pushed = map(Client, nodes)
     assert_handed_over(prefill, pulling, single, PROMPT)
     assert_handed_over(prefill, pushed, single, PROMPT)
