@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvferry.connector.config import KVTransferConfig
+from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
+from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
@@ -18,7 +19,10 @@ from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.scheduler import SchedulerSide
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
+from kvferry.connector.vllm.worker import WorkerSide
+from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.registry import create_transport
 
 RECORD = TransferRecord("r", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
 
@@ -125,6 +129,23 @@ class TestPoolPlacement:
         with pytest.raises(RuntimeError), placement.answering(64):
             raise RuntimeError
         assert torch.zeros is ordinary
+
+
+@pytest.mark.parametrize(("device_type", "is_wanted"), [("cpu", True), ("cuda", False)])
+def test_only_main_memory_is_to_be_the_transports(device_type, is_wanted):
+    """A cache on a GPU stays where vLLM has it."""
+    half = HandoffWorker(
+        EngineConfig(ModelConfig("m", "float32", 64)),
+        KVCacheConfig(8, (), ()),
+        create_transport("shm", {}),
+        "",
+        HandoffConfig(),
+    )
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type))
+    tensors = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=4096)])
+    side = WorkerSide(vllm_config, tensors, half)
+    assert (side.get_mem_pool_context() is not None) == is_wanted
+    side.shutdown()
 
 
 def _side(has_prefix_cache=True):
