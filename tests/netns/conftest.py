@@ -104,6 +104,7 @@ class Network:
             resources.callback(ip, "netns", "del", self.namespace(host))
             ip("-n", self.namespace(host), "addr", "add", f"{ADDRESS[host]}/32", "dev", "lo")
             ip("-n", self.namespace(host), "link", "set", "lo", "up")
+            self._let_ucx_use_lo(host)
         self._join()
 
     @staticmethod
@@ -113,6 +114,17 @@ class Network:
     def inside(self, host: str) -> list[str]:
         """What runs the command that follows on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
+
+    def _let_ucx_use_lo(self, host: str) -> None:
+        """Let the host be known by its own address: UCX takes a device's first one, and only if any route leads from
+        the device to the other host, be it one that nothing takes.
+        """
+        for change in (
+            ("addr", "del", "127.0.0.1/8"),
+            ("addr", "add", "127.0.0.1/8", "scope", "global"),
+            ("route", "add", ADDRESS[OTHER[host]], "metric", "9999"),
+        ):
+            ip("-n", self.namespace(host), *change, "dev", "lo")
 
     def _join(self) -> None:
         ends = [("name", "veth", "netns", self.namespace(host)) for host in HOSTS]
@@ -144,32 +156,31 @@ class Network:
             route = (ADDRESS[OTHER[host]], "via", neighbour, "dev", "veth", "src", ADDRESS[host])
             ip("-n", namespace, "route", "replace", *route)
 
-    def use_relay(self) -> Relay:
-        """Lead all traffic through a relay. `mend` leads it back."""
+    def add_relay(self) -> Relay:
+        """Lay a second way between the hosts, which nothing takes yet."""
         relay = Relay((self._add_tun("p"), self._add_tun("d")))
         relay.start()
         self._resources.callback(relay.close)
         return relay
 
     def _add_tun(self, host: str) -> int:
-        name, flags = f"kvf{os.getpid()}{host}", 0x1001  # IFF_TUN | IFF_NO_PI
+        name, flags = self._tun(host), 0x1001  # IFF_TUN | IFF_NO_PI
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._resources.callback(os.close, descriptor)
         fcntl.ioctl(descriptor, 0x400454CA, struct.pack("16sH22x", name.encode(), flags))  # TUNSETIFF
         ip("link", "set", name, "mtu", "8000", "netns", self.namespace(host))
         ip("-n", self.namespace(host), "link", "set", name, "up")
-        ip(
-            "-n",
-            self.namespace(host),
-            "route",
-            "replace",
-            ADDRESS[OTHER[host]],
-            "dev",
-            name,
-            "src",
-            ADDRESS[host],
-        )
         return descriptor
+
+    def use_relay(self) -> None:
+        """Lead all traffic through the relay. `mend` leads it back."""
+        for host in HOSTS:
+            route = (ADDRESS[OTHER[host]], "dev", self._tun(host), "src", ADDRESS[host])
+            ip("-n", self.namespace(host), "route", "replace", *route)
+
+    @staticmethod
+    def _tun(host: str) -> str:
+        return f"kvf{os.getpid()}{host}"
 
 
 def remove_leftovers() -> None:
