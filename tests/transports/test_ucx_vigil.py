@@ -63,9 +63,10 @@ class TestTheVigil:
 def test_nodes_with_nothing_to_do_use_no_processor_time() -> None:
     with ExitStack() as resources:
         owner, reader = (UCXTransport({"spin_us": 10_000}) for _ in range(2))
-        for transport in (owner, reader):
+        arenas = [transport.allocate(1 << 20) for transport in (owner, reader)]
+        for transport, arena in zip((owner, reader), arenas, strict=True):
             resources.callback(transport.close)
-            transport.register(Pool([transport.allocate(1 << 20).segment]))
+            transport.register(Pool([arena.segment]))
         owner.guards.set(GUARD.index, GUARD.value)
         peer_id = reader.start_connect(owner.listen(""), timeout_s=20)
         next_event(reader, owner)
@@ -101,3 +102,4 @@ def test_only_where_there_is_nothing_but_tcp_all_is_sent_at_once(
 ) -> None:
     tuned = UCXOptions(**options).tuned_for(mechanism)  # type: ignore[arg-type]
     assert tuned.settings()["RNDV_THRESH"] == threshold
+    assert (tuned.settings().get("TLS") == "tcp") == (threshold == "inf")

@@ -74,11 +74,14 @@ class UCXOptions(NetworkOptions):
     def tuned_for(self, mechanism: str) -> Self:
         """These options, where a rendezvous, which is a round trip more, cannot be worth it.
 
+        UCX is then held to TCP by name: without a rendezvous it takes reading another process's memory (`cma`) for a
+        way as well.
+
         Args:
             mechanism: The best that there is on this node, e.g. `"ucx:tcp"`.
         """
         if mechanism == f"{SCHEME}:tcp" and self.rndv_threshold == "auto":
-            return replace(self, rndv_threshold="inf")
+            return replace(self, rndv_threshold="inf", tls="tcp")
         return self
 
     def settings(self) -> dict[str, str]:
