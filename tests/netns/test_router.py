@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,23 +98,27 @@ def complete(client: Client, prompt: str, **fields: Any) -> Reply:
     return client.complete(prompt, **{"max_tokens": MAX_TOKENS, **fields})
 
 
-def node_arguments(network: Any, host: str, folder: Path) -> list[str]:
-    transport = f'{{"bind_host": "{network.address[host]}", "shared_secret_file": "{folder / "secret"}"}}'
+def node_arguments(connector: str, network: Any, host: str, folder: Path) -> list[str]:
+    security: dict[str, dict[str, Any]] = {
+        "zeromq": {"shared_secret_file": str(folder / "secret")},
+        "ucx": {"allow_plaintext": True, "tls": "tcp", "net_devices": "lo"},
+    }
+    transport = json.dumps({"bind_host": network.address[host], **security[connector]})
     options = (f"transport={transport}", f"lease_s={LEASE_S}", "heartbeat_s=1", "connect_timeout_s=3")
     return [
         *("--model", str(folder / "model"), "--threads", "1", "--num-blocks", "64", "--log-level", "warning"),
-        *("--connector", "zeromq", *(word for option in options for word in ("--connector-option", option))),
+        *("--connector", connector, *(word for option in options for word in ("--connector-option", option))),
     ]
 
 
 @contextmanager
-def town(network: Any, folder: Path, launcher: Launcher) -> Iterator[Town]:
+def town(connector: str, network: Any, folder: Path, launcher: Launcher) -> Iterator[Town]:
     write_tiny_model(folder / "model")
     (folder / "secret").write_text("a secret that both hosts hold\n")
     (folder / "secret").chmod(0o600)
     with ExitStack() as resources:
         p, d = (Host(network, host, launcher, resources) for host in ("p", "d"))
-        at_p, at_d = (node_arguments(network, host, folder) for host in ("p", "d"))
+        at_p, at_d = (node_arguments(connector, network, host, folder) for host in ("p", "d"))
         far = p.start("serve.py", "--role", "prefill", *at_p)
         near, decode = (d.start("serve.py", "--role", role, *at_d) for role in ("prefill", "decode"))
         single = d.start("serve.py", *at_d[: at_d.index("--connector")])
@@ -126,8 +131,15 @@ def town(network: Any, folder: Path, launcher: Launcher) -> Iterator[Town]:
         yield made
 
 
-def test_a_host_is_lost_and_comes_back(network: Any, tmp_path: Path) -> None:
-    with Nursery() as nursery, Launcher(nursery.spawn) as launcher, town(network, tmp_path, launcher) as made:
+@pytest.mark.parametrize("connector", ["zeromq", "ucx"])
+def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: Path) -> None:
+    if connector == "ucx":
+        pytest.importorskip("ucxx", reason="ucxx is not installed")
+    with (
+        Nursery() as nursery,
+        Launcher(nursery.spawn) as launcher,
+        town(connector, network, tmp_path, launcher) as made,
+    ):
         prompts = [f"{index}: a ferry between two hosts. " * 4 for index in range(12)]
         replies = made.ask(prompts[:4])
         assert all(reply.transfer["num_blocks"] > 0 and not reply.transfer["error"] for reply in replies)
