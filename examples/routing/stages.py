@@ -41,7 +41,8 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 OVERLAP = "overlap"
 
 
-#: What is about the answer. Of several answers each would be offered, and only one be loaded.
+#: What is about the answer. Of several answers each would be offered, and only one be loaded. A decode node that gives
+#: one answer only, as those of this engine, says so after the prefill; its offer then ends with the lease.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 

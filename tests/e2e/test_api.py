@@ -89,7 +89,6 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "a" * 5000}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
-        ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "n": True}, "n"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "logprobs": 3}, "logprobs"),
@@ -111,6 +110,11 @@ def test_bad_input_is_refused_and_the_server_goes_on(server: Any, body: Any, par
     assert reply.body["error"]["param"] == param
     assert reply.error
     assert server.get("/health")[0] == 200
+
+
+def test_a_node_gives_one_answer_a_request(tiny_fleet: Any) -> None:
+    reply = tiny_fleet.single.complete("a", n=2)
+    assert (reply.status, reply.body["error"]["param"]) == (400, "n")
 
 
 def test_an_unknown_model_and_an_unknown_path_are_not_found(server: Any) -> None:
