@@ -182,6 +182,8 @@ class _Driver:
             self._do(producer.extend(request_id, extension.block_ids, extension.num_ready))
         for request_id, block_ids in orders.completions.items():
             self._do(producer.complete(request_id, block_ids, _now()))
+        for lease in orders.withdrawals:
+            self._do(producer.withdraw(lease))
         self.abort(orders.aborts)
         for request_id, offer in orders.claims.items():
             self._do(consumer.claim(request_id, offer, _now()))

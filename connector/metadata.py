@@ -58,12 +58,14 @@ class ExtendOrder:
 
 @dataclass(frozen=True)
 class HandoffMetadata(KVConnectorMetadata):
-    """One step's orders, each by request; carried out in the order of the attributes.
+    """One step's orders, by request but for `withdrawals`; carried out in the order of the attributes.
 
     Attributes:
         offers: Blocks to hold, or to let read, for consumers; in the order of their leases.
         extensions: What more of open offers is computed.
         completions: Open offers whose request has finished, all computed: the block tables. They are held from now on.
+        withdrawals: Numbers of offers that consumers were told of and that never come: their requests lost their blocks
+            in the same step.
         aborts: Open offers whose request has ended otherwise. Their blocks are held until nobody reads them.
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
@@ -73,6 +75,7 @@ class HandoffMetadata(KVConnectorMetadata):
     offers: Mapping[str, OfferOrder | OpenOrder] = field(default_factory=dict)
     extensions: Mapping[str, ExtendOrder] = field(default_factory=dict)
     completions: Mapping[str, BlockTables] = field(default_factory=dict)
+    withdrawals: tuple[int, ...] = ()
     aborts: tuple[str, ...] = ()
     claims: Mapping[str, RemoteOffer] = field(default_factory=dict)
     loads: Mapping[str, LocalBlocks] = field(default_factory=dict)

@@ -35,6 +35,7 @@ class _Orders:
     offers: dict[str, OfferOrder | OpenOrder] = field(default_factory=dict)
     extensions: dict[str, ExtendOrder] = field(default_factory=dict)
     completions: dict[str, BlockTables] = field(default_factory=dict)
+    withdrawals: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, LocalBlocks] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class _Orders:
             self.offers,
             self.extensions,
             self.completions,
+            tuple(self.withdrawals),
             tuple(self.aborts),
             self.claims,
             self.loads,
@@ -182,13 +184,15 @@ class HandoffScheduler:
         """Take the orders that came together since the last step.
 
         Args:
-            preempted_req_ids: Requests that lost their blocks; the worker halves end their open offers.
+            preempted_req_ids: Requests that lost their blocks; the worker halves end their open offers, and refuse who
+                claims one that they were not told of yet.
         """
         for request_id in preempted_req_ids & self._open.keys():
-            del self._open[request_id]
+            offer = self._open.pop(request_id)
             self._offers_wanted.discard(request_id)
-            self._orders.offers.pop(request_id, None)
             self._orders.extensions.pop(request_id, None)
+            if self._orders.offers.pop(request_id, None) is not None:
+                self._orders.withdrawals.append(offer.lease)
         orders, self._orders = self._orders, _Orders()
         return orders.freeze()
 

@@ -157,6 +157,13 @@ class ProducerProtocol:
         held.deadline, held.renewable_until = now + self._config.lease_s, now + self._config.max_hold_s
         return self._extend(held, block_ids, held.num_tokens)
 
+    def withdraw(self, lease: int) -> list[Action]:
+        """The offer of this number never comes: deny who claims it. Numbers that others have overtaken are ignored."""
+        if lease <= self._last_lease:
+            return []
+        self._last_lease = lease
+        return self._deny_early(lease, "was never made: its request lost its blocks")
+
     def abort(self, request_id: str, now: float) -> list[Action]:
         """End an offer now. Unknown requests are ignored: the offer may have ended by itself."""
         lease = self._lease_of.get(request_id)
@@ -240,10 +247,7 @@ class ProducerProtocol:
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and drop every peer."""
-        actions: list[Action] = []
-        for lease, request_id, claimants in self._early.take_up_to(MAX_LEASE):
-            why = "will not be made: the producer shuts down"
-            actions += self._deny_all(request_id, lease, claimants, why)
+        actions = self._deny_early(MAX_LEASE, "will not be made: the producer shuts down")
         for held in list(self._offers.values()):
             actions += self._revoke(held, "aborted", "was aborted: the producer shuts down")
         actions += [Disconnect(peer_id) for peer_id in self._peers]
@@ -258,11 +262,7 @@ class ProducerProtocol:
             raise KVTransferStateError(f"offer {lease} of {request_id!r} after {self._last_lease}")
         self._last_lease = lease
         held.claimants = self._early.take(lease, request_id)
-        actions = [
-            action
-            for number, name, others in self._early.take_up_to(lease)
-            for action in self._deny_all(name, number, others, "was never made")
-        ]
+        actions = self._deny_early(lease, "was never made")
         if held.claimants.are_done:
             return [*actions, OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
         if not self._free_guards:
@@ -341,6 +341,14 @@ class ProducerProtocol:
         if held.claimants.have_everything:
             return self._end(held, "delivered", "was delivered")
         return self._end(held, "aborted", why_not)
+
+    def _deny_early(self, lease: int, what: str) -> list[Action]:
+        """Deny all who wait for an offer up to this number."""
+        return [
+            action
+            for number, request_id, claimants in self._early.take_up_to(lease)
+            for action in self._deny_all(request_id, number, claimants, what)
+        ]
 
     def _deny_all(self, request_id: str, lease: int, claimants: Claimants, what: str) -> list[Action]:
         return [_denial(peer_id, request_id, lease, what) for peer_id in claimants.peers]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from kvferry.connector.metadata import ExtendOrder, OfferOrder, OpenOrder
+from kvferry.connector.metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, Step, engine_config
 from kvferry.transports.errors import InvalidTransferParamsError
@@ -153,6 +153,21 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
     assert producer.num_reports("p", "sending") == 0
 
 
+def test_who_claims_what_was_preempted_as_it_was_offered_is_told_at_once(make_node: MakeNode) -> None:
+    producer, consumer = make_node(early_claim_wait_s=59.0, claim_timeout_s=60.0), make_node()
+    prefill = Prefill.begin(producer)
+    start_load(consumer, prefill.compute(8))
+    consumer.step()
+    metadata = producer.scheduler.build_connector_meta(Step(preempted_req_ids={"p"}))
+    producer.worker.handle_preemptions({"p"})
+    producer.worker.bind_connector_metadata(metadata)
+    producer.worker.start_load_kv(None)
+    consumer.step_until(lambda: is_loaded(consumer), producer)
+    assert "the offer" in consumer.load_error("d")
+    assert "was never made" in consumer.load_error("d")
+    assert producer.num_reports("p", "sending") == 0
+
+
 def test_a_prefill_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
@@ -225,9 +240,12 @@ class TestOrders:
         assert [type(order) for order in offers.values()] == [OfferOrder, OpenOrder]
         assert [order.lease for order in offers.values()] == [1, 2]
 
-    def test_of_blocks_that_are_lost_no_worker_hears(self, scheduler: HandoffScheduler) -> None:
+    def test_of_an_offer_whose_blocks_are_lost_already_workers_hear_the_number_alone(
+        self, scheduler: HandoffScheduler
+    ) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         self.progressed(scheduler, request, 8)
+        assert scheduler.build_connector_meta({"p"}) == HandoffMetadata(withdrawals=(1,))
         assert scheduler.build_connector_meta({"p"}).is_empty()
 
     def test_who_claims_what_was_aborted_at_once_is_told(self, scheduler: HandoffScheduler) -> None:

@@ -104,6 +104,20 @@ def test_an_early_claim_without_a_guard_is_denied(producer: ProducerProtocol) ->
     assert isinstance(ended, OfferEnded)
 
 
+def test_who_claims_what_was_withdrawn_is_denied_at_once(producer: ProducerProtocol) -> None:
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    assert "lost its blocks" in denial(producer.withdraw(1))
+    assert producer.next_deadline() == math.inf
+    assert "never made" in denial(producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0))
+
+
+def test_a_withdrawn_number_may_come_after_that_of_a_later_offer(producer: ProducerProtocol) -> None:
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
+    assert "never made" in denial(producer.offer("s", 2, TABLES, 12, now=0.0)[:1])
+    assert producer.withdraw(1) == []
+    assert [type(action) for action in producer.offer("t", 3, TABLES, 12, now=0.0)] == [SetGuard]
+
+
 def test_all_ranks_may_be_early(producer: ProducerProtocol) -> None:
     producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
     assert "no share" in denial(producer.receive(OTHER, Claim("s", 2, 1, 1), now=0.0))
