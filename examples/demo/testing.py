@@ -14,7 +14,7 @@ from typing import Any
 
 from .launcher import LaunchedProcess
 
-__all__ = ["DO_REMOTE_DECODE", "Client", "Reply", "children_of", "wait_until"]
+__all__ = ["DO_REMOTE_DECODE", "Client", "Reply", "children_of", "is_stopped", "wait_until"]
 
 #: What a router asks a prefill node for.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -133,6 +133,11 @@ def children_of(pid: int) -> list[int]:
     """The processes that a process started, in the order of their ids."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, as by SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:

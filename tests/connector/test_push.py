@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from demo.testing import is_stopped
 from kvferry.connector.handoff.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -268,15 +269,17 @@ def test_a_reservation_that_cannot_be_written_is_answered(
 
 # -- killed processes --------------------------------------------------------------------------------
 
-#: Big enough that a kill meets the write under way: 60 blocks of 1 MiB.
-BIG = CacheShape(num_layers=4, num_blocks=61, block_size=16, num_kv_heads=32, head_size=64)
-
 
 def produce(pipe: Connection) -> None:
-    """A producer in a process of its own, which offers one prompt of the whole pool."""
+    """A producer in a process of its own, which offers one prompt and stops in the middle of writing it."""
     torch.set_num_threads(1)
-    with ModelFreeNode(engine_config("shm", block_size=16, engine_id="child"), BIG) as node:
-        _, params = node.prefill("p", 60 * 16, seed=6)
+    config = engine_config(
+        "StoppingConnector",
+        kv_connector_module_path="kvferry.connector.testing",
+        kv_connector_extra_config={"transport": {"inner": "shm"}},
+    )
+    with ModelFreeNode(config, UNIFORM) as node:
+        _, params = node.prefill("p", NUM_TOKENS, seed=6)
         node.step()
         pipe.send(params)
         while not pipe.poll(0.001):
@@ -284,7 +287,8 @@ def produce(pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_producer_that_is_killed_while_it_writes() -> None:
+def test_a_producer_that_is_killed_while_it_writes(make_node: MakeNode) -> None:
+    consumer = make_node("shm", options=PUSH)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=produce, args=(theirs,), daemon=True)
@@ -292,22 +296,23 @@ def test_a_producer_that_is_killed_while_it_writes() -> None:
     theirs.close()
     try:
         assert ours.poll(60)
-        params = ours.recv()
-        with ModelFreeNode(
-            engine_config("shm", block_size=16, kv_connector_extra_config=PUSH), BIG
-        ) as consumer:
-            request = Request("d", 60 * 16, params)
-            consumer.scheduler.on_new_request(request)
-            blocks, _ = consumer.start_load(request)
-            consumer.step_until(lambda: bool(consumer.contents(blocks[:1]).any()))
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            consumer.step_until(is_reported(consumer), timeout_s=DEADLINE_S)
-            before = consumer.contents(blocks)
-            for _ in range(20):
-                consumer.step()
-            assert torch.equal(consumer.contents(blocks), before)
-            assert consumer.num_reports("d", "recving") == 1
+        blocks = start_load(consumer, ours.recv())
+        pid = process.pid
+        assert pid is not None
+        consumer.step_until(lambda: is_stopped(pid))
+        os.kill(pid, signal.SIGKILL)
+        consumer.step_until(is_reported(consumer))
+        after = consumer.contents(blocks)
+        for _ in range(20):
+            consumer.step()
+        assert torch.equal(consumer.contents(blocks), after)
+        assert consumer.num_reports("d", "recving") == 1
+        assert consumer.invalid_block_ids == set(blocks)
+        # The last third of a region was still to be written; of the rest as much as got here.
+        elsewhere = [1, 2, 3, 4]
+        consumer.fill(elsewhere, seed=6)
+        share = (after == consumer.contents(elsewhere)).float().mean().item()
+        assert 0.3 < share < 0.7
     finally:
         process.kill()
         process.join(DEADLINE_S)
