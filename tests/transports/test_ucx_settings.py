@@ -50,7 +50,7 @@ except ImportError as error:
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_UCXX], capture_output=True, text=True, check=True)
     assert BackendUnavailableError.__name__ in done.stdout
-    assert "pip install ucxx-cu12" in done.stdout
+    assert "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13" in done.stdout
 
 
 def test_importing_the_backend_does_not_import_ucxx() -> None:

@@ -28,7 +28,7 @@ from .options import SCHEME, UCXOptions
 
 __all__ = ["Operation", "Worker", "require_network"]
 
-_INSTALL = "`pip install 'kvferry[ucx]'`, that is `pip install ucxx-cu12`; it works without CUDA"
+_INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
 
 #: How often one call of `progress` asks UCX, so that one busy peer cannot keep the loop to itself.
 _MAX_PROGRESS = 64
