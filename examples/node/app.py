@@ -116,7 +116,7 @@ class NodeServer:
         async with contextlib.aclosing(engine.generate(generation)) as outputs:
             with _refusals_as_api_errors():
                 first = await anext(outputs)
-            pieces = _prepend(first, outputs)
+            pieces = _uncut(_prepend(first, outputs))
             if client.stream:
                 return await self._stream(request, pieces, envelope, client.include_usage)
             return await self._whole(pieces, envelope)
@@ -145,24 +145,33 @@ class NodeServer:
         include_usage: bool,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**SSE_HEADERS, "X-Request-Id": envelope.request_id})
-        await response.prepare(request)
-        is_first = True
         try:
-            async for output in outputs:
-                if output.new_token_ids or output.text_delta or output.finish_reason:
-                    await response.write(_event(envelope.chunk(output, is_first=is_first)))
-                    is_first = False
-                elif output.kv_transfer_params is not None:
-                    await response.write(_event(envelope.early_chunk(output.kv_transfer_params)))
-                if output.finish_reason:
-                    self._metrics.observe(output.metrics)
-                    if include_usage:
-                        await response.write(_event(envelope.usage_chunk(output.metrics)))
+            async for event in self._events(outputs, envelope, include_usage):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
         except EngineDeadError as error:
-            await response.write(_event(unavailable(f"the engine ended: {error}").body()))
+            if not response.prepared:
+                raise _engine_ended(error) from error
+            await response.write(_event(_engine_ended(error).body()))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    async def _events(
+        self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope, include_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        is_first = True
+        async for output in outputs:
+            if output.new_token_ids or output.text_delta or output.finish_reason:
+                yield _event(envelope.chunk(output, is_first=is_first))
+                is_first = False
+            elif output.kv_transfer_params is not None:
+                yield _event(envelope.early_chunk(output.kv_transfer_params))
+            if output.finish_reason:
+                self._metrics.observe(output.metrics)
+                if include_usage:
+                    yield _event(envelope.usage_chunk(output.metrics))
 
     def _running_engine(self) -> Engine:
         if not self._is_ready:
@@ -189,7 +198,11 @@ def _refusals_as_api_errors() -> Iterator[None]:
     except ConnectorError as error:
         raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
     except EngineDeadError as error:
-        raise unavailable(f"the engine does not run: {error}") from error
+        raise _engine_ended(error) from error
+
+
+def _engine_ended(error: EngineDeadError) -> ApiError:
+    return unavailable(f"the engine does not run: {error}")
 
 
 async def _prepend(
@@ -197,6 +210,18 @@ async def _prepend(
 ) -> AsyncGenerator[RequestOutput, None]:
     yield first
     async for output in rest:
+        yield output
+
+
+async def _uncut(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The pieces of an answer that comes to its own end.
+
+    Raises:
+        EngineDeadError: the node stops in the middle of it.
+    """
+    async for output in outputs:
+        if output.finish_reason == "abort":
+            raise EngineDeadError("it was closed before the answer was complete")
         yield output
 
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,15 @@ def test_a_node_ends_quickly_and_cleanly_when_told_to_and_with_its_launcher(
     told, left = (launcher.start_node("decode", "decode", *tiny_arguments) for _ in range(2))
     launcher.wait_ready([told, left], 110)
     left.hang_up()
-    with Client(told).streaming("A long answer", max_tokens=300, ignore_eos=True) as events:
+    client, long = Client(told), {"max_tokens": 400, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as background, client.streaming("A long answer", **long) as events:
         next(events)
+        whole = background.submit(client.complete, "Another one", **long)
+        wait_until(lambda: client.metric("kvferry_running_requests") == 2)
         told.terminate()
-        last = list(events)[-1]
-    assert "error" in last or last["choices"][0]["finish_reason"] == "abort"
+        assert "error" in list(events)[-1]
+        # Of this one nothing was told yet, so that a router can have another node answer it.
+        assert whole.result().status == 503
     assert (told.wait(15), left.wait(15)) == (0, 0)
 
 
