@@ -18,7 +18,7 @@ from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
 from .transfers import RankRecords
-from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput
+from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams
 
 __all__ = ["EngineCore"]
 
@@ -70,6 +70,18 @@ class EngineCore:
         self._answers[source.request_id] = Answer(
             request, model.tokenizer, model.eos_token_ids, self.max_model_len
         )
+
+    def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """A request was refused: let go of what another node holds for it.
+
+        Raises:
+            ConnectorError: the params are malformed; they name nothing that is held.
+        """
+        self._num_added += 1
+        source = GenerationRequest("declined", (0,), SamplingParams(), kv_transfer_params)
+        request = Request(f"declined-{self._num_added}", source, self.parts.hasher, 0.0)
+        self.parts.scheduler.add(request)
+        self.parts.scheduler.finish(request, "abort")
 
     def _check(self, source: GenerationRequest) -> None:
         if source.request_id in self._answers:

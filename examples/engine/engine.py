@@ -7,9 +7,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -131,6 +132,16 @@ class Engine:
         """End a request at the next step; its last output says `"abort"`. Unknown ids are ignored."""
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda core: self._deliver(core.abort(request_id)))
+
+    def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """A request was refused: let go of what another node holds for it. Malformed params are ignored."""
+
+        def order(core: EngineCore) -> None:
+            with contextlib.suppress(ConnectorError):
+                core.decline(kv_transfer_params)
+
+        with contextlib.suppress(EngineDeadError):
+            self._submit(order)
 
     def stats(self) -> EngineStats:
         """The engine's figures as of its latest step. Works before `start` and after `close`, too."""

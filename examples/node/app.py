@@ -96,8 +96,21 @@ class NodeServer:
 
     async def _answer(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
         engine = self._running_engine()
+        body = parse_json(await request.read())
+        try:
+            return await self._answer_to(request, body, parse, wording)
+        except ApiError as refusal:
+            params = body.get("kv_transfer_params")
+            if refusal.status < 500 and isinstance(params, dict):
+                engine.decline(params)
+            raise
+
+    async def _answer_to(
+        self, request: web.Request, body: Mapping[str, Any], parse: Parser, wording: Wording
+    ) -> web.StreamResponse:
+        engine = self._engine
         with _refusals_as_api_errors():
-            client = parse(parse_json(await request.read()))
+            client = parse(body)
             lora_name = self._lora_name(client.model)
             prompt_token_ids = tokenize(engine.tokenizer, client.prompt)
         request_id = f"{wording.id_prefix}-{_client_request_id(request)}"

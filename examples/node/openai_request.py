@@ -48,6 +48,12 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
 }
 
+#: What to do instead, where that is not plain.
+WAYS_OUT: Mapping[str, str] = {
+    "n": ": send a request for each answer",
+    "best_of": ": send a request for each answer, and choose",
+}
+
 
 @dataclass(frozen=True)
 class Message:
@@ -148,7 +154,8 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             continue
         shown = json.dumps(value)
         hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
-        raise bad_request(f"{name}={shown[:80]} is not supported{hint}", name, "unsupported_value")
+        way_out = WAYS_OUT.get(name, "")
+        raise bad_request(f"{name}={shown[:80]} is not supported{hint}{way_out}", name, "unsupported_value")
 
 
 def _same(value: object, other: object) -> bool:

@@ -42,7 +42,7 @@ OVERLAP = "overlap"
 
 
 #: What is about the answer. Of several answers each would be offered, and only one be loaded. A decode node that gives
-#: one answer only, as those of this engine, says so after the prefill; its offer then ends with the lease.
+#: one answer only, as those of this engine, says so after the prefill, and lets go of the offer.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 

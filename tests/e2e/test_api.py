@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from demo.testing import DO_REMOTE_DECODE, wait_until
+
 pytestmark = pytest.mark.slow
 
 PATHS = ["node", "router"]
@@ -112,9 +114,20 @@ def test_bad_input_is_refused_and_the_server_goes_on(server: Any, body: Any, par
     assert server.get("/health")[0] == 200
 
 
-def test_a_node_gives_one_answer_a_request(tiny_fleet: Any) -> None:
-    reply = tiny_fleet.single.complete("a", n=2)
+def test_of_several_answers_no_prompt_is_computed(tiny_fleet: Any) -> None:
+    """Each would be offered, and no node of this engine would load any."""
+    for node, params in ((tiny_fleet.single, None), (tiny_fleet.prefill, DO_REMOTE_DECODE)):
+        reply = node.complete("a" * 40, n=2, kv_transfer_params=params)
+        assert (reply.status, reply.body["error"]["param"]) == (400, "n")
+        assert reply.error == "n=2 is not supported; only 1 is: send a request for each answer"
+        assert node.is_whole()
+
+
+def test_what_the_decode_node_refuses_is_let_go_of_at_once(tiny_fleet: Any) -> None:
+    """The router leaves to the decode node whether it gives several answers."""
+    reply = tiny_fleet.router.complete("b" * 40, n=2)
     assert (reply.status, reply.body["error"]["param"]) == (400, "n")
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=3)  # its lease is 6 s
 
 
 def test_an_unknown_model_and_an_unknown_path_are_not_found(server: Any) -> None:

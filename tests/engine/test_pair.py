@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.transports.errors import ConnectorError
+
 LAYOUTS = ["uniform", "per-layer"]
 
 
@@ -158,3 +160,14 @@ def test_a_prefill_that_was_aborted_offers_nothing(make_pair: Any) -> None:
     prefill.abort("a")
     assert prefill.last("a").kv_transfer_params is None
     assert prefill.is_whole
+
+
+def test_what_is_refused_here_is_let_go_of_there(make_pair: Any, drive: Any) -> None:
+    prefill, decode = make_pair()
+    params = _prefill(drive, prefill, "a", range(40))
+    with decode.at_work() as core:
+        core.decline(params)
+        with pytest.raises(ConnectorError):
+            core.decline({"do_remote_prefill": True})
+    drive(prefill, decode, until=lambda: prefill.is_whole)  # its lease is 30 s
+    assert not decode.core.has_work
