@@ -252,6 +252,7 @@ PAIRS = {
     "two-to-two": (Shape(tp=2), Shape(tp=2)),
     "two-stages-to-one": (Shape(pp=2), Shape()),
     "one-stage-to-two": (Shape(), Shape(pp=2)),
+    "two-stages-to-two-ranks": (Shape(pp=2), Shape(tp=2)),
     "stages-of-two-ranks-to-two": (Shape(tp=2, pp=2), Shape(tp=2, block_size=8)),
     "block-sizes": (Shape(tp=2, block_size=16), Shape()),
     "orders": (Shape(heads_first=True, tp=2), Shape(uniform=False)),

@@ -47,17 +47,21 @@ def single(start_single: Any, single_arguments: Sequence[str]) -> Client:
     return client
 
 
-def start(
-    launcher: Launcher, arguments: Sequence[str], prefill: Sequence[str], pushed: Sequence[str] = ()
-) -> list[LaunchedProcess]:
-    """A prefill node, a decode node of one process that pulls, and one that is pushed to."""
+@pytest.fixture(scope="module")
+def decodes(module_launcher: Launcher, arguments: Sequence[str]) -> list[LaunchedProcess]:
+    """A decode node of two ranks that pulls, and one of one process that is pushed to."""
     nodes = [
-        launcher.start_node("prefill", "prefill", *arguments, *prefill),
-        launcher.start_node("decode by pull", "decode", *arguments),
-        launcher.start_node("decode by push", "decode", *arguments, *pushed, *PUSH),
+        module_launcher.start_node("decode by pull", "decode", *arguments, "--tensor-parallel-size", "2"),
+        module_launcher.start_node("decode by push", "decode", *arguments, *PUSH),
     ]
-    launcher.wait_ready(nodes, START_TIMEOUT_S)
+    module_launcher.wait_ready(nodes, START_TIMEOUT_S)
     return nodes
+
+
+def start_prefill(launcher: Launcher, *arguments: str) -> LaunchedProcess:
+    node = launcher.start_node("prefill", "prefill", *arguments)
+    launcher.wait_ready([node], START_TIMEOUT_S)
+    return node
 
 
 def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: str) -> Reply:
@@ -71,11 +75,11 @@ def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: 
     return reply
 
 
-def test_four_ranks_hand_over_to_one_and_to_two(
-    launcher: Launcher, arguments: Sequence[str], single: Client
+def test_four_ranks_hand_over_to_two_and_to_one(
+    launcher: Launcher, arguments: Sequence[str], decodes: Sequence[LaunchedProcess], single: Client
 ) -> None:
-    four, two = ("--tensor-parallel-size", "4"), ("--tensor-parallel-size", "2")
-    prefill, pulling, pushed = map(Client, start(launcher, arguments, four, two))
+    prefill = Client(start_prefill(launcher, *arguments, "--tensor-parallel-size", "4"))
+    pulling, pushed = map(Client, decodes)
     read = assert_handed_over(prefill, pulling, single, PROMPT)
     written = assert_handed_over(prefill, pushed, single, PROMPT)
     assert "push/" not in read.transfer["mechanism"]
@@ -83,18 +87,19 @@ def test_four_ranks_hand_over_to_one_and_to_two(
     assert written.transfer["num_bytes"] == read.transfer["num_bytes"]
 
 
-def test_two_stages_hand_over_to_one_process_and_are_out_of_service_when_a_worker_is_killed(
-    launcher: Launcher, arguments: Sequence[str], single: Client
+def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_when_a_worker_is_killed(
+    launcher: Launcher, arguments: Sequence[str], decodes: Sequence[LaunchedProcess], single: Client
 ) -> None:
-    nodes = start(launcher, arguments, ("--pipeline-parallel-size", "2"))
-    prefill, pulling, pushed = map(Client, nodes)
-    assert_handed_over(prefill, pulling, single, PROMPT)
-    assert_handed_over(prefill, pushed, single, PROMPT)
-    router = launcher.start_router("router", nodes[:1], nodes[1:], "--overlap")
+    node = start_prefill(launcher, *arguments, "--pipeline-parallel-size", "2")
+    prefill, pulling, pushed = map(Client, (node, *decodes))
+    prompt = PROMPT[1:]
+    assert_handed_over(prefill, pulling, single, prompt)
+    assert_handed_over(prefill, pushed, single, prompt)
+    router = launcher.start_router("router", [node], decodes, "--overlap")
     launcher.wait_ready([router], START_TIMEOUT_S)
     assert_early(prefill, pushed, single, PROMPT[::-1])
     assert_killed(prefill, pushed, single, PROMPT.upper())
-    refused = Client(router).complete(PROMPT, max_tokens=8)
+    refused = Client(router).complete(prompt, max_tokens=8)
     assert (refused.status, "no prefill node" in refused.error) == (503, True)
     assert pulling.is_whole()
 

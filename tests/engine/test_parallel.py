@@ -80,23 +80,25 @@ def test_a_prompt_crosses_between_two_ranks_and_one(
 def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
     make_node: Any, drive: Any, reference: Any
 ) -> None:
+    push = {"kv_connector_extra_config": {"transfer": "push"}}
     spread = make_node(
         "gemma2",
         connector="shm",
         role="kv_both",
+        options=push,
         num_threads=1,
         tensor_parallel_size=2,
         pipeline_parallel_size=2,
     )
-    push = {"kv_connector_extra_config": {"transfer": "push"}}
-    single = make_node("gemma2", connector="shm", role="kv_both", block_size=8, options=push)
+    single = make_node("gemma2", connector="shm", role="kv_both", block_size=8)
     for index, prompt in enumerate(PROMPTS):
         assert spread.answer(prompt, max_tokens=9) == reference("gemma2", prompt, 9), index
     for name, producer, consumer in (("a", spread, single), ("b", single, spread)):
         prompt = [ord(name), *range(7, 50)]
         hand_over(drive, producer, consumer, name, prompt)
         assert consumer.tokens(name) == reference("gemma2", prompt, 9)
-        assert consumer.last(name).metrics.transfer.error == ""
+        transfer = consumer.last(name).metrics.transfer
+        assert (transfer.error, transfer.mechanism.startswith("push/")) == ("", consumer is spread)
 
 
 def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:
