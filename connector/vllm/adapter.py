@@ -1,4 +1,4 @@
-"""`KvferryConnector`: vLLM's connector interface over kvferry's two halves. Tried with vLLM 0.32.0."""
+"""`KvferryConnector`: vLLM's connector interface over kvferry's two halves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["KvferryConnector"]
 
+if not hasattr(KVConnectorBase_V1, "on_new_request"):
+    raise ImportError("KVConnectorBase_V1 has no on_new_request")
 
-class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+#: Before 0.30 vLLM can be told of a failed load by its blocks only, and that only of a single group. Of a connector that
+#: is no `SupportsHMA` it makes one group of all layers.
+_Groups: type = SupportsHMA if hasattr(KVConnectorBase_V1, "get_transfer_results") else object
+
+
+class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     """Hands finished prompts' blocks over between vLLM nodes; the decode node reads the prefill node's pool.
 
     Loads are asynchronous, nothing is saved layer by layer. The options in `kv_connector_extra_config` are
@@ -131,6 +138,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             finished_recving=finished.received,
             failed_recving=finished.failed,
         )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """What vLLM before 0.30 calls in the place of `get_transfer_results`."""
+        return self._worker.get_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which names the requests."""
+        return self._worker.take_failed_blocks()
 
     # -- scheduler half ------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class SchedulerSide:
         return StepMetadata(self._half.build_connector_meta(), refused)
 
     def update_connector_output(self, output: Any) -> None:
-        for request_id in output.failed_recving or ():
+        for request_id in getattr(output, "failed_recving", None) or ():
             self._fail_followers(request_id)
         self._half.update_connector_output(
             KVConnectorOutput(

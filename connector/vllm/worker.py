@@ -94,8 +94,17 @@ class WorkerSide:
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 
     def take_finished(self) -> Finished:
+        """Take what ended; which loads failed is told by request, and no more by block."""
         sent, received = self._half.get_finished()
+        self._half.get_block_ids_with_load_errors()
         return Finished(sent, received, failed=set(self._half.take_load_errors()))
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Take what ended; `take_failed_blocks` then tells of the same loads."""
+        return self._half.get_finished()
+
+    def take_failed_blocks(self) -> set[int]:
+        return self._half.get_block_ids_with_load_errors()
 
     def get_kv_connector_stats(self) -> KvferryStats | None:
         stats = self._half.get_kv_connector_stats()

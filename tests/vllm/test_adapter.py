@@ -32,7 +32,8 @@ def test_it_is_a_connector_of_vllm():
 
     assert issubclass(KvferryConnector, KVConnectorBase_V1)
     assert not KvferryConnector.__abstractmethods__
-    assert supports_hma(KvferryConnector)
+    # Of several groups' failed loads an older vLLM cannot be told; of a connector without them it makes one.
+    assert supports_hma(KvferryConnector) == hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def test_vllm_knows_it_by_name_alone():
@@ -260,7 +261,7 @@ class TestStats:
     def test_they_add_up_in_their_envelope(self):
         figures = KVConnectorStats((RECORD,), {"loads_total": 1, "offers_delivered_total": 2})
         stats = KvferryStats(data=figures.to_dict())
-        both = KvferryConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats)
+        both = KvferryConnector.build_kv_connector_stats(stats.data).aggregate(stats)
         assert both.figures.counters == {"loads_total": 2, "offers_delivered_total": 4}
         assert both.reduce()["num_bytes"] == 8192
         assert both.reduce()["offers_delivered_total"] == 4
