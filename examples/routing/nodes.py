@@ -27,6 +27,7 @@ class Node:
 
     Attributes:
         is_healthy: It answered the last check, and no request found it gone since.
+        is_unknown: Nothing was heard of it yet.
         in_flight: Requests of ours that it works on.
         last_error: Why it is not healthy, else empty.
     """
@@ -35,6 +36,7 @@ class Node:
         self.role = role
         self.url = url.rstrip("/")
         self.is_healthy = False
+        self.is_unknown = True
         self.in_flight = 0
         self.last_used = 0
         self.last_error = "not asked yet"
@@ -42,12 +44,12 @@ class Node:
     def mark_up(self) -> None:
         if not self.is_healthy:
             logger.info("%s node %s is ready", self.role, self.url)
-        self.is_healthy, self.last_error = True, ""
+        self.is_healthy, self.is_unknown, self.last_error = True, False, ""
 
     def mark_down(self, reason: str) -> None:
         if self.is_healthy:
             logger.warning("%s node %s is gone: %s", self.role, self.url, reason)
-        self.is_healthy, self.last_error = False, reason
+        self.is_healthy, self.is_unknown, self.last_error = False, False, reason
 
     async def check(self, session: aiohttp.ClientSession) -> None:
         """Ask `/health` once."""
@@ -80,14 +82,16 @@ class NodePool:
     def use_one(self, tried: set[Node]) -> Iterator[Node]:
         """Take the least loaded healthy node that is not in `tried`, to which it is added; among equals, in turns.
 
+        Without a healthy one, nodes are tried of which nothing was heard yet: a router that was just started has no others.
+
         Raises:
             ApiError: there is none (503, saying of each node why).
         """
-        candidates = [node for node in self.nodes if node.is_healthy and node not in tried]
+        candidates = [n for n in self.nodes if (n.is_healthy or n.is_unknown) and n not in tried]
         if not candidates:
             reasons = "; ".join(f"{node.url}: {node.last_error or 'already tried'}" for node in self.nodes)
             raise unavailable(f"no {self.role} node can take the request ({reasons})")
-        node = min(candidates, key=lambda candidate: (candidate.in_flight, candidate.last_used))
+        node = min(candidates, key=lambda one: (one.is_unknown, one.in_flight, one.last_used))
         tried.add(node)
         node.last_used = next(self._turns)
         node.in_flight += 1

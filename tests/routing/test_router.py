@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from routing.nodes import NodePool
 from routing.testing import routed
+from web.errors import ApiError
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -206,6 +208,18 @@ def test_equal_nodes_take_turns() -> None:
     ask(prefill, decode, times=6)
     assert [len(node.bodies) for node in prefill] == [3, 3]
     assert [len(node.bodies) for node in decode] == [2, 2, 2]
+
+
+def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
+    pool = NodePool("decode", ["http://unknown", "http://known"])
+    unknown, known = pool.nodes
+    known.mark_up()
+    with pool.use_one(set()) as first, pool.use_one({first}) as second:
+        assert (first, second) == (known, unknown)
+    for node in pool.nodes:
+        node.mark_down("gone")
+    with pytest.raises(ApiError, match="no decode node"), pool.use_one(set()):
+        pass
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)
