@@ -16,6 +16,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 DOCKER_BUILD_ARGS ?=
+SOAK_SECONDS ?= 600
+SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
 # Which image `make test-docker` builds and tries, `cpu` or `cuda`; neither needs a GPU for that.
 DOCKER_TARGET ?= cpu
 # What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
@@ -51,6 +53,12 @@ test: $(READY) ## every test that this machine can run
 test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPORTS
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
+	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" $(TEST_ARGS)
+
+.PHONY: soak
+soak: $(READY) ## real nodes under random faults for long: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
+	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \
+		$(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" -s $(TEST_ARGS)
 
 .PHONY: test-docker
 test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker)

@@ -1,0 +1,159 @@
+"""Prefill nodes, decode nodes, and two routers in front of them, at addresses that outlive them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from demo.launcher import Spawn
+
+from .places import Place, reserved_port
+from .schedule import Fault, Kind
+
+__all__ = ["Fleet"]
+
+START_TIMEOUT_S = 110.0
+#: Deadlines such that a pause may outlast each of them, or none.
+TIMING = {
+    "lease_s": 5,
+    "heartbeat_s": 1,
+    "connect_timeout_s": 3,
+    "claim_timeout_s": 4,
+    "early_claim_wait_s": 2,
+    "read_timeout_s": 3,
+    "progress_wait_s": 4,
+    "load_wait_s": 10,
+}
+
+
+class Fleet:
+    """Two prefill nodes, two decode nodes (one that reads, one that is pushed to), two routers (one that overlaps).
+
+    Args:
+        arguments: Of every node.
+        folder: For sockets; with a short path.
+    """
+
+    def __init__(self, spawn: Spawn, transport: str, arguments: Sequence[str], folder: Path) -> None:
+        self._spawn = spawn
+        self._transport = transport
+        self._folder = folder
+        self._resources = ExitStack()
+        timing = [word for key, value in TIMING.items() for word in ("--connector-option", f"{key}={value}")]
+        common = (*arguments, "--connector", transport, *timing)
+        push = ("--connector-option", "transfer=push")
+        with self._resources:
+            self.prefills = [self._node(f"prefill-{index}", "prefill", common) for index in range(2)]
+            self.decodes = [
+                self._node("decode-pull", "decode", common),
+                self._node("decode-push", "decode", (*common, *push)),
+            ]
+            self.routers = [self._router("router-whole", ()), self._router("router-overlap", ("--overlap",))]
+            self._resources = self._resources.pop_all()
+
+    @property
+    def nodes(self) -> list[Place]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """All, by name."""
+        return {place.name: place for place in (*self.nodes, *self.routers)}
+
+    @property
+    def kinds(self) -> Mapping[str, Sequence[Kind]]:
+        """What can befall whom."""
+        of_node: tuple[Kind, ...] = ("kill", "terminate", "pause", "pause", "pause")
+        cuts: tuple[Kind, ...] = ("cut",) if self._transport == "shm" else ()
+        nodes = {node.name: of_node + cuts for node in self.prefills} | {
+            node.name: of_node for node in self.decodes
+        }
+        return nodes | {router.name: ("kill", "terminate") for router in self.routers}
+
+    def start(self) -> None:
+        """Fill every place, and wait until all serve."""
+        for place in self.places.values():
+            place.start()
+            self._resources.callback(place.close)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until all serve."""
+        for place in self.places.values():
+            place.wait_ready(START_TIMEOUT_S)
+
+    def begin(self, fault: Fault) -> None:
+        """Let a fault happen."""
+        place = self.places[fault.target]
+        match fault.kind:
+            case "kill":
+                place.kill()
+            case "terminate":
+                place.terminate()
+            case "pause":
+                place.pause()
+            case "cut":
+                place.cut_off()
+
+    def end(self, fault: Fault) -> None:
+        """Mend what it broke."""
+        place = self.places[fault.target]
+        match fault.kind:
+            case "kill":
+                place.start()
+            case "terminate":
+                place.await_end()
+                place.start()
+            case "pause":
+                place.go_on()
+            case "cut":
+                place.join_again()
+
+    # -- places ----------------------------------------------------------------------------------------
+
+    def _node(self, name: str, role: str, arguments: Sequence[str]) -> Place:
+        folder = self._folder / name
+        folder.mkdir()
+        address = self._address(folder)
+        words = (
+            "--role",
+            role,
+            *arguments,
+            *(("--connector-option", f"address={address}") if address else ()),
+        )
+        return Place(name, self._spawn, "serve.py", words, self._port(), folder)
+
+    def _router(self, name: str, arguments: Sequence[str]) -> Place:
+        nodes = [("--prefill", node) for node in self.prefills] + [
+            ("--decode", node) for node in self.decodes
+        ]
+        urls = [word for option, node in nodes for word in (option, f"http://127.0.0.1:{node.port}")]
+        words = (*urls, "--check-interval-s", "0.25", "--silence-timeout-s", "10", *arguments)
+        return Place(name, self._spawn, "router.py", words, self._port(), self._folder / name)
+
+    def _address(self, folder: Path) -> str:
+        """Where a node's transport listens, each time; empty where the transport is to choose."""
+        match self._transport:
+            case "shm":
+                return f"shm://{folder}/berth.sock"
+            case "zeromq" | "ucx":
+                return f"{self._transport}://127.0.0.1:{self._port()}"
+            case _:
+                return ""
+
+    def _port(self) -> int:
+        return self._resources.enter_context(reserved_port())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._resources.close()

@@ -1,0 +1,199 @@
+"""A steady stream of requests, and how each of them ended."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["DEADLINE_S", "Answer", "Ask", "Ending", "Outcome", "Traffic", "draw_asks"]
+
+#: Every request has ended by then.
+DEADLINE_S = 60.0
+#: Between two requests of a client, and between two attempts to connect to a router that is not there.
+PAUSE_S = 0.05
+
+#: `whole`: answered. `refused`: an error says why. `broken`: the connection was. `hung up`: by the client.
+Ending = Literal["whole", "refused", "broken", "hung up"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        router: Name of the router that it goes to.
+        hang_up_s: The client leaves after so long; infinity: it stays.
+    """
+
+    router: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stream: bool
+    hang_up_s: float
+
+    @property
+    def body(self) -> bytes:
+        """What is posted."""
+        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        mine = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.stream}
+        return json.dumps(fields | mine).encode()
+
+
+@dataclass
+class Answer:
+    """What came so far.
+
+    Attributes:
+        error: An error object that came instead of the rest, empty without one.
+        transfer: How the cache came to the node that answered, empty where it did not.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    error: Mapping[str, Any] = field(default_factory=dict)
+    transfer: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, piece: Mapping[str, Any]) -> None:
+        """Take in an event of a stream, or a whole answer."""
+        for choice in piece.get("choices", ()):
+            self.token_ids += choice["token_ids"]
+        self.error = piece.get("error") or self.error
+        self.transfer = (piece.get("metrics") or {}).get("transfer") or self.transfer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request ended.
+
+    Attributes:
+        began_s, ended_s: In seconds of the run.
+        expected: The token ids of the whole answer.
+        why: What a broken connection's error said, else empty.
+    """
+
+    ask: Ask
+    ending: Ending
+    began_s: float
+    ended_s: float
+    answer: Answer
+    expected: Sequence[int]
+    why: str = ""
+
+
+def draw_asks(seed: int, routers: Sequence[str], max_prompt_tokens: int) -> Iterator[Ask]:
+    """Draw requests, for ever: prompts that begin alike, short and long, for one token or several."""
+    dice = random.Random(seed)
+    shared = [_draw_words(random.Random(number), 40 * number) for number in range(1, 5)]
+    while True:
+        tail = _draw_words(dice, dice.choice((1, 20, 100, max_prompt_tokens)))
+        yield Ask(
+            router=dice.choice(routers),
+            prompt=(*dice.choice((*shared, ())), *tail)[:max_prompt_tokens],
+            max_tokens=dice.choice((1, 4, 12, 24)),
+            stream=dice.random() < 0.5,
+            hang_up_s=dice.expovariate(2.0) if dice.random() < 0.15 else float("inf"),
+        )
+
+
+def _draw_words(dice: random.Random, most: int) -> tuple[int, ...]:
+    return tuple(dice.randrange(256) for _ in range(dice.randint(1, most)))
+
+
+class Traffic:
+    """Clients, each with a thread and requests of its own, until `stop`.
+
+    Args:
+        streams: The requests of each client.
+        ports: Port of each router.
+        expect: What a node that nothing befalls answers; called from several threads.
+        now: Seconds of the run.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Iterator[Ask]],
+        ports: Mapping[str, int],
+        expect: Callable[[Ask], Sequence[int]],
+        now: Callable[[], float],
+    ) -> None:
+        self._ports = ports
+        self._expect = expect
+        self._now = now
+        self._is_over = threading.Event()
+        self._outcomes: list[Outcome] = []
+        self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in streams]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> list[Outcome]:
+        """Let what is under way end; returns all outcomes.
+
+        Raises:
+            TimeoutError: a request has not ended within its deadline.
+        """
+        self._is_over.set()
+        deadline = time.monotonic() + 2 * DEADLINE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise TimeoutError(f"a request has not ended within {DEADLINE_S:g} s")
+        return self._outcomes
+
+    def _run(self, stream: Iterator[Ask]) -> None:
+        while not self._is_over.wait(PAUSE_S):
+            self._outcomes.append(self._carry_out(next(stream)))
+
+    def _carry_out(self, ask: Ask) -> Outcome:
+        answer, why = Answer(), ""
+        with self._connected(self._ports[ask.router]) as connection:
+            began_s = self._now()
+            try:
+                ending = self._converse(connection, ask, answer)
+            except (OSError, http.client.HTTPException) as error:
+                ending, why = "broken", f"{type(error).__name__}: {error}"
+            ended_s = self._now()
+        return Outcome(ask, ending, began_s, ended_s, answer, self._expect(ask), why)
+
+    def _converse(self, connection: http.client.HTTPConnection, ask: Ask, answer: Answer) -> Ending:
+        """Send a request and read into `answer` what comes."""
+        connection.request("POST", "/v1/completions", ask.body)
+        if ask.hang_up_s < DEADLINE_S:
+            self._is_over.wait(ask.hang_up_s)
+            return "hung up"
+        with connection.getresponse() as response:
+            is_stream = response.headers.get_content_type() == "text/event-stream"
+            for piece in _events(response) if is_stream else [json.loads(response.read())]:
+                answer.add(piece)
+        return "refused" if answer.error else "whole"
+
+    @contextmanager
+    def _connected(self, port: int) -> Iterator[http.client.HTTPConnection]:
+        """Connect, as soon as somebody listens."""
+        deadline = time.monotonic() + DEADLINE_S
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        with closing(connection):
+            while True:
+                try:
+                    connection.connect()
+                    break
+                except ConnectionRefusedError:
+                    if time.monotonic() > deadline:
+                        raise
+                time.sleep(PAUSE_S)
+            yield connection
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    for raw in response:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+    raise http.client.IncompleteRead(b"")

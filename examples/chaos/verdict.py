@@ -1,0 +1,52 @@
+"""Whether requests ended as they may, given what befell whom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .schedule import Fault
+from .traffic import DEADLINE_S, Outcome
+
+__all__ = ["objections"]
+
+#: A router that was told to end breaks its last connections by then.
+_FAREWELL_S = 5.0
+#: Why a router may refuse: no node is there, or one was lost in the middle of its answer.
+_MAY_REFUSE = ("no prefill node can", "no decode node can", "lost in the middle", "the engine does not run")
+
+
+def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> list[str]:
+    """Say what is wrong with how requests ended; nothing if nothing is."""
+    found = [f"{why}: {_described(outcome)}" for outcome in outcomes if (why := _objection(faults, outcome))]
+    if not any(outcome.ending == "whole" for outcome in outcomes):
+        found.append("no request was answered")
+    return found
+
+
+def _objection(faults: Sequence[Fault], outcome: Outcome) -> str:
+    answer, expected = outcome.answer, list(outcome.expected)
+    num_tokens = len(expected) if outcome.ending == "whole" else len(answer.token_ids)
+    if answer.token_ids != expected[:num_tokens]:
+        return f"not what a single node answers, {expected}"
+    if outcome.ended_s - outcome.began_s > DEADLINE_S:
+        return "it took too long"
+    if outcome.ending == "refused" and not any(why in answer.error["message"] for why in _MAY_REFUSE):
+        return "no reason to refuse it"
+    if outcome.ending == "broken" and not any(_may_break(fault, outcome) for fault in faults):
+        return "nothing befell its router"
+    return ""
+
+
+def _may_break(fault: Fault, outcome: Outcome) -> bool:
+    """Whether a fault ended the router while it had the request."""
+    begins_before = outcome.began_s <= fault.at_s + _FAREWELL_S
+    return fault.target == outcome.ask.router and begins_before and fault.at_s <= outcome.ended_s
+
+
+def _described(outcome: Outcome) -> str:
+    ask = outcome.ask
+    kind = "a stream" if ask.stream else "an answer"
+    return (
+        f"{kind} of {ask.max_tokens} tokens to {len(ask.prompt)} by {ask.router}, from {outcome.began_s:.2f} to "
+        f"{outcome.ended_s:.2f} s: {outcome.ending} {outcome.why} {outcome.answer}"
+    )

@@ -1,0 +1,58 @@
+"""Faults from a seed befall real nodes while they answer: no wrong token, no request without an end, nothing kept.
+
+`make soak` runs it for longer: SOAK_SECONDS are those of the faults, SOAK_SEED is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.fleet import Fleet
+from chaos.soak import Soak
+from demo.launcher import Launcher, Spawn
+from demo.testing import Client
+from engine.testing import write_tiny_model
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+#: So few blocks that requests are preempted now and then.
+NODE = (
+    "--threads", "1", "--num-blocks", "160", "--block-size", "16", "--max-num-batched-tokens", "64",
+    "--log-level", "warning",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(SECONDS + 240),
+    pytest.mark.skipif("CONNECTORS" not in os.environ, reason="a part of `make test-transports`"),
+]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Options of every node. Its model takes prompts of many chunks."""
+    folder = tmp_path_factory.mktemp("models") / "deep"
+    model = write_tiny_model(folder, num_hidden_layers=6, max_position_embeddings=2048)
+    return ("--model", str(model), *NODE)
+
+
+@pytest.fixture
+def single(launcher: Launcher, arguments: tuple[str, ...]) -> Client:
+    node = launcher.start_node("single", "single", *arguments)
+    launcher.wait_ready([node], 110)
+    return Client(node)
+
+
+@pytest.fixture
+def fleet(spawn: Spawn, transport: str, arguments: tuple[str, ...], socket_dir: Path) -> Iterator[Fleet]:
+    with Fleet(spawn, transport, arguments, socket_dir) as fleet:
+        fleet.start()
+        yield fleet
+
+
+def test_random_faults(fleet: Fleet, single: Client) -> None:
+    print(Soak(fleet, single, SEED, SECONDS).run())

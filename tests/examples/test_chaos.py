@@ -1,0 +1,81 @@
+"""What the random runs of real nodes rest on: faults that a seed repeats, and a verdict that misses nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from chaos.schedule import Fault, Kind, schedule, timeline
+from chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
+from chaos.verdict import objections
+
+KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cut"), "router": ("kill",)}
+KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
+
+
+def outcome(ending: Ending, *token_ids: int, message: str = "", began_s: float = 4.0) -> Outcome:
+    """Of a request for the tokens 7, 8, 9, which took two seconds."""
+    answer = Answer(list(token_ids), {"message": message} if message else {})
+    return Outcome(Ask("router", (1,), 3, False, inf), ending, began_s, began_s + 2, answer, [7, 8, 9])
+
+
+def test_a_seed_repeats_its_faults_and_another_has_others() -> None:
+    first, again, other = (schedule(seed, 60, KINDS) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {fault.kind for fault in first} == {"kill", "terminate", "pause", "cut"}
+
+
+def test_no_fault_of_a_target_begins_before_its_last_one_has_ended() -> None:
+    for seed in range(20):
+        faults = schedule(seed, 60, KINDS)
+        assert all(0 <= fault.at_s < 60 and fault.lasts_s > 0 for fault in faults)
+        for target in KINDS:
+            befalling = [fault for fault in faults if fault.target == target]
+            assert all(before.ends_s < after.at_s for before, after in pairwise(befalling))
+
+
+def test_faults_that_overlap_end_in_their_own_time() -> None:
+    long, short = Fault(1.0, "pause", "node", 5.0), KILL
+    log: list[str] = []
+    for _, act, fault in timeline(
+        [long, short],
+        lambda fault: log.append(f"{fault.kind} begins"),
+        lambda fault: log.append(f"{fault.kind} ends"),
+    ):
+        act(fault)
+    assert log == ["pause begins", "kill begins", "pause ends", "kill ends"]
+
+
+def test_a_seed_repeats_its_requests() -> None:
+    first, again = (draw_asks(3, ["a", "b"], 100) for _ in range(2))
+    asks = [next(first) for _ in range(50)]
+    assert asks == [next(again) for _ in range(50)]
+    assert {ask.router for ask in asks} == {"a", "b"}
+    assert max(len(ask.prompt) for ask in asks) <= 100
+
+
+@pytest.mark.parametrize(
+    ("ended", "complaint"),
+    [
+        (outcome("whole", 7, 8, 9), ""),
+        (outcome("whole", 7, 8), "single node"),
+        (outcome("whole", 7, 8, 8), "single node"),
+        (outcome("refused", 7, message="the decode node was lost in the middle: reset"), ""),
+        (outcome("refused", 8, message="the decode node was lost in the middle: reset"), "single node"),
+        (outcome("refused", message="KeyError: 3"), "no reason"),
+        (outcome("broken", 7), ""),
+        (outcome("broken", 7, began_s=2.0), "nothing befell"),
+        (outcome("broken", 7, began_s=11.0), "nothing befell"),
+        (outcome("hung up"), ""),
+    ],
+)
+def test_the_verdict_on_a_request(ended: Outcome, complaint: str) -> None:
+    found = objections([KILL], [outcome("whole", 7, 8, 9), ended])
+    assert len(found) == bool(complaint)
+    assert complaint in "".join(found)
+
+
+def test_a_run_without_an_answer_shows_nothing() -> None:
+    assert objections([KILL], [outcome("hung up")]) == ["no request was answered"]
