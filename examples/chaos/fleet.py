@@ -81,13 +81,23 @@ class Fleet:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait until all serve."""
+        """Wait until all serve.
+
+        Raises:
+            LaunchError: one does not, or died of something that was no fault of the run.
+        """
         for place in self.places.values():
             place.wait_ready(START_TIMEOUT_S)
+            place.require_alive()
 
     def begin(self, fault: Fault) -> None:
-        """Let a fault happen."""
+        """Let a fault happen.
+
+        Raises:
+            LaunchError: its target died of something else.
+        """
         place = self.places[fault.target]
+        place.require_alive()
         match fault.kind:
             case "kill":
                 place.kill()

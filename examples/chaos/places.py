@@ -90,6 +90,15 @@ class Place:
     def _last_words(self) -> str:
         return f"--- {self.process.name}\n{self.process.log_tail}"
 
+    def require_alive(self) -> None:
+        """See that nobody but us ended it.
+
+        Raises:
+            LaunchError: it has ended.
+        """
+        if not self.process.is_running:
+            raise LaunchError(f"{self.process.name} ended by itself; its log:\n{self.process.log_tail}")
+
     # -- faults ----------------------------------------------------------------------------------------
 
     def kill(self) -> None:

@@ -15,7 +15,7 @@ from .fleet import Fleet
 from .places import Holdings, Place
 from .schedule import Fault, schedule, timeline
 from .traffic import Ask, Outcome, Traffic, draw_asks
-from .verdict import objections
+from .verdict import confessions, objections
 
 __all__ = ["Report", "Soak"]
 
@@ -78,7 +78,8 @@ class Soak:
         self._hand_over_in_every_pair("before")
         before = {node.name: node.holdings() for node in self._fleet.nodes}
         report = self._live_through()
-        if objected := objections(report.faults, report.outcomes):
+        logs = [place.logs for place in self._fleet.places.values()]
+        if objected := objections(report.faults, report.outcomes) + confessions(logs):
             raise AssertionError("\n".join(objected))
         self._fleet.wait_ready()
         self._hand_over_in_every_pair("after")

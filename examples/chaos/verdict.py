@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
 
-__all__ = ["objections"]
+__all__ = ["confessions", "objections"]
 
 #: A router that was told to end breaks its last connections by then.
 _FAREWELL_S = 5.0
 #: Why a router may refuse: no node is there, or one was lost in the middle of its answer.
 _MAY_REFUSE = ("no prefill node can", "no decode node can", "lost in the middle", "the engine does not run")
+
+_MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
 def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> list[str]:
@@ -21,6 +23,11 @@ def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> list[str
     if not any(outcome.ending == "whole" for outcome in outcomes):
         found.append("no request was answered")
     return found
+
+
+def confessions(logs: Sequence[str]) -> list[str]:
+    """What processes wrote of their own bugs: faults around them are worth a warning at most."""
+    return [log for log in logs if any(mark in log for mark in _MARKS)]
 
 
 def _objection(faults: Sequence[Fault], outcome: Outcome) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 __all__ = ["ApiError", "bad_request", "error_middleware", "unavailable"]
 
 logger = logging.getLogger(__name__)
+
+#: What counts as the answer to a client that left while it was answered; servers have agreed on the number.
+CLIENT_LEFT = 499
 
 
 class ApiError(Exception):
@@ -66,6 +69,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return ApiError(
             error.status, f"{request.method} {request.path}: {error.reason}", kind=kind
         ).response()
+    except ClientConnectionResetError:
+        return web.Response(status=CLIENT_LEFT)  # nobody is there to read it
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error").response()

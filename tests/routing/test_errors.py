@@ -1,0 +1,36 @@
+"""What the servers make of what goes wrong while they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from aiohttp import ServerDisconnectedError, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from web.errors import error_middleware
+
+
+async def leave_in_the_middle(request: web.Request) -> web.StreamResponse:
+    """Answer a client whose connection breaks just then."""
+    assert request.transport is not None
+    request.transport.abort()
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"too late")
+    return response
+
+
+def test_a_client_that_leaves_while_it_is_answered_is_no_bug_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        app = web.Application(middlewares=[error_middleware])
+        app.router.add_get("/", leave_in_the_middle)
+        async with TestClient(TestServer(app)) as client:
+            with pytest.raises(ServerDisconnectedError):
+                await client.get("/")
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
