@@ -4,7 +4,6 @@ or sleeps past every deadline. Answers stay right, and every block comes back.""
 from __future__ import annotations
 
 import http.client
-import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,12 +40,9 @@ def start(launcher: Launcher, tiny_arguments: Sequence[str]) -> Start:
 
 
 @pytest.fixture
-def prefill(start: Start, transport: str) -> Client:
+def prefill(start: Start, stopping: Callable[[int], Sequence[str]]) -> Client:
     """A prefill node that stops in the middle of its first write."""
-    patience = {} if transport == "shm" else {"peer_timeout_s": 10}
-    options = json.dumps({"inner": transport, "options": patience})
-    connector = ("--connector", "StoppingConnector", "--connector-module", "kvferry.connector.testing")
-    return start("prefill", *connector, "--connector-option", f"transport={options}")
+    return start("prefill", *stopping(1))
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +105,7 @@ def test_a_producer_that_wakes_up_when_its_push_was_given_up_changes_no_block_of
     with cut(prefill, decode, prompt) as answer:
         failed = answer.result()
     assert (failed.status, failed.body["error"]["code"]) == (500, "generation_failed")
+    assert "did not end in time" in failed.error
     wait_until(decode.is_whole)
     other = prompt[::-1]
     owner = decode.complete(other, max_tokens=MAX_TOKENS)

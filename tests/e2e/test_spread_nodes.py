@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from demo.launcher import LaunchedProcess, Launcher
-from demo.testing import DO_REMOTE_DECODE, Client, Reply, children_of, wait_until
+from demo.testing import DO_REMOTE_DECODE, Client, Reply, children_of, is_stopped, wait_until
 from engine.testing import write_tiny_model
 
 #: Worker processes import PyTorch, each for itself.
@@ -88,16 +88,20 @@ def test_four_ranks_hand_over_to_two_and_to_one(
 
 
 def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_when_a_worker_is_killed(
-    launcher: Launcher, arguments: Sequence[str], decodes: Sequence[LaunchedProcess], single: Client
+    launcher: Launcher,
+    arguments: Sequence[str],
+    stopping: Callable[[int], Sequence[str]],
+    decodes: Sequence[LaunchedProcess],
+    single: Client,
 ) -> None:
-    node = start_prefill(launcher, *arguments, "--pipeline-parallel-size", "2")
+    node = start_prefill(launcher, *arguments, *stopping(2), "--pipeline-parallel-size", "2")
     prefill, pulling, pushed = map(Client, (node, *decodes))
     prompt = PROMPT[1:]
     assert_handed_over(prefill, pulling, single, prompt)
     assert_handed_over(prefill, pushed, single, prompt)
     router = launcher.start_router("router", [node], decodes, "--overlap")
     launcher.wait_ready([router], START_TIMEOUT_S)
-    assert_early(prefill, pushed, single, PROMPT[::-1])
+    assert_early(prefill, pulling, single, PROMPT[::-1])
     assert_killed(prefill, pushed, single, PROMPT.upper())
     refused = Client(router).complete(prompt, max_tokens=8)
     assert (refused.status, "no prefill node" in refused.error) == (503, True)
@@ -137,17 +141,17 @@ def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -
 
 
 def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
-    """A rank is killed while a load waits for it: the load fails, its prompt is computed, and the node says why it ended."""
-    _, last_rank = children_of(prefill.process.pid)
+    """Both ranks write, and one is killed: the load fails, its prompt is computed, and the node says why it ended."""
+    first_rank, last_rank = children_of(prefill.process.pid)
     with (
         ThreadPoolExecutor(1) as background,
         prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events,
     ):
         params = next(events)["kv_transfer_params"]
-        os.kill(last_rank, signal.SIGSTOP)
         answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
-        wait_until(lambda: decode.metric("kvferry_loading_requests") == 1)
+        wait_until(lambda: is_stopped(first_rank) and is_stopped(last_rank))
         os.kill(last_rank, signal.SIGKILL)
+        os.kill(first_rank, signal.SIGCONT)
         reply = answer.result()
     assert reply.token_ids == single.complete(prompt, max_tokens=8).token_ids
     assert reply.transfer["error"]
