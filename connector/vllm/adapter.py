@@ -82,6 +82,11 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return "BLHNC" if extra.get("cross_layer_blocks") is True else None
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Peers read the cache at any time, so that it cannot be put away."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
         return KvferryStats(data=data or {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...transports.errors import ConfigurationError
 from ..config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
@@ -17,13 +17,32 @@ from ..kv_cache_specs import (
 )
 from ..options import ConnectorOptions
 
-__all__ = ["HostOptions", "engine_config", "host_fields", "kv_cache_config"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HostOptions", "engine_config", "host_fields", "kv_cache_config", "require_whole_caches"]
 
 #: vLLM's way of spreading one request over ranks that this connector cannot serve.
 _UNSUPPORTED_SIZES = (
     "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
+)
+#: Part of vLLM's configuration, what it must not ask for, and why.
+_UNSUPPORTED_FLAGS = (
+    ("model_config", "enable_sleep_mode", "vLLM would take the cache away from under peers that read it"),
+    ("cache_config", "calculate_kv_scales", "a peer that has other scales would misread the cache"),
+)
+#: vLLM's kinds of cache that keep a request's tokens in the order of its block table, `block_size` to a block.
+_KINDS = frozenset(
+    {
+        "FullAttentionSpec",
+        "TQFullAttentionSpec",
+        "MLAAttentionSpec",
+        "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec",
+    }
 )
 
 
@@ -68,16 +87,15 @@ def engine_config(
         pool: Of one rank; all are alike.
 
     Raises:
-        ConfigurationError: a request's cache would be spread over ranks in a way that is not supported.
+        ConfigurationError: a request's cache would be spread over ranks in a way that is not supported, or a peer could
+            not rely on the cache.
     """
+    _refuse_unsupported(vllm_config)
     parallel, model, transfer = (
         vllm_config.parallel_config,
         vllm_config.model_config,
         vllm_config.kv_transfer_config,
     )
-    for key in _UNSUPPORTED_SIZES:
-        if (size := getattr(parallel, key, 1)) != 1:
-            raise ConfigurationError(f"{key}={size}: only 1 is supported", key=key, value=size)
     return EngineConfig(
         model=ModelConfig(
             _model_name(model),
@@ -108,8 +126,30 @@ def kv_cache_config(config: Any) -> KVCacheConfig:
     return KVCacheConfig(config.num_blocks, (), groups)
 
 
+def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Make sure that what a layer keeps is in what vLLM registers of it, all of it.
+
+    Args:
+        config: vLLM's pool.
+        kv_caches: Layer → its cache.
+
+    Raises:
+        ConfigurationError: some of it is kept elsewhere, where it would not be handed over.
+    """
+    for name, page_size in _page_sizes(config).items():
+        needed, registered = config.num_blocks * page_size, kv_caches[name].nbytes if name in kv_caches else 0
+        if registered < needed:
+            raise ConfigurationError(
+                f"layer {name} keeps {needed} bytes, of which vLLM registers {registered}"
+            )
+
+
 def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
-    """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they pack a page."""
+    """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they pack a page.
+
+    Raises:
+        ConfigurationError: it cannot be told how a page is packed.
+    """
     import vllm
 
     layers = vllm_config.compilation_config.static_forward_context
@@ -118,10 +158,40 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
     return {
         "engine": f"vllm {vllm.__version__}",
         "attention_backend": ", ".join(sorted(backends)),
-        # CPU attention keeps keys in an order that depends on the instruction set.
-        "packing": ", ".join(sorted({getattr(layer, "isa", "") for layer in known})),
+        "packing": ", ".join(sorted(set(map(_packing, known)))),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
+
+
+def _page_sizes(config: Any) -> dict[str, int]:
+    """Bytes that each layer keeps of one block, padding left out."""
+    sizes = {}
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        members = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        sizes.update({name: member.real_page_size_bytes for name, member in members.items()})
+    return sizes
+
+
+def _packing(layer: Any) -> str:
+    """The instruction set for which CPU attention has ordered a layer's keys; vLLM before 0.29 knows it one level below."""
+    packing = getattr(layer, "isa", "") or getattr(getattr(layer, "impl", None), "isa", "")
+    if (
+        not packing
+        and hasattr(layer, "get_attn_backend")
+        and layer.get_attn_backend().get_name() == "CPU_ATTN"
+    ):
+        raise ConfigurationError("this vLLM does not tell in which order its CPU attention keeps keys")
+    return str(packing)
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    for key in _UNSUPPORTED_SIZES:
+        if (size := getattr(vllm_config.parallel_config, key, 1)) != 1:
+            raise ConfigurationError(f"{key}={size}: only 1 is supported", key=key, value=size)
+    for part, key, why in _UNSUPPORTED_FLAGS:
+        if getattr(getattr(vllm_config, part), key, False):
+            raise ConfigurationError(f"{key} is not supported: {why}", key=key, value=True)
 
 
 def _model_name(model: Any) -> str:
@@ -161,10 +231,9 @@ def _group_spec(group: Any) -> KVCacheSpec:
 
 
 def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
-    if not hasattr(spec, "num_kv_heads"):
-        raise ConfigurationError(
-            f"layer {name} keeps a {type(spec).__name__}; only attention layers can be handed over"
-        )
+    kind = type(spec).__name__
+    if kind not in _KINDS:
+        raise ConfigurationError(f"layer {name} keeps a {kind}, of which blocks cannot be handed over")
     return AttentionSpec(
         spec.block_size,
         num_kv_heads=spec.num_kv_heads,

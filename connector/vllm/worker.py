@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...transports.errors import ConfigurationError, ConnectorError
+from ...transports.errors import ConnectorError
 from ..worker_half import HandoffWorker
-from .config import host_fields
+from .config import host_fields, require_whole_caches
 from .memory import PoolPlacement
 from .metadata import StepMetadata, WorkerHandshake
 from .stats import KvferryStats
@@ -63,11 +63,7 @@ class WorkerSide:
         Raises:
             ConfigurationError: a cache cannot be served; vLLM does not start.
         """
-        for name, cache in kv_caches.items():
-            if cache.dim() == 1:
-                raise ConfigurationError(
-                    f"layer {name} keeps raw bytes; only attention caches can be handed over"
-                )
+        require_whole_caches(self._kv_cache_config, kv_caches)
         self._half.register_kv_caches(kv_caches, host_fields(self._vllm_config, list(kv_caches)))
         logger.info(
             "kvferry serves %d layers at %s; the cache is in %s",

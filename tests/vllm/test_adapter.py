@@ -14,7 +14,13 @@ from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, K
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
-from kvferry.connector.vllm.config import HostOptions, engine_config
+from kvferry.connector.vllm.config import (
+    HostOptions,
+    engine_config,
+    host_fields,
+    kv_cache_config,
+    require_whole_caches,
+)
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.scheduler import SchedulerSide
 from kvferry.connector.vllm.sharing import SharedOffers
@@ -88,6 +94,69 @@ class TestHeads:
     def test_where_it_cannot_be_told_ranks_are_told_apart(self):
         assert self._heads(8, 2, 4, 2) == 0
         assert self._heads(None, 2, 4) == 0
+
+
+class TestRefusedSettings:
+    """What vLLM can do and a handoff cannot ends the start, by name."""
+
+    @pytest.mark.parametrize(
+        ("part", "key", "value"),
+        [
+            ("parallel_config", "pipeline_parallel_size", 2),
+            ("parallel_config", "prefill_context_parallel_size", 2),
+            ("parallel_config", "decode_context_parallel_size", 2),
+            ("model_config", "enable_sleep_mode", True),
+            ("cache_config", "calculate_kv_scales", True),
+        ],
+    )
+    def test_settings(self, part, key, value):
+        parts = {name: SimpleNamespace() for name in ("parallel_config", "model_config", "cache_config")}
+        setattr(parts[part], key, value)
+        with pytest.raises(ConfigurationError, match=key) as caught:
+            engine_config(SimpleNamespace(**parts, kv_transfer_config=None), KVCacheConfig(8, (), ()))
+        assert caught.value.key == key
+
+    def test_a_kind_of_cache_whose_blocks_stand_for_no_tokens(self):
+        class CircularBufferSpec(SimpleNamespace):
+            """One block for each request, as vLLM has it for keys that are still to be compressed."""
+
+        spec = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        with pytest.raises(ConfigurationError, match="CircularBufferSpec"):
+            kv_cache_config(SimpleNamespace(num_blocks=8, kv_cache_groups=[group]))
+
+    @pytest.mark.parametrize(
+        ("kv_caches", "num_bytes"), [({}, 0), ({"layer": torch.zeros(8, 100, dtype=torch.int8)}, 800)]
+    )
+    def test_a_cache_of_which_vllm_registers_a_part(self, kv_caches, num_bytes):
+        group = SimpleNamespace(
+            layer_names=["layer"], kv_cache_spec=SimpleNamespace(real_page_size_bytes=128)
+        )
+        config = SimpleNamespace(num_blocks=8, kv_cache_groups=[group])
+        with pytest.raises(ConfigurationError, match=f"keeps 1024 bytes, .* registers {num_bytes}"):
+            require_whole_caches(config, kv_caches)
+
+
+class TestPacking:
+    """In which order CPU attention keeps keys; older versions tell it elsewhere, or not at all."""
+
+    @staticmethod
+    def _packing(**layer):
+        layer = SimpleNamespace(
+            get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), **layer
+        )
+        vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
+        return host_fields(vllm_config, ["layer"])["packing"]
+
+    def test_it_is_found(self):
+        assert self._packing(isa="amx") == self._packing(impl=SimpleNamespace(isa="amx")) == "amx"
+
+    def test_without_it_nobody_could_tell_whether_two_nodes_fit(self):
+        with pytest.raises(ConfigurationError, match="order"):
+            self._packing(impl=None)
 
 
 class TestPoolPlacement:
