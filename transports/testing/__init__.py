@@ -12,12 +12,15 @@ transport what it did.
 from __future__ import annotations
 
 from .harness import Link, Node, World, pairs_of, regions_of
+from .hostile_proxy import HostileProxy, Mishap
 from .proxy import FlippingProxy
 from .suite import ReadConformance, TransportConformance
 
 __all__ = [
     "FlippingProxy",
+    "HostileProxy",
     "Link",
+    "Mishap",
     "Node",
     "ReadConformance",
     "TransportConformance",
