@@ -83,7 +83,9 @@ class Simulation(SimulatedWorld):
     # -- operations: each picks its subject by a number, and does nothing if there is none -----------
 
     def offer(self, which: int, num_blocks: int) -> None:
-        """A producer's scheduler makes an offer, of a prompt that is computed, or (with a high number) that still is."""
+        """A producer's scheduler makes an offer, of a prompt that is computed, or (with a high number) that still is; or
+        (with a higher one) tells of an offer whose blocks are lost before any rank hears of it.
+        """
         engine = self._pick_engine(which)
         block_ids = engine.allocate(1 + num_blocks % 3)
         if not block_ids:
@@ -91,21 +93,32 @@ class Simulation(SimulatedWorld):
         # Names repeat from one start of a node to the next: only the epoch tells them apart.
         lease = 1 + sum(made.epoch == engine.epoch for made in self._made)
         request_id = f"prefill-{lease}"
-        generator = np.random.default_rng(self.next_number())
-        shape = (NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)
-        contents = [generator.integers(0, 255, shape, dtype=np.uint8) for _ in block_ids]
-        is_finished = num_blocks < 40
-        num_ready = len(block_ids) if is_finished else min(num_blocks % 2, len(block_ids) - 1)
-        engine.offers[request_id] = SimulatedOffer(lease, block_ids, num_ready, is_finished)
-        self._contents[engine.address, engine.epoch, lease] = contents
-        for rank in engine.living_ranks:
-            rank.fill(block_ids[:num_ready], contents[:num_ready])
-            rank.orders.append((request_id, self._offering(rank, request_id, engine.offers[request_id])))
         tokens = len(block_ids) * BLOCK_SIZE
         addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
         self._made.append(
             RemoteOffer(engine.address, engine.epoch, request_id, lease, addresses, tokens, (block_ids,))
         )
+        if num_blocks >= 60:
+            self._withdraw(engine, request_id, lease)
+            engine.free(block_ids, scribble=252)
+            return
+        is_finished = num_blocks < 40
+        num_ready = len(block_ids) if is_finished else min(num_blocks % 2, len(block_ids) - 1)
+        self._order_offer(engine, request_id, SimulatedOffer(lease, block_ids, num_ready, is_finished))
+
+    def _withdraw(self, engine: SimulatedEngine, request_id: str, lease: int) -> None:
+        for rank in engine.living_ranks:
+            rank.orders.append((request_id, partial(rank.protocol.producer.withdraw, lease)))
+
+    def _order_offer(self, engine: SimulatedEngine, request_id: str, offer: SimulatedOffer) -> None:
+        generator = np.random.default_rng(self.next_number())
+        shape = (NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)
+        contents = [generator.integers(0, 255, shape, dtype=np.uint8) for _ in offer.block_ids]
+        engine.offers[request_id] = offer
+        self._contents[engine.address, engine.epoch, offer.lease] = contents
+        for rank in engine.living_ranks:
+            rank.fill(offer.block_ids[: offer.num_ready], contents[: offer.num_ready])
+            rank.orders.append((request_id, self._offering(rank, request_id, offer)))
 
     def _offering(
         self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer
