@@ -30,7 +30,9 @@ TIMING = {
 
 
 class Fleet:
-    """Two prefill nodes, two decode nodes (one that reads, one that is pushed to), two routers (one that overlaps).
+    """Two prefill nodes, two decode nodes, two routers (one of which overlaps).
+
+    One decode node reads, and computes what it cannot load; the other one is pushed to, and fails then.
 
     Args:
         arguments: Of every node.
@@ -44,7 +46,7 @@ class Fleet:
         self._resources = ExitStack()
         timing = [word for key, value in TIMING.items() for word in ("--connector-option", f"{key}={value}")]
         common = (*arguments, "--connector", transport, *timing)
-        push = ("--connector-option", "transfer=push")
+        push = ("--connector-option", "transfer=push", "--load-failure-policy", "fail")
         with self._resources:
             self.prefills = [self._node(f"prefill-{index}", "prefill", common) for index in range(2)]
             self.decodes = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
@@ -11,8 +12,10 @@ __all__ = ["confessions", "objections"]
 
 #: A router that was told to end breaks its last connections by then.
 _FAREWELL_S = 5.0
-#: Why a router may refuse: no node is there, or one was lost in the middle of its answer.
+#: Why a request may be refused: no node is there, or one was lost in the middle of its answer.
 _MAY_REFUSE = ("no prefill node can", "no decode node can", "lost in the middle", "the engine does not run")
+#: Or it could not be loaded, where that is the policy.
+_LOAD_FAILED = "generation_failed"
 
 _MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
@@ -37,11 +40,15 @@ def _objection(faults: Sequence[Fault], outcome: Outcome) -> str:
         return f"not what a single node answers, {expected}"
     if outcome.ended_s - outcome.began_s > DEADLINE_S:
         return "it took too long"
-    if outcome.ending == "refused" and not any(why in answer.error["message"] for why in _MAY_REFUSE):
+    if outcome.ending == "refused" and not _may_refuse(answer.error):
         return "no reason to refuse it"
     if outcome.ending == "broken" and not any(_may_break(fault, outcome) for fault in faults):
         return "nothing befell its router"
     return ""
+
+
+def _may_refuse(error: Mapping[str, Any]) -> bool:
+    return error["code"] == _LOAD_FAILED or any(why in error["message"] for why in _MAY_REFUSE)
 
 
 def _may_break(fault: Fault, outcome: Outcome) -> bool:

@@ -15,9 +15,11 @@ KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cu
 KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
 
 
-def outcome(ending: Ending, *token_ids: int, message: str = "", began_s: float = 4.0) -> Outcome:
+def outcome(
+    ending: Ending, *token_ids: int, message: str = "", code: str = "", began_s: float = 4.0
+) -> Outcome:
     """Of a request for the tokens 7, 8, 9, which took two seconds."""
-    answer = Answer(list(token_ids), {"message": message} if message else {})
+    answer = Answer(list(token_ids), {"message": message, "code": code} if message else {})
     return Outcome(Ask("router", (1,), 3, False, inf), ending, began_s, began_s + 2, answer, [7, 8, 9])
 
 
@@ -65,6 +67,7 @@ def test_a_seed_repeats_its_requests() -> None:
         (outcome("refused", 7, message="the decode node was lost in the middle: reset"), ""),
         (outcome("refused", 8, message="the decode node was lost in the middle: reset"), "single node"),
         (outcome("refused", message="KeyError: 3"), "no reason"),
+        (outcome("refused", message="the producer is gone", code="generation_failed"), ""),
         (outcome("broken", 7), ""),
         (outcome("broken", 7, began_s=2.0), "nothing befell"),
         (outcome("broken", 7, began_s=11.0), "nothing befell"),
