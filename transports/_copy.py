@@ -1,4 +1,4 @@
-"""Copying of regions and ordered access to guard words: compiled if it can be, in plain Python if not."""
+"""Finding and copying regions, and ordered access to guard words: compiled if it can be, in plain Python if not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IS_COMPILED", "IS_ORDERED", "copy_regions", "load_word", "read_regions_of", "store_word"]
+__all__ = [
+    "IS_COMPILED",
+    "IS_ORDERED",
+    "copy_regions",
+    "gather_regions",
+    "load_word",
+    "locate_regions",
+    "read_regions_of",
+    "scatter_regions",
+    "store_word",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +56,18 @@ def _python_copy_regions(dst_addresses: Words, src_addresses: Words, lengths: Wo
         ctypes.memmove(dst, src, length)
 
 
+def _python_gather_regions(dst_address: int, src_addresses: Words, lengths: Words) -> None:
+    _python_copy_regions(_end_to_end(dst_address, lengths), src_addresses, lengths)
+
+
+def _python_scatter_regions(dst_addresses: Words, src_address: int, lengths: Words) -> None:
+    _python_copy_regions(dst_addresses, _end_to_end(src_address, lengths), lengths)
+
+
+def _end_to_end(address: int, lengths: Words) -> Words:
+    return (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(address)
+
+
 def _python_read_regions_of(pid: int, dst_addresses: Words, src_addresses: Words, lengths: Words) -> None:
     read: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype = ctypes.c_ssize_t
@@ -62,6 +84,17 @@ def _python_read_regions_of(pid: int, dst_addresses: Words, src_addresses: Words
             at += done
 
 
+def _python_locate_regions(
+    addresses: Words, offsets: Words, lengths: Words, ends: Words, shifts: Words
+) -> int:
+    # Past the end there is no room, whichever segment is asked.
+    segments = np.minimum(ends.searchsorted(offsets, side="right"), len(ends) - 1)
+    # Compared as `length <= room`, never `offset + length <= end`: a sum of hostile numbers can wrap.
+    inside = (offsets >= 0) & (lengths > 0) & (lengths <= ends[segments] - offsets)
+    addresses[:] = shifts[segments] + offsets.astype(np.uint64)
+    return len(inside) if inside.all() else int(np.argmin(inside))
+
+
 def _python_load_word(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
 
@@ -74,11 +107,21 @@ def copy_regions(dst_addresses: Words, src_addresses: Words, lengths: Words) -> 
     """Copy regions within this process's memory, without the GIL; all bytes are visible when it returns.
 
     Args:
-        dst_addresses: `(num_regions,)` virtual addresses, contiguous; not checked. Regions do not overlap.
+        dst_addresses: `(num_regions,)` virtual addresses; not checked. Regions do not overlap.
         src_addresses: `(num_regions,)`, likewise.
         lengths: `(num_regions,)` bytes.
     """
     _copy_regions(dst_addresses, src_addresses, lengths)
+
+
+def gather_regions(dst_address: int, src_addresses: Words, lengths: Words) -> None:
+    """`copy_regions` to where they lie end to end, from `dst_address` on."""
+    _gather_regions(dst_address, src_addresses, lengths)
+
+
+def scatter_regions(dst_addresses: Words, src_address: int, lengths: Words) -> None:
+    """`copy_regions` from where they lie end to end, from `src_address` on."""
+    _scatter_regions(dst_addresses, src_address, lengths)
 
 
 def read_regions_of(pid: int, dst_addresses: Words, src_addresses: Words, lengths: Words) -> None:
@@ -86,7 +129,7 @@ def read_regions_of(pid: int, dst_addresses: Words, src_addresses: Words, length
 
     Args:
         pid: The other process.
-        dst_addresses: `(num_regions,)` virtual addresses here, contiguous.
+        dst_addresses: `(num_regions,)` virtual addresses here.
         src_addresses: `(num_regions,)` virtual addresses there.
         lengths: `(num_regions,)` bytes.
 
@@ -94,6 +137,23 @@ def read_regions_of(pid: int, dst_addresses: Words, src_addresses: Words, length
         OSError: As `process_vm_readv(2)` fails. Some bytes may have been written.
     """
     _read_regions_of(pid, dst_addresses, src_addresses, lengths)
+
+
+def locate_regions(addresses: Words, offsets: Words, lengths: Words, ends: Words, shifts: Words) -> int:
+    """Find where regions of a pool lie. Any offsets and lengths will do: they are a stranger's.
+
+    Args:
+        addresses: `(num_regions,)` uint64; the virtual addresses are written here.
+        offsets: `(num_regions,)` int64, in the pool.
+        lengths: `(num_regions,)` int64, bytes.
+        ends: `(num_segments,)` int64: the pool offsets at which its segments end.
+        shifts: `(num_segments,)` uint64: from pool offsets to addresses, modulo 2**64.
+
+    Returns:
+        How many regions come before the first that is empty, or not inside one segment. The addresses from there on
+        mean nothing.
+    """
+    return _locate_regions(addresses, offsets, lengths, ends, shifts)
 
 
 def load_word(address: int) -> int:
@@ -107,6 +167,9 @@ def store_word(address: int, value: int) -> None:
 
 
 _copy_regions = _native.copy_regions if IS_COMPILED else _python_copy_regions
+_gather_regions = _native.gather_regions if IS_COMPILED else _python_gather_regions
+_scatter_regions = _native.scatter_regions if IS_COMPILED else _python_scatter_regions
 _read_regions_of = _native.read_regions_of if IS_COMPILED else _python_read_regions_of
+_locate_regions = _native.locate_regions if IS_COMPILED else _python_locate_regions
 _load_word = _native.load_word if IS_COMPILED else _python_load_word
 _store_word = _native.store_word if IS_COMPILED else _python_store_word

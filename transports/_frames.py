@@ -148,6 +148,8 @@ class FrameSocket:
                 raise PeerLostError("the peer closed the connection")
             self.last_heard = time.monotonic()
             frames += self._reader.feed(data)
+            if len(data) < RECEIVE_BYTES:
+                break  # that was all; of what follows the poller tells
         return frames
 
     def _receive_some(self) -> bytes:

@@ -3,7 +3,7 @@
  * A transfer's destination is not read again soon, so its cache lines need not be fetched before they
  * are overwritten: non-temporal stores save that third of the memory traffic.
  *
- * Addresses come from region tables that were checked against registered pools; nothing is checked here.
+ * The copies check nothing: their addresses are those that `locate_regions` found in registered pools.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -108,64 +108,113 @@ static copy_function best_stream(void) { return copy_plain; }
 
 static copy_function stream;
 
-/* Three equally long arrays of 8-byte integers, borrowed from the caller. */
+/* Equally long arrays of 8-byte integers, borrowed from the caller. */
 typedef struct {
     Py_buffer buffers[3];
-    const uint64_t *to, *from, *lengths;
+    int num_arrays;
     Py_ssize_t count;
-} regions_t;
+} words_t;
 
-static void release_regions(regions_t *regions, int acquired) {
-    for (int i = 0; i < acquired; i++) PyBuffer_Release(&regions->buffers[i]);
+static void release_words(words_t *words) {
+    for (int i = 0; i < words->num_arrays; i++) PyBuffer_Release(&words->buffers[i]);
 }
 
-static int acquire_regions(regions_t *regions, PyObject *to, PyObject *from, PyObject *lengths) {
-    PyObject *objects[3] = {to, from, lengths};
-    for (int i = 0; i < 3; i++) {
-        if (PyObject_GetBuffer(objects[i], &regions->buffers[i], PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
-            release_regions(regions, i);
-            return -1;
-        }
-        const char *format = regions->buffers[i].format;
-        if (regions->buffers[i].itemsize != 8 || format == NULL || strchr("lqLQ", format[0]) == NULL ||
-            regions->buffers[i].len != regions->buffers[0].len) {
-            release_regions(regions, i + 1);
-            PyErr_SetString(PyExc_ValueError, "addresses and lengths are equally long buffers of 64-bit integers");
-            return -1;
-        }
+/* Adds an array. On failure none is held any more. */
+static int acquire_words(words_t *words, PyObject *array, int flags) {
+    Py_buffer *buffer = &words->buffers[words->num_arrays];
+    if (PyObject_GetBuffer(array, buffer, PyBUF_STRIDES | PyBUF_FORMAT | flags) < 0) {
+        release_words(words);
+        return -1;
     }
-    regions->to = regions->buffers[0].buf;
-    regions->from = regions->buffers[1].buf;
-    regions->lengths = regions->buffers[2].buf;
-    regions->count = regions->buffers[0].len / 8;
+    words->num_arrays++;
+    if (buffer->ndim != 1 || buffer->itemsize != 8 || buffer->format == NULL ||
+        strchr("lqLQ", buffer->format[0]) == NULL || buffer->shape[0] != words->buffers[0].shape[0]) {
+        release_words(words);
+        PyErr_SetString(PyExc_ValueError, "addresses and lengths are equally long arrays of 64-bit integers");
+        return -1;
+    }
+    words->count = buffer->shape[0];
     return 0;
+}
+
+static char *word_address(const words_t *words, int array, Py_ssize_t index) {
+    return (char *)words->buffers[array].buf + index * words->buffers[array].strides[0];
+}
+
+static uint64_t word_at(const words_t *words, int array, Py_ssize_t index) {
+    uint64_t word;
+    memcpy(&word, word_address(words, array, index), sizeof word);
+    return word;
+}
+
+/* The addresses of regions: an array, or end to end. */
+typedef struct {
+    int array;
+    uint64_t next;
+} places_t;
+
+#define END_TO_END -1
+
+static char *place_at(const words_t *words, const places_t *places, Py_ssize_t index) {
+    return (char *)(uintptr_t)(places->array == END_TO_END ? places->next : word_at(words, places->array, index));
+}
+
+/* Copies regions, whose lengths are the last array, and lets go of the arrays. */
+static PyObject *copy_all(words_t *words, places_t to, places_t from) {
+    int lengths = words->num_arrays - 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < words->count; i++) {
+        uint64_t length = word_at(words, lengths, i);
+        char *target = place_at(words, &to, i);
+        const char *source = place_at(words, &from, i);
+        to.next += length;
+        from.next += length;
+        if (i + 1 < words->count) prefetch_head(place_at(words, &from, i + 1), word_at(words, lengths, i + 1));
+        (length >= STREAM_MIN_BYTES ? stream : copy_plain)(target, source, length);
+    }
+    fence_stores();
+    Py_END_ALLOW_THREADS
+    release_words(words);
+    Py_RETURN_NONE;
 }
 
 static PyObject *copy_regions(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *to, *from, *lengths;
-    regions_t regions;
+    words_t words = {0};
     if (!PyArg_ParseTuple(args, "OOO", &to, &from, &lengths)) return NULL;
-    if (acquire_regions(&regions, to, from, lengths) < 0) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < regions.count; i++) {
-        if (i + 1 < regions.count) prefetch_head((const char *)(uintptr_t)regions.from[i + 1], regions.lengths[i + 1]);
-        copy_function copy = regions.lengths[i] >= STREAM_MIN_BYTES ? stream : copy_plain;
-        copy((char *)(uintptr_t)regions.to[i], (const char *)(uintptr_t)regions.from[i], regions.lengths[i]);
-    }
-    fence_stores();
-    Py_END_ALLOW_THREADS
-    release_regions(&regions, 3);
-    Py_RETURN_NONE;
+    if (acquire_words(&words, to, 0) < 0 || acquire_words(&words, from, 0) < 0 || acquire_words(&words, lengths, 0) < 0)
+        return NULL;
+    return copy_all(&words, (places_t){.array = 0}, (places_t){.array = 1});
+}
+
+static PyObject *gather_regions(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long to;
+    PyObject *from, *lengths;
+    words_t words = {0};
+    if (!PyArg_ParseTuple(args, "KOO", &to, &from, &lengths)) return NULL;
+    if (acquire_words(&words, from, 0) < 0 || acquire_words(&words, lengths, 0) < 0) return NULL;
+    return copy_all(&words, (places_t){END_TO_END, to}, (places_t){.array = 0});
+}
+
+static PyObject *scatter_regions(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long from;
+    PyObject *to, *lengths;
+    words_t words = {0};
+    if (!PyArg_ParseTuple(args, "OKO", &to, &from, &lengths)) return NULL;
+    if (acquire_words(&words, to, 0) < 0 || acquire_words(&words, lengths, 0) < 0) return NULL;
+    return copy_all(&words, (places_t){.array = 0}, (places_t){END_TO_END, from});
 }
 
 /* Reads regions [first, first + count) whole. Returns 0, or an errno. */
-static int read_batch(pid_t pid, const regions_t *regions, Py_ssize_t first, Py_ssize_t count) {
+static int read_batch(pid_t pid, const words_t *words, Py_ssize_t first, Py_ssize_t count) {
     struct iovec local[IOV_MAX], remote[IOV_MAX];
     for (Py_ssize_t i = 0; i < count; i++) {
-        local[i].iov_base = (void *)(uintptr_t)regions->to[first + i];
-        remote[i].iov_base = (void *)(uintptr_t)regions->from[first + i];
-        local[i].iov_len = remote[i].iov_len = regions->lengths[first + i];
+        local[i].iov_base = (void *)(uintptr_t)word_at(words, 0, first + i);
+        remote[i].iov_base = (void *)(uintptr_t)word_at(words, 1, first + i);
+        local[i].iov_len = remote[i].iov_len = word_at(words, 2, first + i);
     }
     Py_ssize_t at = 0;
     while (at < count) {
@@ -187,21 +236,63 @@ static PyObject *read_regions_of(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *to, *from, *lengths;
     int pid, error = 0;
-    regions_t regions;
+    words_t words = {0};
     if (!PyArg_ParseTuple(args, "iOOO", &pid, &to, &from, &lengths)) return NULL;
-    if (acquire_regions(&regions, to, from, lengths) < 0) return NULL;
+    if (acquire_words(&words, to, 0) < 0 || acquire_words(&words, from, 0) < 0 || acquire_words(&words, lengths, 0) < 0)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t at = 0; at < regions.count && !error; at += IOV_MAX) {
-        Py_ssize_t rest = regions.count - at;
-        error = read_batch(pid, &regions, at, rest < IOV_MAX ? rest : IOV_MAX);
+    for (Py_ssize_t at = 0; at < words.count && !error; at += IOV_MAX) {
+        Py_ssize_t rest = words.count - at;
+        error = read_batch(pid, &words, at, rest < IOV_MAX ? rest : IOV_MAX);
     }
     Py_END_ALLOW_THREADS
-    release_regions(&regions, 3);
+    release_words(&words);
     if (error) {
         errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     Py_RETURN_NONE;
+}
+
+/* The first segment that ends after an offset. */
+static Py_ssize_t segment_of(const words_t *segments, int64_t offset) {
+    Py_ssize_t low = 0, high = segments->count;
+    while (low < high) {
+        Py_ssize_t middle = low + (high - low) / 2;
+        if ((int64_t)word_at(segments, 0, middle) > offset)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+static PyObject *locate_regions(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *addresses, *offsets, *lengths, *ends, *shifts;
+    words_t regions = {0}, segments = {0};
+    if (!PyArg_ParseTuple(args, "OOOOO", &addresses, &offsets, &lengths, &ends, &shifts)) return NULL;
+    if (acquire_words(&regions, addresses, PyBUF_WRITABLE) < 0 || acquire_words(&regions, offsets, 0) < 0 ||
+        acquire_words(&regions, lengths, 0) < 0)
+        return NULL;
+    if (acquire_words(&segments, ends, 0) < 0 || acquire_words(&segments, shifts, 0) < 0) {
+        release_words(&regions);
+        return NULL;
+    }
+    Py_ssize_t i = 0;
+    for (; i < regions.count; i++) {
+        int64_t offset = (int64_t)word_at(&regions, 1, i), length = (int64_t)word_at(&regions, 2, i);
+        Py_ssize_t segment = segment_of(&segments, offset);
+        /* Never offset + length <= end: a sum of hostile numbers can wrap. */
+        if (offset < 0 || length <= 0 || segment == segments.count ||
+            length > (int64_t)word_at(&segments, 0, segment) - offset)
+            break;
+        uint64_t address = word_at(&segments, 1, segment) + (uint64_t)offset;
+        memcpy(word_address(&regions, 0, i), &address, sizeof address);
+    }
+    release_words(&segments);
+    release_words(&regions);
+    return PyLong_FromSsize_t(i);
 }
 
 static PyObject *load_word(PyObject *self, PyObject *args) {
@@ -226,7 +317,10 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"copy_regions", copy_regions, METH_VARARGS, "Copy regions of this process, without the GIL."},
+    {"gather_regions", gather_regions, METH_VARARGS, "Copy regions to a place where they lie end to end."},
+    {"scatter_regions", scatter_regions, METH_VARARGS, "Copy regions from a place where they lie end to end."},
     {"read_regions_of", read_regions_of, METH_VARARGS, "Read regions of another process, without the GIL."},
+    {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to one that is not there."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
     {NULL, NULL, 0, NULL},

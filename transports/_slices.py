@@ -73,6 +73,8 @@ def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
     if num_rows <= 1:
         return np.arange(num_rows + 1)
     is_large = lengths >= limits.alone_bytes
+    if num_rows <= limits.max_rows and lengths.sum() <= limits.slice_bytes and not is_large.any():
+        return np.array([0, num_rows])
     filled = (np.cumsum(lengths) - 1) // limits.slice_bytes
     counted = np.arange(num_rows) // limits.max_rows
     begins = np.ones(num_rows, dtype=bool)

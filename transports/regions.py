@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ._copy import locate_regions
 from .errors import RegionError
 
 __all__ = ["Guard", "MemoryKind", "Pool", "RegionPairs", "Regions", "Segment"]
@@ -84,18 +85,14 @@ class Pool:
         Raises:
             RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
         """
-        # Past the end there is no room, whichever segment is asked.
-        index = np.minimum(self.segment_indices(offsets), len(self.segments) - 1)
-        # Compared as `num_bytes <= room`, never `offset + num_bytes <= end`: a sum of hostile numbers can wrap.
-        room = self._ends[index] - offsets
-        inside = (offsets >= 0) & (num_bytes > 0) & (num_bytes <= room)
-        if not inside.all():
-            first = int(np.argmin(inside))
+        addresses = np.empty(len(offsets), dtype=np.uint64)
+        first = locate_regions(addresses, offsets, num_bytes, self._ends, self._shifts)
+        if first < len(offsets):
             raise RegionError(
                 f"region {first} (offset {int(offsets[first])}, {int(num_bytes[first])} bytes) "
                 f"is not inside one segment of a pool of {self.num_bytes} bytes"
             )
-        return self._shifts[index] + offsets.astype(np.uint64)
+        return addresses
 
 
 class Regions:

@@ -24,6 +24,14 @@ COPIES = [
     pytest.param(_copy.copy_regions, id="chosen"),
     pytest.param(_copy._python_copy_regions, id="python"),
 ]
+GATHERS = [
+    pytest.param(_copy.gather_regions, _copy.scatter_regions, id="chosen"),
+    pytest.param(_copy._python_gather_regions, _copy._python_scatter_regions, id="python"),
+]
+LOCATES = [
+    pytest.param(_copy.locate_regions, id="chosen"),
+    pytest.param(_copy._python_locate_regions, id="python"),
+]
 READS = [
     pytest.param(_copy.read_regions_of, id="chosen"),
     pytest.param(_copy._python_read_regions_of, id="python"),
@@ -53,6 +61,55 @@ def test_regions_are_copied_to_the_byte(copy: object, rows: list[tuple[int, int,
     dst_addresses, src_addresses, lengths = (words(*column) for column in zip(*regions, strict=True))
     copy(dst_addresses, src_addresses, lengths.astype(np.int64))  # type: ignore[operator]
     assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize(("gather", "scatter"), GATHERS)
+@given(st.lists(st.tuples(LENGTHS, st.integers(0, 130)), max_size=8))
+@settings(deadline=None, max_examples=50)
+def test_regions_are_gathered_end_to_end_and_scattered_again(
+    gather: object, scatter: object, rows: list[tuple[int, int]]
+) -> None:
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2)  # its columns are not contiguous
+    lengths, gaps = table[:, 0], table[:, 1]
+    offsets = np.cumsum(lengths + gaps) - lengths
+    source = np.random.default_rng(0).integers(0, 256, int(table.sum()) + 1, dtype=np.uint8)
+    stage, target = np.zeros(int(lengths.sum()) + 1, dtype=np.uint8), np.zeros_like(source)
+    gather(stage.ctypes.data, source.ctypes.data + offsets.astype(np.uint64), lengths)  # type: ignore[operator]
+    pieces = [source[at : at + length] for at, length in zip(offsets, lengths, strict=True)]
+    assert stage.tobytes() == b"".join(piece.tobytes() for piece in pieces) + b"\0"
+    scatter(target.ctypes.data + offsets.astype(np.uint64), stage.ctypes.data, lengths)  # type: ignore[operator]
+    expected = np.zeros_like(source)
+    for at, piece in zip(offsets, pieces, strict=True):
+        expected[at : at + len(piece)] = piece
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("locate", LOCATES)
+@pytest.mark.parametrize(
+    ("bad", "num_bytes"),
+    [
+        (0, 0),
+        (0, -1),
+        (-1, 1),
+        (9, 2),
+        (10, 6),
+        (15, 1),
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), 2**63 - 1),
+        (14, 2),
+    ],
+)
+def test_regions_are_located_up_to_the_first_that_is_not_there(
+    locate: object, bad: int, num_bytes: int
+) -> None:
+    ends, shifts = np.array([10, 15]), words(1000, 2**64 - 10)  # the second segment is at address 0
+    table = np.array([[0, 10], [10, 5], [bad, num_bytes], [9, 1]])
+    addresses = words(*range(4))
+    assert locate(addresses, table[:, 0], table[:, 1], ends, shifts) == 2  # type: ignore[operator]
+    assert addresses[:2].tolist() == [1000, 0]
+    table = table[[0, 1, 3]]
+    assert locate(addresses[:3], table[:, 0], table[:, 1], ends, shifts) == 3  # type: ignore[operator]
+    assert addresses[:3].tolist() == [1000, 0, 1009]
 
 
 @pytest.mark.parametrize("read", READS)
@@ -97,7 +154,8 @@ def test_words_are_stored_and_loaded() -> None:
         (np.zeros(2, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.int64)),
         (np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.int32)),
         (np.zeros(1), np.zeros(1), np.zeros(1)),
-        (np.zeros(4, np.uint64)[::2], np.zeros(2, np.uint64), np.zeros(2, np.int64)),
+        (np.zeros((2, 2), np.uint64), np.zeros(2, np.uint64), np.zeros(2, np.int64)),
+        (np.uint64(0), np.uint64(0), np.int64(0)),
         (None, None, None),
     ],
 )

@@ -8,9 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from .._copy import copy_regions
+from .._copy import scatter_regions
 from .._slices import SliceLimits, SlicePlan
 from ..base import Event, TransferEnded
 from ..errors import KVTransferError, ProtocolError, StaleRegionError, TransferTimeoutError
@@ -59,12 +57,19 @@ class Transfer:
 
 @dataclass
 class _Slice:
-    """A slice on its way. `stages`: where it arrives, if that is not the pool."""
+    """A slice on its way: its bytes, and the owner's word for them, whichever comes first.
+
+    Attributes:
+        stages: Where it arrives, if that is not the pool.
+        is_placed: The bytes are in the pool.
+        is_answered: The owner's word came.
+    """
 
     transfer: Transfer
     index: int
     operation: Operation
     stages: tuple[Stage, ...]
+    is_placed: bool = False
     is_answered: bool = False
 
 
@@ -128,6 +133,8 @@ class Reader:
         # Drawn by lot: nobody else who finds the way to our worker can put bytes into a slice.
         tag = secrets.randbits(64)
         fetch = Fetch(tag, transfer.guard, rows)
+        self._channel.send(fetch.encode())
+        # What follows is done while the fetch is on its way. UCX hands over nothing before it is asked to.
         if len(rows) == 1:
             stages: tuple[Stage, ...] = ()
             address, num_bytes = int(transfer.plan.targets_of(index)[0]), fetch.num_bytes
@@ -138,7 +145,6 @@ class Reader:
         self._slices[tag] = _Slice(transfer, index, operation, stages)
         transfer.num_fetched += 1
         transfer.in_flight += 1
-        self._channel.send(fetch.encode())
 
     def on_answer(self, answer: Answer) -> None:
         """The peer has sent a slice, or a byte in its place.
@@ -156,28 +162,33 @@ class Reader:
             piece.transfer.failure.append(error)
 
     def settle(self) -> None:
-        """Accept the slices that are here.
+        """Put what has arrived into place; accept it once the owner vouches for it.
 
         Raises:
             PeerLostError: UCX lost the peer.
             ProtocolError: the peer sent more than was asked for.
         """
-        done = [tag for tag, piece in self._slices.items() if piece.is_answered and piece.operation.is_done]
+        for piece in self._slices.values():
+            if not piece.is_placed and piece.operation.is_done:
+                self._place(piece)
+        done = [tag for tag, piece in self._slices.items() if piece.is_placed and piece.is_answered]
         for tag in done:
-            self._accept(self._slices.pop(tag))
+            self._accept(self._slices.pop(tag).transfer)
         if done:
             self._fetch()
 
-    def _accept(self, piece: _Slice) -> None:
+    def _place(self, piece: _Slice) -> None:
         piece.operation.check()
-        transfer = piece.transfer
-        transfer.in_flight -= 1
+        piece.is_placed = True
+        plan = piece.transfer.plan
         for stage in piece.stages:
-            if not transfer.failure and len(transfer.plan):
-                lengths = np.ascontiguousarray(transfer.plan.rows_of(piece.index)[:, 1])
-                targets = np.ascontiguousarray(transfer.plan.targets_of(piece.index))
-                copy_regions(targets, stage.addresses_of(lengths), lengths)
+            if not piece.transfer.failure and len(plan):
+                lengths = plan.rows_of(piece.index)[:, 1]
+                scatter_regions(plan.targets_of(piece.index), stage.address, lengths)
             self._stages.give_back(stage)
+
+    def _accept(self, transfer: Transfer) -> None:
+        transfer.in_flight -= 1
         if transfer.is_over:
             self._end(transfer)
 

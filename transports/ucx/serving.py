@@ -6,9 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from .._copy import copy_regions
+from .._copy import gather_regions
 from .._memory import WordTable, guard_holds, require_guard
 from ..errors import ProtocolError, RegionError
 from ..regions import AddressArray, Guard, Pool
@@ -95,9 +93,9 @@ class Server:
             operation = self._worker.send(fetch.tag, int(addresses[0]), fetch.num_bytes)
             self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, ()))
             return
-        lengths = np.ascontiguousarray(fetch.rows[:, 1])
+        lengths = fetch.rows[:, 1]
         stage = self._source.stages.take(fetch.num_bytes)
-        copy_regions(stage.addresses_of(lengths), addresses, lengths)
+        gather_regions(stage.address, addresses, lengths)
         operation = self._worker.send(fetch.tag, stage.address, fetch.num_bytes)
         self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, (stage,)))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..regions import AddressArray, Int64Array
-
 __all__ = ["Stage", "Stages"]
 
 _MAX_IDLE = 16
@@ -21,10 +19,6 @@ class Stage:
     @property
     def num_bytes(self) -> int:
         return self._memory.nbytes
-
-    def addresses_of(self, lengths: Int64Array) -> AddressArray:
-        """Where regions lie, end to end: shape `(num_regions,)`."""
-        return (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(self.address)
 
 
 class Stages:

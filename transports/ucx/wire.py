@@ -20,6 +20,7 @@ stale here.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class Fetch:
     guard: Guard
     rows: Int64Array
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return int(self.rows[:, 1].sum())
 
@@ -232,11 +233,14 @@ def _decode_fetch(body: bytes) -> Fetch:
     tag, index, value = _FETCH.unpack_from(body)
     if (len(body) - _FETCH.size) % 16:
         raise ProtocolError(f"the rows of a fetch have 16 bytes each, got {len(body) - _FETCH.size}")
-    rows = np.frombuffer(body[_FETCH.size :], dtype="<i8").reshape(-1, 2).astype(np.int64)
+    rows = np.frombuffer(body, dtype="<i8", offset=_FETCH.size).reshape(-1, 2).astype(np.int64, copy=False)
+    fetch = Fetch(tag, Guard(index, value), rows)
     lengths = rows[:, 1]
-    if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
+    if len(rows) and (
+        lengths.min() < 1 or lengths.max() > MAX_SLICE_BYTES or fetch.num_bytes > MAX_SLICE_BYTES
+    ):
         raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
-    return Fetch(tag, Guard(index, value), rows)
+    return fetch
 
 
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .._copy import copy_regions
+from .._copy import copy_regions, scatter_regions
 from .._slices import SliceLimits, SlicePlan
 from ..base import Event, TransferEnded
 from ..errors import (
@@ -125,15 +125,15 @@ class Reads:
         """
         transfer = self._arrived(peer, answer)
         if transfer is not None and answer.index == len(transfer.plan):
-            _sources(answer, transfer.plan.rows[:0, 1])
+            _require_whole(answer, transfer.plan.rows[:0, 1])
             self._end(peer, transfer, *transfer.failure)
         elif transfer is not None and not transfer.failure:
             self._accept(peer, transfer, answer)
         self._fetch(peer)
 
     def _accept(self, peer: Peer, transfer: _Transfer, answer: Slice) -> None:
-        lengths = np.ascontiguousarray(transfer.plan.rows_of(answer.index)[:, 1])
-        sources = _sources(answer, lengths)
+        lengths = transfer.plan.rows_of(answer.index)[:, 1]
+        _require_whole(answer, lengths)
         transfer.num_arrived += 1
         transfer.is_settled &= answer.is_settled
         if self._options.checksums and checksum_of(frame.view for frame in answer.frames) != answer.checksum:
@@ -141,8 +141,7 @@ class Reads:
                 ChecksumError(f"slice {answer.index} changed on its way: its checksum differs")
             )
         else:
-            targets = np.ascontiguousarray(transfer.plan.targets_of(answer.index))
-            copy_regions(targets, sources, lengths)
+            _place(answer, transfer.plan.targets_of(answer.index), lengths)
         if transfer.num_arrived == len(transfer.plan) and transfer.is_settled and not transfer.failure:
             self._end(peer, transfer)
         elif transfer.num_arrived == len(transfer.plan) or transfer.failure:
@@ -200,15 +199,21 @@ class Reads:
         )
 
 
-def _sources(answer: Slice, lengths: Int64Array) -> AddressArray:
-    """Where the bytes of each row came to lie, shape `(num_rows,)`.
+def _require_whole(answer: Slice, lengths: Int64Array) -> None:
+    """Check that a slice has the rows that were asked for, in a frame each or all in one.
 
     Raises:
-        ProtocolError: they are not as many as were asked for.
+        ProtocolError: they are not as many bytes.
     """
     sizes = [frame.num_bytes for frame in answer.frames]
-    if len(sizes) == 1 and sizes[0] == lengths.sum():
-        return (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(answer.frames[0].address)
-    if sizes != lengths.tolist():
+    if sizes != [lengths.sum()] and sizes != lengths.tolist():
         raise ProtocolError(f"slice {answer.index} has {sizes} bytes, {lengths.tolist()} were asked for")
-    return np.array([frame.address for frame in answer.frames], dtype=np.uint64)
+
+
+def _place(answer: Slice, targets: AddressArray, lengths: Int64Array) -> None:
+    """Copy the rows of a whole slice to `targets`, shape `(num_rows,)`."""
+    if len(answer.frames) == 1:
+        scatter_regions(targets, answer.frames[0].address, lengths)
+    else:
+        sources = np.array([frame.address for frame in answer.frames], dtype=np.uint64)
+        copy_regions(targets, sources, lengths)

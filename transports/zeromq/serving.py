@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-import numpy as np
 import xxhash
 
-from .._copy import copy_regions
+from .._copy import gather_regions
 from .._memory import WordTable, guard_holds, require_guard
 from ..errors import ProtocolError, RegionError
 from ..regions import AddressArray, Pool
@@ -57,11 +56,9 @@ class PoolServer:
             _send_slice(link, fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
 
     def _send_gathered(self, link: Link, fetch: Fetch, addresses: AddressArray) -> None:
-        lengths = np.ascontiguousarray(fetch.rows[:, 1])
+        lengths = fetch.rows[:, 1]
         frame = Frame.allocated(int(lengths.sum()))
-        copy_regions(
-            (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(frame.address), addresses, lengths
-        )
+        gather_regions(frame.address, addresses, lengths)
         if self._holds(fetch):
             _send_slice(link, fetch, [frame], is_settled=True)
         else:
