@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,8 @@ TIMING = {
     "progress_wait_s": 4,
     "load_wait_s": 10,
 }
+#: Over the network a load takes a while, so that faults happen in the middle of it.
+SMALL_SLICES = 'transport={"slice_bytes": 65536, "window_slices": 1}'
 
 
 class Fleet:
@@ -44,9 +46,11 @@ class Fleet:
         self._transport = transport
         self._folder = folder
         self._resources = ExitStack()
-        timing = [word for key, value in TIMING.items() for word in ("--connector-option", f"{key}={value}")]
-        common = (*arguments, "--connector", transport, *timing)
-        push = ("--connector-option", "transfer=push", "--load-failure-policy", "fail")
+        options = [f"{key}={value}" for key, value in TIMING.items()]
+        if transport in ("zeromq", "ucx"):
+            options.append(SMALL_SLICES)
+        common = (*arguments, "--connector", transport, *_option_words(options))
+        push = (*_option_words(["transfer=push"]), "--load-failure-policy", "fail")
         with self._resources:
             self.prefills = [self._node(f"prefill-{index}", "prefill", common) for index in range(2)]
             self.decodes = [
@@ -129,13 +133,8 @@ class Fleet:
     def _node(self, name: str, role: str, arguments: Sequence[str]) -> Place:
         folder = self._folder / name
         folder.mkdir()
-        address = self._address(folder)
-        words = (
-            "--role",
-            role,
-            *arguments,
-            *(("--connector-option", f"address={address}") if address else ()),
-        )
+        address = _option_words(self._address(folder))
+        words = ("--role", role, *arguments, *address)
         return Place(name, self._spawn, "serve.py", words, self._port(), folder)
 
     def _router(self, name: str, arguments: Sequence[str]) -> Place:
@@ -146,15 +145,15 @@ class Fleet:
         words = (*urls, "--check-interval-s", "0.25", "--silence-timeout-s", "10", *arguments)
         return Place(name, self._spawn, "router.py", words, self._port(), self._folder / name)
 
-    def _address(self, folder: Path) -> str:
-        """Where a node's transport listens, each time; empty where the transport is to choose."""
+    def _address(self, folder: Path) -> list[str]:
+        """The option that says where a node's transport listens, each time; none where the transport is to choose."""
         match self._transport:
             case "shm":
-                return f"shm://{folder}/berth.sock"
+                return [f"address=shm://{folder}/berth.sock"]
             case "zeromq" | "ucx":
-                return f"{self._transport}://127.0.0.1:{self._port()}"
+                return [f"address={self._transport}://127.0.0.1:{self._port()}"]
             case _:
-                return ""
+                return []
 
     def _port(self) -> int:
         return self._resources.enter_context(reserved_port())
@@ -169,3 +168,7 @@ class Fleet:
         traceback: TracebackType | None,
     ) -> None:
         self._resources.close()
+
+
+def _option_words(options: Iterable[str]) -> list[str]:
+    return [word for option in options for word in ("--connector-option", option)]
