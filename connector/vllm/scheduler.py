@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ...transports.errors import KVTransferError
+from ...transports.errors import InvalidTransferParamsError, KVTransferError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
-from ..params import parse_transfer_params
+from ..params import TransferWish, parse_transfer_params
 from ..scheduler_half import HandoffScheduler
+from .content import content_digest
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers
 
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
+
+#: The key of `kv_transfer_params` under which a prefill node says what its blocks were computed from.
+_CONTENT = "remote_content"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class SchedulerSide:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
+            self._require_same_content(request, wish)
             if not self._shared.follow(request_id, wish, prompt):
                 self._half.on_new_request(_Request.of(request))
                 self._shared.lead(request_id, wish, prompt)
@@ -126,7 +131,25 @@ class SchedulerSide:
         self._refused.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        return self._half.request_finished(_Request.of(request), block_ids)
+        is_held, params = self._half.request_finished(_Request.of(request), block_ids)
+        if params is not None and self._shared.has_prefix_cache:
+            params[_CONTENT] = content_digest(request, request.num_prompt_tokens)
+        return is_held, params
+
+    def _require_same_content(self, request: Any, wish: TransferWish) -> None:
+        """Refuse an offer of another prompt, which a router mixed up.
+
+        Without a prefix cache vLLM does not name images by their content, so that nothing could be compared.
+        """
+        if wish.load_from is None or not self._shared.has_prefix_cache:
+            return
+        told = request.kv_transfer_params.get(_CONTENT)
+        if told is not None and told != content_digest(request, wish.load_from.num_tokens):
+            raise InvalidTransferParamsError(
+                "the offer is of another prompt, LoRA adapter, cache salt or image",
+                key=_CONTENT,
+                value=str(told)[:32],
+            )
 
     def _fail_followers(self, request_id: str) -> None:
         for follower in self._shared.end_load(request_id):

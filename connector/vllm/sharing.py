@@ -34,12 +34,12 @@ class SharedOffers:
     An offer is read once. vLLM makes `n` requests of one for `n` samples, each with all of its parameters; so the
     first one loads, and the others wait until it has, or has failed.
 
-    Args:
+    Attributes:
         has_prefix_cache: Whether a request finds there what another one loaded; else nobody waits for anybody.
     """
 
     def __init__(self, has_prefix_cache: bool) -> None:
-        self._has_prefix_cache = has_prefix_cache
+        self.has_prefix_cache = has_prefix_cache
         self._loads: dict[_OfferName, _Load] = {}
         self._followed: dict[str, _OfferName] = {}
 
@@ -65,7 +65,7 @@ class SharedOffers:
     def lead(self, request_id: str, wish: TransferWish, prompt: Sequence[int]) -> None:
         """Remember that a request loads its offer, if it has one."""
         name = _name(wish)
-        if name is not None and self._has_prefix_cache:
+        if name is not None and self.has_prefix_cache:
             self._loads.setdefault(name, _Load(request_id, prompt))
 
     def end_load(self, request_id: str) -> Sequence[str]:

@@ -68,6 +68,9 @@ class Node:
     def start(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> None:
         self.order("add", request=request, prompt=prompt, max_tokens=max_tokens, params=params)
 
+    def wait_for_first_token(self, request: str) -> None:
+        self._take(lambda answer: answer.get("first") == request, ANSWER_S)
+
     def result(self, request: str, timeout_s: float = ANSWER_S) -> Answer:
         return self._take(lambda answer: answer.get("finished") == request, timeout_s)
 

@@ -21,6 +21,7 @@ from kvferry.connector.vllm.config import (
     kv_cache_config,
     require_whole_caches,
 )
+from kvferry.connector.vllm.content import content_digest
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.scheduler import SchedulerSide
 from kvferry.connector.vllm.sharing import SharedOffers
@@ -233,7 +234,39 @@ def _request(request_id, params):
         num_computed_tokens=0,
         kv_transfer_params=params,
         get_finished_reason=lambda: None,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+        prompt_embeds=None,
     )
+
+
+class TestContent:
+    """What two requests must have in common to have each other's blocks."""
+
+    IMAGE = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=8, length=4))
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("prompt_token_ids", [7] * 39 + [8]),
+            ("lora_request", SimpleNamespace(lora_name="adapter")),
+            ("cache_salt", "salt"),
+            ("mm_features", [IMAGE]),
+            ("prompt_embeds", torch.ones(40, 4)),
+        ],
+    )
+    def test_they_have(self, key, value):
+        one, other = _request("r", None), _request("s", None)
+        assert content_digest(one, 40) == content_digest(other, 40)
+        setattr(other, key, value)
+        assert content_digest(one, 40) != content_digest(other, 40)
+
+    def test_what_comes_behind_does_not_count(self):
+        one, longer = _request("r", None), _request("s", None)
+        longer.prompt_token_ids = [7] * 8 + [9] * 40
+        longer.mm_features = [self.IMAGE]
+        assert content_digest(one, 8) == content_digest(longer, 8)
 
 
 class TestRefusedRequests:

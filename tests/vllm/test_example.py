@@ -26,7 +26,9 @@ def test_the_pair_answers_like_one_node(tmp_path, transport, mechanism, fronts):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(report.read_text())
-    assert [request["front"] for request in content["requests"]] == [front for front in fronts for _ in range(2)]
+    assert [request["front"] for request in content["requests"]] == [
+        front for front in fronts for _ in range(2)
+    ]
     assert all(request["identical"] for request in content["requests"])
     assert content["transfers"]["num_failures"] == 0
     (used,) = content["transfers"]["mechanisms"]

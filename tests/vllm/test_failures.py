@@ -79,6 +79,16 @@ def test_an_offer_of_another_start_of_the_node(pair, prompt, policy):
     pair.assert_ended_by(policy, answer, tokens)
 
 
+def test_an_offer_of_another_prompt(pair, prompt, policy):
+    """As of a router that mixes up two answers; who is meant can still load it."""
+    if pair.decode.host == "reference":
+        pytest.skip("it takes a router's word")
+    tokens, other = prompt(100), prompt(100, seed=1)
+    params = pair.prefilled(tokens)
+    pair.assert_ended_by(policy, pair.decode.ask(next(pair.names), other, 8, params), other)
+    assert pair.decode.ask(next(pair.names), tokens, 8, params)["tokens"] == pair.alone(tokens)
+
+
 def test_half_of_the_prompt_is_here_and_the_other_half_fails(pair, prompt, policy):
     tokens = prompt(200)
     pair.decode.ask(next(pair.names), tokens[:96])
@@ -106,3 +116,17 @@ def test_abort_while_queued(pair, prompt, is_at_rest):
         pair.decode.start(name, tokens, 8, pair.prefilled(tokens))
         pair.decode.order("abort", request=name)
         pair.prefill.wait_for_status(is_at_rest)
+
+
+def test_abort_while_the_prompt_is_computed(pair, prompt):
+    name = next(pair.names)
+    pair.prefill.start(name, prompt(1200), 1, {"do_remote_decode": True})
+    pair.prefill.order("abort", request=name)
+
+
+def test_abort_once_loaded(pair, prompt):
+    tokens = prompt(100)
+    name = next(pair.names)
+    pair.decode.start(name, tokens, 1000, pair.prefilled(tokens))
+    pair.decode.wait_for_first_token(name)
+    pair.decode.order("abort", request=name)

@@ -35,8 +35,25 @@ def test_the_answer_depends_on_the_bytes_that_were_handed_over(pair, prompt):
     """Else equal tokens would prove nothing: here the decode node is told another prompt's blocks."""
     tokens = prompt(100, seed=1)
     params = pair.prefilled(prompt(100, seed=2))
+    params.pop("remote_content", None)  # by which vLLM's node would see it
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     assert answer["tokens"] != pair.alone(tokens)
+
+
+def test_one_token_on_either_side(pair, prompt):
+    """Both requests end with the step that gives their first token."""
+    tokens = prompt(64)
+    assert pair.hand_over(tokens, max_tokens=1)["tokens"] == pair.alone(tokens, max_tokens=1)
+
+
+def test_all_but_the_last_block_is_here(pair, prompt):
+    """vLLM leaves at least one token to compute, and so finds one block less in its cache than the prompt has."""
+    tokens = prompt(96)
+    pair.decode.ask(next(pair.names), tokens)
+    before = pair.decode.order("figures")["num_bytes"]
+    answer = pair.hand_over(tokens)
+    assert pair.decode.order("figures")["num_bytes"] - before == BYTES_PER_BLOCK
+    assert answer["tokens"] == pair.alone(tokens)
 
 
 def test_only_missing_blocks_are_read(pair, prompt):

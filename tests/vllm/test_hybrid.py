@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+
+from kvferry.connector.vllm import KvferryConnector
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,6 +32,8 @@ def running_pair(request, start_pair, hybrid_model):
 
 
 def test_there_are_several_groups(pair):
+    if pair.decode.host == "vllm" and not supports_hma(KvferryConnector):
+        pytest.skip("this vLLM makes one group of all layers")
     assert pair.decode.order("status")["num_groups"] > 1
 
 
