@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 NODE_PROGRAM = Path(__file__).parent / "children" / "node.py"
+RDMA_NODE_PROGRAM = NODE_PROGRAM.with_name("rdma_node.py")
 NUM_TOKENS = 24 * 16  # 24 MiB
 NUM_BLOCKS = 32
 PEER_TIMEOUT_S = 2.0
@@ -34,11 +35,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 class Host:
     """The node on one of the hosts. `prefix` is what runs a command there."""
 
-    def __init__(self, prefix: Sequence[str], connector: str, transport: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        prefix: Sequence[str],
+        connector: str,
+        transport: Mapping[str, Any],
+        node_program: Path = NODE_PROGRAM,
+    ) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
             options = json.dumps({**HANDOFF, "transport": transport})
-            program = [sys.executable, str(NODE_PROGRAM), str(theirs.fileno()), connector, options]
+            program = [sys.executable, str(node_program), str(theirs.fileno()), connector, options]
             self._process = subprocess.Popen(
                 [*prefix, *program],
                 pass_fds=(theirs.fileno(),),
@@ -229,6 +236,21 @@ def test_shared_memory_between_containers_takes_a_folder_and_nothing_else(
         ((transport, _),) = pair.decode.ask("routes")
     assert transport == "shm"
     assert list(socket_dir.iterdir()) == []
+
+
+def test_a_host_that_only_tcp_reaches_is_refused_by_name_and_both_nodes_stay_up(
+    network: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("ucxx", reason="ucxx is not installed")
+    willing = Host(network.inside("p"), "ucx", ucx_options(network, "p", tmp_path))
+    options = {**ucx_options(network, "d", tmp_path), "tls": "", "refuse_tcp": True}
+    refusing = Host(network.inside("d"), "ucx", options, RDMA_NODE_PROGRAM)
+    with running(willing, refusing) as pair:
+        for _ in range(2):
+            request_id, _ = pair.start_load()
+            error, _ = pair.end_load(request_id, SETTLED_S)
+            assert "change refuse_tcp, tls or net_devices" in error
+        pair.assert_whole()
 
 
 def start_and_wait_until_half_way(pair: Pair) -> tuple[str, str]:

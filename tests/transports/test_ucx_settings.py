@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvferry.transports import Connected, PeerLost, Pool
-from kvferry.transports.errors import BackendUnavailableError, ConfigurationError
+from kvferry.transports.errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
 from kvferry.transports.registry import available_transports
 from kvferry.transports.ucx import UCXOptions, UCXTransport
 from kvferry.transports.ucx.options import Address
@@ -81,6 +81,35 @@ def test_tcp_can_be_refused_and_then_a_machine_without_rdma_says_so_at_start() -
     assert caught.value.key == "refuse_tcp"
 
 
+def connect(dialer: UCXTransport, listener: UCXTransport) -> Connected | PeerLost:
+    """What becomes of a connection."""
+    dialer.start_connect(listener.listen(""), timeout_s=10)
+    seen: list[object] = []
+    while not seen:
+        listener.wait_events(0.01)
+        seen += dialer.wait_events(0.01)
+    assert isinstance(seen[0], Connected | PeerLost)
+    return seen[0]
+
+
+@needs_ucxx
+@pytest.mark.parametrize("tls", ["", "all"])
+@pytest.mark.parametrize("refuses", ["listener", "dialer"])
+def test_a_peer_that_only_tcp_reaches_is_refused_by_name_and_with_a_way_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str, tls: str
+) -> None:
+    nodes = {name: make() for name in ("listener", "dialer", "friend")}
+    # There is no RDMA here: this node starts as if there were, and then finds none that leads to the other.
+    monkeypatch.setattr("kvferry.transports.ucx.transport.require_network", lambda _: "ucx:rc_mlx5")
+    nodes[refuses] = make(refuse_tcp=True, tls=tls)
+    lost = connect(nodes["dialer"], nodes["listener"])
+    assert isinstance(lost, PeerLost)
+    assert isinstance(lost.error, PeerRefusedError)
+    assert "change refuse_tcp, tls or net_devices" in str(lost.error)
+    if refuses == "dialer":  # the other one goes on
+        assert isinstance(connect(nodes["friend"], nodes["listener"]), Connected)
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
@@ -131,13 +160,7 @@ def test_a_wildcard_needs_a_host_to_tell_peers(make: Make) -> None:
 @needs_ucxx
 @pytest.mark.parametrize("host", ["::1", "localhost"])
 def test_hosts_may_be_ipv6_or_names(make: Make, host: str) -> None:
-    listener, dialer = make(bind_host=host), make()
-    dialer.start_connect(listener.listen(""), timeout_s=10)
-    seen: list[object] = []
-    while not seen:
-        listener.wait_events(0.01)
-        seen += dialer.wait_events(0.01)
-    assert isinstance(seen[0], Connected)
+    assert isinstance(connect(make(), make(bind_host=host)), Connected)
 
 
 @needs_ucxx

@@ -19,12 +19,11 @@ from typing import Any, Final
 from ..errors import (
     BackendUnavailableError,
     ConfigurationError,
-    KVTransferError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
 )
-from .options import SCHEME, UCXOptions
+from .options import SCHEME, WAY_OUT, UCXOptions
 
 __all__ = ["Operation", "Worker", "require_network"]
 
@@ -160,7 +159,7 @@ class Worker:
             self._worker = core.UCXWorker(self._context)
         except (core.UCXError, RuntimeError) as error:
             raise ConfigurationError(f"UCX refuses {options.settings()}: {error}", key="tls") from error
-        self._refuse_tcp = options.refuse_tcp
+        self._options = options
         self._handles: Final = (self._worker.handle, self._context.handle)
         self.address = bytes(memoryview(self._worker.address))
         self._endpoints: list[Any] = []
@@ -187,8 +186,7 @@ class Worker:
             What UCX chose, e.g. `"ucx:tcp"`.
 
         Raises:
-            PeerRefusedError: TCP is refused, and nothing else leads there.
-            PeerLostError: nothing leads there; or the address is none of UCX's.
+            PeerRefusedError: nothing leads there, or only TCP, which is refused; or the address is none of UCX's.
             ProtocolError: the address is of another version, over which UCX would abort the process.
         """
         if address[0] & _VERSION_BITS != self.address[0] & _VERSION_BITS:
@@ -198,12 +196,13 @@ class Worker:
             remote = core.UCXAddress.create_from_buffer(address)
             self._endpoints.append(core.UCXEndpoint.create_from_worker_address(self._worker, remote, True))
         except (core.UCXError, RuntimeError) as error:
-            kind: type[KVTransferError] = PeerRefusedError if self._refuse_tcp else PeerLostError
-            raise kind(f"no UCX transport that survives a peer's death leads to the peer: {error}") from error
-        used = self._transports()
-        if self._refuse_tcp and "tcp" in used:
-            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {'+'.join(used)}")
-        return f"{SCHEME}:{'+'.join(used)}"
+            refusal = "refuse_tcp=true, and " if self._options.refuse_tcp else ""
+            raise PeerRefusedError(
+                f"{refusal}no UCX transport that survives a peer's death leads to the peer ({error}): {WAY_OUT}"
+            ) from error
+        mechanism = f"{SCHEME}:{'+'.join(self._transports())}"
+        self._options.require_allowed(mechanism)
+        return mechanism
 
     def _transports(self) -> list[str]:
         """The transports of the endpoint's lanes, each once, in UCX's order."""
@@ -287,7 +286,7 @@ def require_network(options: UCXOptions) -> str:
     worker = Worker(options)
     try:
         return worker.connect(worker.address)
-    except (PeerRefusedError, PeerLostError) as error:
+    except PeerRefusedError as error:
         key = "refuse_tcp" if options.refuse_tcp else "tls"
         value: Mapping[str, str] | bool = True if options.refuse_tcp else options.settings()
         raise ConfigurationError(

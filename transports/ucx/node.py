@@ -258,6 +258,7 @@ class Node:
             case Hello() if not greeting.hellos:
                 self._on_hello(greeting, incoming)
             case Ready() if greeting.incoming and greeting.hellos:
+                self._local.options.require_allowed(incoming.mechanism)
                 self._welcome(greeting, greeting.hellos[0], incoming.mechanism)
             case Refused():
                 raise PeerRefusedError(f"the peer refused: {incoming.reason}")
@@ -274,6 +275,7 @@ class Node:
         if greeting.incoming:
             greeting.channel.send(self._local.hello(worker, mechanism))
         else:
+            self._local.options.require_allowed(hello.mechanism)
             greeting.channel.send(Ready(mechanism).encode())
             self._welcome(greeting, hello, hello.mechanism)
 

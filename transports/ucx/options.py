@@ -9,11 +9,14 @@ from urllib.parse import urlsplit
 from .._network_options import NetworkOptions
 from .._options import require_int
 from .._tcp import authority, is_loopback
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, PeerRefusedError
 
-__all__ = ["SCHEME", "Address", "UCXOptions"]
+__all__ = ["SCHEME", "WAY_OUT", "Address", "UCXOptions"]
 
 SCHEME = "ucx"
+
+#: For who finds no way to a peer.
+WAY_OUT = "join the nodes by a network that both may use, or change refuse_tcp, tls or net_devices of either"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,15 @@ class UCXOptions(NetworkOptions):
                 key="allow_plaintext",
                 value=False,
             )
+
+    def require_allowed(self, mechanism: str) -> None:
+        """Check that bytes may move by what UCX chose, e.g. `"ucx:rc_mlx5+tcp"`.
+
+        Raises:
+            PeerRefusedError: there is TCP in it, which is refused.
+        """
+        if self.refuse_tcp and "tcp" in mechanism.removeprefix(f"{SCHEME}:").split("+"):
+            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {mechanism}: {WAY_OUT}")
 
     def tuned_for(self, mechanism: str) -> Self:
         """These options, where a rendezvous, which is a round trip more, cannot be worth it.
