@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -59,6 +60,7 @@ class Router:
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession
+        self._answers: set[aiohttp.ClientResponse] = set()
 
     @property
     def _nodes(self) -> tuple[Node, ...]:
@@ -79,6 +81,17 @@ class Router:
         """Return once there is a healthy node of either role."""
         while not self._is_ready:
             await asyncio.sleep(self._check_interval_s / 4)
+
+    async def stop(self, grace_s: float) -> None:
+        """Let what is under way go on for so long, and then end it: each client is told so by an error."""
+        deadline = time.monotonic() + grace_s
+        while any(node.in_flight for node in self._nodes) and time.monotonic() < deadline:
+            await asyncio.sleep(grace_s / 20)
+        for pool in (self._prefill_pool, self._decode_pool):
+            pool.close()
+        for answer in self._answers:
+            answer.close()
+        await self._session.close()
 
     @property
     def _is_ready(self) -> bool:
@@ -149,7 +162,11 @@ class Router:
     ) -> web.StreamResponse:
         with self._decode_pool.use_one(tried) as node:
             async with open_answer(self._session, node, request.path, body, headers) as (upstream, first):
-                return await copy_answer(upstream, first, request)
+                self._answers.add(upstream)
+                try:
+                    return await copy_answer(upstream, first, request)
+                finally:
+                    self._answers.remove(upstream)
 
 
 def _headers(request: web.Request, request_id: str) -> dict[str, str]:

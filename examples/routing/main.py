@@ -11,6 +11,7 @@ from yarl import URL
 
 from web.launcher_link import Link, open_link
 from web.serving import (
+    SHUTDOWN_GRACE_S,
     StartupError,
     add_serving_arguments,
     bind,
@@ -106,6 +107,7 @@ async def _serve(router: Router, listener: socket.socket, link: Link) -> None:
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
         await stop.wait()
         ready.cancel()
+        await router.stop(SHUTDOWN_GRACE_S)
 
 
 def _url(text: str) -> str:

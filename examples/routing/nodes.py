@@ -73,10 +73,15 @@ class NodePool:
         self.role = role
         self.nodes = tuple(Node(role, url) for url in urls)
         self._turns = itertools.count(1)
+        self._is_closed = False
 
     @property
     def has_healthy_node(self) -> bool:
         return any(node.is_healthy for node in self.nodes)
+
+    def close(self) -> None:
+        """From now on give no node to anybody."""
+        self._is_closed = True
 
     @contextlib.contextmanager
     def use_one(self, tried: set[Node]) -> Iterator[Node]:
@@ -85,8 +90,10 @@ class NodePool:
         Without a healthy one, nodes are tried of which nothing was heard yet: a router that was just started has no others.
 
         Raises:
-            ApiError: there is none (503, saying of each node why).
+            ApiError: there is none (503, saying of each node why), or the pool is closed (503).
         """
+        if self._is_closed:
+            raise unavailable(f"the router stops, so that no {self.role} node can take the request")
         candidates = [n for n in self.nodes if (n.is_healthy or n.is_unknown) and n not in tried]
         if not candidates:
             reasons = "; ".join(f"{node.url}: {node.last_error or 'already tried'}" for node in self.nodes)

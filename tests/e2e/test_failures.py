@@ -83,6 +83,11 @@ def token_ids(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
     return [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
 
 
+def in_flight_at(prefill: Client) -> str:
+    """The router's metric of how many requests a prefill node works on."""
+    return f'kvferry_router_node_in_flight{{role="prefill",url="{prefill.process.url}"}}'
+
+
 @pytest.fixture
 def unique_prompt(request: pytest.FixtureRequest) -> str:
     """A prompt that no prefix cache knows from an earlier test."""
@@ -197,7 +202,7 @@ def test_an_offer_can_be_taken_once(tiny_fleet: Any, failing_decode: Client, uni
 
 def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, unique_prompt: str) -> None:
     prefill = tiny_fleet.prefill
-    in_flight = f'kvferry_router_node_in_flight{{role="prefill",url="{prefill.process.url}"}}'
+    in_flight = in_flight_at(prefill)
     prefill.process.send_signal(signal.SIGSTOP)
     try:
         tiny_fleet.router.hang_up_during(lambda: tiny_fleet.router.metric(in_flight) == 1, unique_prompt)
@@ -258,6 +263,33 @@ def test_the_router_goes_round_nodes_that_are_gone(
     assert [client.complete(prompt, max_tokens=4).token_ids for prompt in prompts] == expected
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)  # what the dead node never took
     wait_until(tiny_fleet.decode.is_whole)
+
+
+def test_a_router_that_is_told_to_stop_says_so_to_those_who_wait(
+    launcher: Launcher, tiny_fleet: Any, unique_prompt: str
+) -> None:
+    router = launcher.start_router("router", [tiny_fleet.prefill.process], [tiny_fleet.decode.process])
+    launcher.wait_ready([router], 30)
+    client, prefill = Client(router), tiny_fleet.prefill
+    with (
+        client.streaming(unique_prompt, max_tokens=200, ignore_eos=True) as events,
+        ThreadPoolExecutor(1) as one,
+    ):
+        next(events)
+        prefill.process.send_signal(signal.SIGSTOP)
+        tiny_fleet.decode.process.send_signal(signal.SIGSTOP)
+        try:
+            whole = one.submit(client.complete, f"another {unique_prompt}", max_tokens=2)
+            wait_until(lambda: client.metric(in_flight_at(prefill)) == 1)
+            router.terminate()
+            assert whole.result().status == 503
+            assert "error" in list(events)[-1]
+        finally:
+            for node in (prefill, tiny_fleet.decode):
+                node.process.send_signal(signal.SIGCONT)
+    assert router.wait(15) == 0
+    for node in (prefill, tiny_fleet.decode):
+        wait_until(node.is_whole)
 
 
 def test_a_router_without_a_prefill_node_says_so(
