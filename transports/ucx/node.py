@@ -120,7 +120,9 @@ class Node:
         now = time.monotonic()
         transfer = Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
         peer.reader.start(transfer)
-        self._vigil.begin()
+        self._vigil.begin(
+            num_steps=2
+        )  # the fetch gets there, perhaps to one who sleeps, and then a slice comes
         return transfer.transfer_id
 
     def can_write(self, peer_id: int) -> bool:

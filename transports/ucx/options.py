@@ -36,7 +36,7 @@ class UCXOptions(NetworkOptions):
         rndv_scheme: How UCX does a rendezvous, as in `UCX_RNDV_SCHEME`.
         tcp_segment_bytes: UCX's send and receive buffers on TCP.
         spin_us: For how many microseconds after a step of a read a node looks for the next one before it sleeps, if
-            no more than a slice is under way. 0: it sleeps at once.
+            no more than a slice is under way; twice as long after it began a read. 0: it sleeps at once.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20

@@ -30,9 +30,9 @@ class Vigil:
         self._ends_at = 0.0
         self._rests_until = 0.0
 
-    def begin(self) -> None:
-        """A step was made; another is near."""
-        self._ends_at = time.monotonic() + self._length_s
+    def begin(self, num_steps: int = 1) -> None:
+        """A step was made; one that can be seen from here is so many away."""
+        self._ends_at = max(self._ends_at, time.monotonic() + num_steps * self._length_s)
 
     def lasts(self, until: float) -> bool:
         """Whether to look once more, and not later than `until`."""
