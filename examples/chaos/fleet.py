@@ -84,6 +84,7 @@ class Fleet:
         for place in self.places.values():
             place.start()
             self._resources.callback(place.close)
+        self._resources.callback(self._terminate)
         self.wait_ready()
 
     def wait_ready(self) -> None:
@@ -127,6 +128,12 @@ class Fleet:
                 place.go_on()
             case "cut":
                 place.join_again()
+
+    def _terminate(self) -> None:
+        """Ask all to end, so that nobody who is waited for begins with it only then."""
+        for place in self.places.values():
+            place.terminate()
+            place.go_on()
 
     # -- places ----------------------------------------------------------------------------------------
 
