@@ -120,9 +120,8 @@ class Node:
         now = time.monotonic()
         transfer = Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
         peer.reader.start(transfer)
-        self._vigil.begin(
-            num_steps=2
-        )  # the fetch gets there, perhaps to one who sleeps, and then a slice comes
+        # The fetch gets there, perhaps to one who sleeps; then a slice comes.
+        self._vigil.begin(num_steps=2)
         return transfer.transfer_id
 
     def can_write(self, peer_id: int) -> bool:
