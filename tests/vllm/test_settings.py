@@ -1,4 +1,4 @@
-"""Ways of running vLLM that change what a step computes: chunks of a prompt, guessed tokens."""
+"""Ways of running vLLM that change what a step computes: chunks of a prompt, guessed tokens, preemption before an offer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 
 
 @pytest.fixture(scope="module")
 def running_pair(start_module_pair):
-    return start_module_pair(max_num_batched_tokens=128, speculative_config=GUESSES)
+    return start_module_pair(max_num_batched_tokens=128, speculative_config=GUESSES, extra={"lease_s": 60})
 
 
 @pytest.mark.parametrize("num_tokens", [5, 128, 500])
@@ -35,3 +35,19 @@ def test_an_offer_that_is_over(pair, prompt, policy):
     pair.decode.order("forget")
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_requests_that_were_preempted_before_they_are_offered(pair, prompt):
+    """Four sequences of 34 blocks in a pool of 127: one of them computes its prompt twice, and offers it once."""
+    prompts = [prompt(900, seed) for seed in range(4)]
+    names = [next(pair.names) for _ in prompts]
+    before = pair.prefill.order("figures")["num_preemptions"]
+    for name, tokens in zip(names, prompts, strict=True):
+        pair.prefill.start(name, tokens, 160, {"do_remote_decode": True})
+    answers = []
+    for name, tokens in zip(names, prompts, strict=True):
+        # Each at once: what is offered keeps its blocks from the others.
+        told = pair.prefill.result(name)["params"]
+        answers.append(pair.decode.ask(next(pair.names), tokens, 8, told)["tokens"])
+    assert pair.prefill.order("figures")["num_preemptions"] > before
+    assert answers == [pair.alone(tokens) for tokens in prompts]
