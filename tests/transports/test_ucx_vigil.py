@@ -38,6 +38,14 @@ class TestTheVigil:
             assert time.monotonic() < deadline
         assert not vigil.lasts(deadline)
 
+    def test_is_longer_where_more_steps_are_missing_and_not_cut_short_by_one_of_them(self) -> None:
+        vigil, began = Vigil(0.01), time.monotonic()
+        vigil.begin(num_steps=5)
+        vigil.begin()
+        while vigil.lasts(began + 30):
+            pass
+        assert time.monotonic() - began >= 0.05
+
     def test_is_not_held_past_the_time_that_the_caller_has(self) -> None:
         vigil = Vigil(30)
         vigil.begin()
