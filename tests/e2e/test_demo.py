@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -39,9 +40,16 @@ KEYS = {
     "reference_ttft_s",
 }
 TINY_LAYERS = 3
-UCX = pytest.param(
-    "ucx", "uniform", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
-)
+#: `make test` starts four processes for each demo; the other transports are for `make test-transports`.
+ELSEWHERE = pytest.mark.skipif("CONNECTORS" not in os.environ, reason="a part of `make test-transports`")
+NO_UCX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+DEMOS = [
+    ("shm", "uniform"),
+    ("shm", "per-layer"),
+    ("auto", "uniform"),
+    pytest.param("zeromq", "uniform", marks=ELSEWHERE),
+    pytest.param("ucx", "uniform", marks=[ELSEWHERE, NO_UCX]),
+]
 
 
 @pytest.fixture
@@ -62,10 +70,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize(
-    ("connector", "layout"),
-    [("shm", "uniform"), ("shm", "per-layer"), ("zeromq", "uniform"), UCX, ("auto", "uniform")],
-)
+@pytest.mark.parametrize(("connector", "layout"), DEMOS)
 def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     connector: str, layout: str, arguments: list[str], tmp_path: Path
 ) -> None:
