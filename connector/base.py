@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConnectorRequest",
+    "ContentItem",
     "KVConnectorBase",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
@@ -58,6 +59,21 @@ class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - a marker: each connecto
     """What a worker half tells the scheduler half once, when its caches are registered."""
 
 
+class ContentItem(Protocol):
+    """An image, a sound, or vectors: placeholder tokens whose meaning is not in their ids."""
+
+    @property
+    def identifier(self) -> str:
+        """Hash of the item's contents."""
+
+    @property
+    def offset(self) -> int:
+        """Position of its first token in the prompt."""
+
+    @property
+    def length(self) -> int: ...
+
+
 class ConnectorRequest(Protocol):
     """What a connector reads of an engine's request. It changes nothing of it."""
 
@@ -70,6 +86,22 @@ class ConnectorRequest(Protocol):
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose keys and values are in the request's blocks."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Keeps the cache of those who know it apart from all others'."""
+
+    @property
+    def lora_id(self) -> str | None:
+        """Name of the adapter that the request runs with."""
+
+    @property
+    def mm_features(self) -> Sequence[ContentItem]:
+        """Items in the prompt whose contents the token ids do not tell."""
+
+    @property
+    def prompt_embeds(self) -> torch.Tensor | None:
+        """`(num_prompt_tokens, hidden_size)`: vectors in the place of the whole prompt's tokens, or None."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -146,15 +146,22 @@ class HandoffLoop:
     def _serve(self) -> None:
         main_thread = threading.main_thread()
         while not self._is_closing.is_set() and main_thread.is_alive():
-            while self._orders and self._orders[0].is_due():
-                self._orders.popleft().carry_out()
-            self._driver.turn(_DUE_POLL_S if self._orders else _MAX_WAIT_S)
+            self._carry_out_due()
+            events = self._driver.wait(_DUE_POLL_S if self._orders else _MAX_WAIT_S)
+            # A peer can only claim what our engine answered, and the order behind that answer was submitted before it.
+            # So with the orders first, no claim ever meets an offer that is not known here yet.
+            self._carry_out_due()
+            self._driver.react(events)
+
+    def _carry_out_due(self) -> None:
+        while self._orders and self._orders[0].is_due():
+            self._orders.popleft().carry_out()
 
     def _drain(self) -> None:
         """Say goodbye to every peer, and wait for transfers: until then their blocks are not the engine's."""
         self._driver.shut_down()
         while self._driver.num_transfers:
-            self._driver.turn(_MAX_WAIT_S)
+            self._driver.react(self._driver.wait(_MAX_WAIT_S))
 
 
 class _Driver:
@@ -176,6 +183,8 @@ class _Driver:
     def carry_out(self, orders: HandoffMetadata) -> None:
         """Turn one step's orders into calls of the protocol."""
         producer, consumer = self._protocol.producer, self._protocol.consumer
+        for request_id, lease in orders.announcements.items():
+            self._do(producer.announce(request_id, lease))
         for request_id, order in orders.offers.items():
             self._offer(request_id, order)
         for request_id, extension in orders.extensions.items():
@@ -185,6 +194,8 @@ class _Driver:
         for lease in orders.withdrawals:
             self._do(producer.withdraw(lease))
         self.abort(orders.aborts)
+        for request_id, lease in orders.releases:
+            self._do(producer.give_up(request_id, lease))
         for request_id, offer in orders.claims.items():
             self._do(consumer.claim(request_id, offer, _now()))
         for request_id, blocks in orders.loads.items():
@@ -200,16 +211,23 @@ class _Driver:
     def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
         producer = self._protocol.producer
         if isinstance(order, OfferOrder):
-            self._do(producer.offer(request_id, order.lease, order.block_ids, order.num_tokens, _now()))
-        else:
-            self._do(
-                producer.open(request_id, order.lease, order.block_ids, order.num_tokens, order.num_ready)
+            actions = producer.offer(
+                request_id, order.lease, order.block_ids, order.num_tokens, _now(), order.content
             )
+        else:
+            actions = producer.open(
+                request_id, order.lease, order.block_ids, order.num_tokens, order.num_ready, order.content
+            )
+        self._do(actions)
 
-    def turn(self, timeout_s: float) -> None:
-        """Wait for what happens next, at most until the next deadline, and deal with it."""
+    def wait(self, timeout_s: float) -> Sequence[Event]:
+        """Wait for what happens next, at most until the next deadline."""
         wait_s = min(self._protocol.next_deadline() - _now(), timeout_s)
-        for event in self._transport.wait_events(max(wait_s, 0.0)):
+        return self._transport.wait_events(max(wait_s, 0.0))
+
+    def react(self, events: Iterable[Event]) -> None:
+        """Deal with what happened, and with what is due."""
+        for event in events:
             self._do(self._react(event))
         self._do(self._protocol.advance(_now()))
 

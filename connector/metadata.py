@@ -16,14 +16,16 @@ class OfferOrder:
     """Hold a finished request's blocks for a consumer.
 
     Attributes:
-        lease: The offer's number; orders come in the order of their numbers.
+        lease: The offer's number.
         block_ids: Per group, the request's block table.
         num_tokens: Tokens whose keys and values are in the blocks; the last block may be partly filled.
+        content: Digest of what they were computed from.
     """
 
     lease: int
     block_ids: BlockTables
     num_tokens: int
+    content: str
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class OpenOrder:
         block_ids: Per group, the block table so far.
         num_tokens: Tokens that will be offered in the end.
         num_ready: Tokens whose keys and values are in the blocks.
+        content: As in `OfferOrder`.
     """
 
     lease: int
     block_ids: BlockTables
     num_tokens: int
     num_ready: int
+    content: str
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,25 @@ class HandoffMetadata(KVConnectorMetadata):
     """One step's orders, by request but for `withdrawals`; carried out in the order of the attributes.
 
     Attributes:
-        offers: Blocks to hold, or to let read, for consumers; in the order of their leases.
+        announcements: Numbers of offers that are to come: their requests have arrived.
+        offers: Blocks to hold, or to let read, for consumers.
         extensions: What more of open offers is computed.
         completions: Open offers whose request has finished, all computed: the block tables. They are held from now on.
-        withdrawals: Numbers of offers that consumers were told of and that never come: their requests lost their blocks
-            in the same step.
-        aborts: Open offers whose request has ended otherwise. Their blocks are held until nobody reads them.
+        withdrawals: Numbers of announced offers that never come: their requests ended, or lost their blocks.
+        aborts: Open offers whose request has ended otherwise. Their blocks are held until no peer reads them.
+        releases: Offers that no consumer will come for, and their numbers; those that a consumer has claimed go on.
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
-        drops: Claims that nobody needs any more.
+        drops: Claims that are no longer needed.
     """
 
+    announcements: Mapping[str, int] = field(default_factory=dict)
     offers: Mapping[str, OfferOrder | OpenOrder] = field(default_factory=dict)
     extensions: Mapping[str, ExtendOrder] = field(default_factory=dict)
     completions: Mapping[str, BlockTables] = field(default_factory=dict)
     withdrawals: tuple[int, ...] = ()
     aborts: tuple[str, ...] = ()
+    releases: tuple[tuple[str, int], ...] = ()
     claims: Mapping[str, RemoteOffer] = field(default_factory=dict)
     loads: Mapping[str, LocalBlocks] = field(default_factory=dict)
     drops: tuple[str, ...] = ()

@@ -2,8 +2,11 @@
 
 To a prefill node: `{"do_remote_decode": true}`, and `"overlap": true` to be answered while the prompt is still
 computed, where the node can do that. It answers with what `offer_params` makes; the router hands
-that to a decode node unchanged. The names are vLLM's where vLLM has one. Keys that are not ours are
-ignored, because proxies add some; ours are checked strictly, because anybody can write them.
+that to a decode node unchanged. If no decode node can load the offer, the router sends it back to the prefill node with
+`"do_remote_prefill": false, "do_release": true`, and the blocks come free at once. The names are vLLM's where vLLM has one.
+Keys that are not ours are ignored, because proxies add some; ours are checked strictly, because anybody can write them.
+
+Numbers of 64 bits travel as hexadecimal text: proxies that keep JSON's numbers as floating point would round them.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ class TransferWish:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
         offer_early: Offer them while the prompt is still computed, where that can be.
         load_from: The offer to load the prompt's blocks from; None to compute them here.
+        release: An offer of this node that no consumer will come for.
     """
 
     offer_result: bool = False
     load_from: RemoteOffer | None = None
     offer_early: bool = False
+    release: RemoteOffer | None = None
 
 
 def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
@@ -50,8 +55,11 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     if not isinstance(params, Mapping):
         raise _error("kv_transfer_params", params, "it must be an object")
     load_from = _remote_offer(params) if _flag(params, "do_remote_prefill") else None
+    release = _remote_offer(params) if _flag(params, "do_release") else None
     offer_result, offer_early = _flag(params, "do_remote_decode"), _flag(params, "overlap")
-    return TransferWish(offer_result, load_from, offer_result and offer_early)
+    if release is not None and (load_from is not None or offer_result):
+        raise _error("do_release", True, "a request that releases an offer can neither load nor offer")
+    return TransferWish(offer_result, load_from, offer_result and offer_early, release)
 
 
 def offer_params(offer: RemoteOffer) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def offer_params(offer: RemoteOffer) -> dict[str, Any]:
         "remote_engine_id": offer.engine_id,
         "remote_epoch": f"{offer.epoch:x}",
         "remote_request_id": offer.request_id,
-        "remote_lease": offer.lease,
+        "remote_lease": f"{offer.lease:x}",
         "remote_addresses": list(offer.addresses),
         "remote_num_tokens": offer.num_tokens,
         "remote_block_ids": [list(table) for table in offer.block_ids],
@@ -75,9 +83,9 @@ def _remote_offer(params: Mapping[str, Any]) -> RemoteOffer:
     _integer(params, "tp_size", len(addresses), len(addresses))
     return RemoteOffer(
         engine_id=_text(params, "remote_engine_id"),
-        epoch=_epoch(params),
+        epoch=_hexadecimal(params, "remote_epoch", MAX_EPOCH),
         request_id=_text(params, "remote_request_id"),
-        lease=_integer(params, "remote_lease", 1, MAX_LEASE),
+        lease=_hexadecimal(params, "remote_lease", MAX_LEASE),
         addresses=addresses,
         num_tokens=_integer(params, "remote_num_tokens", 1, _MAX_INT32),
         block_ids=_block_tables(params),
@@ -113,13 +121,13 @@ def _integer(params: Mapping[str, Any], key: str, low: int, high: int) -> int:
     return value
 
 
-def _epoch(params: Mapping[str, Any]) -> int:
-    value = params.get("remote_epoch")
+def _hexadecimal(params: Mapping[str, Any], key: str, high: int) -> int:
+    value = params.get(key)
     if isinstance(value, str) and re.fullmatch("[0-9a-fA-F]{1,16}", value):
-        epoch = int(value, 16)
-        if 1 <= epoch <= MAX_EPOCH:
-            return epoch
-    raise _error("remote_epoch", value, f"it must be a hexadecimal string from 1 to {MAX_EPOCH:x}")
+        number = int(value, 16)
+        if 1 <= number <= high:
+            return number
+    raise _error(key, value, f"it must be a hexadecimal string from 1 to {high:x}")
 
 
 def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
+from .content import content_digest
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
@@ -32,26 +34,44 @@ _TOKENS_COMPUTED_ANYWAY = 1
 class _Orders:
     """What the worker halves are told in the next step."""
 
+    announcements: dict[str, int] = field(default_factory=dict)
     offers: dict[str, OfferOrder | OpenOrder] = field(default_factory=dict)
     extensions: dict[str, ExtendOrder] = field(default_factory=dict)
     completions: dict[str, BlockTables] = field(default_factory=dict)
     withdrawals: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    releases: list[tuple[str, int]] = field(default_factory=list)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, LocalBlocks] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
 
     def freeze(self) -> HandoffMetadata:
         return HandoffMetadata(
+            self.announcements,
             self.offers,
             self.extensions,
             self.completions,
             tuple(self.withdrawals),
             tuple(self.aborts),
+            tuple(self.releases),
             self.claims,
             self.loads,
             tuple(self.drops),
         )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The offer that a request asked for, until it is made.
+
+    Attributes:
+        content: Digest of the prompt.
+        is_early: Whether it may be made while the prompt is computed.
+    """
+
+    lease: int
+    content: str
+    is_early: bool
 
 
 class HandoffScheduler:
@@ -59,6 +79,9 @@ class HandoffScheduler:
 
     A request id means one request until nothing of it is left here: it is not taken again while a worker half
     owes a report of its offer or its load.
+
+    A request that asks for an offer has its lease number drawn at its arrival, and the worker halves are told of it: a
+    consumer that claims before the offer reaches them waits, for as long as the request is known.
 
     A request with an offer to load goes: claimed at its arrival, so that the handshake is done and the lease
     renewed while it queues; loaded when its blocks are allocated, or dropped when they turn out to be here
@@ -75,20 +98,19 @@ class HandoffScheduler:
         self._has_state = any(isinstance(g.kv_cache_spec, MambaSpec) for g in kv_cache_config.kv_cache_groups)
         self._workers: tuple[WorkerAddress, ...] = ()
         self._claims: dict[str, RemoteOffer] = {}
-        self._offers_wanted: set[str] = set()
-        self._early_wanted: set[str] = set()
+        self._wanted: dict[str, _Wanted] = {}
         self._open: dict[str, RemoteOffer] = {}  # offers of requests whose prompt is still computed
         self._keeps_all_blocks = all(
             _keeps_all_blocks(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups
         )
         self._unreported: set[str] = set()
-        self._last_lease = 0
+        self._numbers = GuardNumbers()
         self._orders = _Orders()
 
     @property
     def num_requests(self) -> int:
         """Requests that are remembered: they asked for something, and it is not over."""
-        return len(self._claims.keys() | self._offers_wanted | self._unreported)
+        return len(self._claims.keys() | self._wanted.keys() | self._open.keys() | self._unreported)
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerAddress]) -> None:
         """Learn where the worker halves can be reached, by rank.
@@ -112,11 +134,29 @@ class HandoffScheduler:
         if wish != TransferWish() and self._knows(request_id):
             raise ConnectorError(f"request id {request_id!r} is in use: its handoff is not over")
         if wish.load_from is not None:
-            self._claims[request_id] = self._orders.claims[request_id] = wish.load_from
+            # The worker halves compare this with the producer's grant. So also an offer of something else is claimed, and
+            # is released when that is found out.
+            offer = replace(wish.load_from, content=content_digest(request, wish.load_from.num_tokens))
+            self._claims[request_id] = self._orders.claims[request_id] = offer
         if wish.offer_result:
-            self._offers_wanted.add(request_id)
-        if wish.offer_early and self._keeps_all_blocks:
-            self._early_wanted.add(request_id)
+            self._announce(request, is_early=wish.offer_early and self._keeps_all_blocks)
+        if wish.release is not None and self._is_ours(wish.release):
+            self._orders.releases.append((wish.release.request_id, wish.release.lease))
+
+    def _announce(self, request: ConnectorRequest, *, is_early: bool) -> None:
+        content = content_digest(request, request.num_prompt_tokens)
+        wanted = _Wanted(self._numbers.draw(), content, is_early)
+        self._wanted[request.request_id] = wanted
+        self._orders.announcements[request.request_id] = wanted.lease
+
+    def _withdraw(self, request_id: str, lease: int) -> None:
+        """What was announced will not come."""
+        if self._orders.announcements.pop(request_id, None) is None:
+            self._orders.withdrawals.append(lease)
+
+    def _is_ours(self, offer: RemoteOffer) -> bool:
+        epochs = {worker.epoch for worker in self._workers}
+        return offer.engine_id == self._config.engine_id and offer.epoch in epochs
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
@@ -172,12 +212,15 @@ class HandoffScheduler:
             else:
                 self._orders.extensions[request_id] = ExtendOrder(tables, num_ready)
             return None
-        if request_id not in self._early_wanted:
+        wanted = self._wanted.get(request_id)
+        if wanted is None or not wanted.is_early:
             return None
-        self._early_wanted.remove(request_id)
-        offer = self._name_offer(request_id, tables, request.num_prompt_tokens)
+        offer = self._name_offer(request, wanted, tables)
+        del self._wanted[request_id]
         self._open[request_id] = offer
-        self._orders.offers[request_id] = OpenOrder(offer.lease, tables, offer.num_tokens, num_ready)
+        self._orders.offers[request_id] = OpenOrder(
+            offer.lease, tables, offer.num_tokens, num_ready, wanted.content
+        )
         return offer_params(offer)
 
     def build_connector_meta(self, preempted_req_ids: AbstractSet[str] = frozenset()) -> HandoffMetadata:
@@ -189,10 +232,9 @@ class HandoffScheduler:
         """
         for request_id in preempted_req_ids & self._open.keys():
             offer = self._open.pop(request_id)
-            self._offers_wanted.discard(request_id)
             self._orders.extensions.pop(request_id, None)
             if self._orders.offers.pop(request_id, None) is not None:
-                self._orders.withdrawals.append(offer.lease)
+                self._withdraw(request_id, offer.lease)
         orders, self._orders = self._orders, _Orders()
         return orders.freeze()
 
@@ -214,18 +256,27 @@ class HandoffScheduler:
         request_id = request.request_id
         if self._claims.pop(request_id, None) is not None or request_id in self._unreported:
             self._orders.drops.append(request_id)
-        wanted = request_id in self._offers_wanted
-        self._offers_wanted.discard(request_id)
-        self._early_wanted.discard(request_id)
-        if request_id in self._open:
-            return self._close_open(request, tuple(tuple(table) for table in block_ids))
-        if not wanted or not _has_whole_prompt(request):
-            return False, None
-        if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
-            logger.warning("request %s: its state is past its prompt, which is not offered", request_id)
-            return False, None
+        wanted = self._wanted.pop(request_id, None)
         tables = tuple(tuple(table) for table in block_ids)
-        return True, offer_params(self._order_offer(request_id, tables, request.num_prompt_tokens))
+        if request_id in self._open:
+            return self._close_open(request, tables)
+        if wanted is None:
+            return False, None
+        if not self._can_offer(request):
+            self._withdraw(request_id, wanted.lease)
+            return False, None
+        offer = self._name_offer(request, wanted, tables)
+        self._unreported.add(request_id)
+        self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens, wanted.content)
+        return True, offer_params(offer)
+
+    def _can_offer(self, request: ConnectorRequest) -> bool:
+        if not _has_whole_prompt(request):
+            return False
+        if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
+            logger.warning("request %s: not offering its state, which is past its prompt", request.request_id)
+            return False
+        return True
 
     def _close_open(
         self, request: ConnectorRequest, tables: BlockTables
@@ -240,35 +291,30 @@ class HandoffScheduler:
             # Also if no worker half has heard of it yet: its consumer may have, and waits for the claim's answer.
             self._orders.aborts.append(request_id)
         elif request_id in self._orders.offers:
-            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens)
+            content = self._orders.offers[request_id].content
+            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens, content)
         else:
             self._orders.completions[request_id] = tables
         return True, offer_params(replace(offer, block_ids=tables)) if is_whole else None
 
-    def _order_offer(self, request_id: str, tables: BlockTables, num_tokens: int) -> RemoteOffer:
-        offer = self._name_offer(request_id, tables, num_tokens)
-        self._unreported.add(request_id)
-        self._orders.offers[request_id] = OfferOrder(offer.lease, tables, num_tokens)
-        return offer
-
-    def _name_offer(self, request_id: str, tables: BlockTables, num_tokens: int) -> RemoteOffer:
+    def _name_offer(self, request: ConnectorRequest, wanted: _Wanted, tables: BlockTables) -> RemoteOffer:
         if not self._workers:
             raise KVTransferStateError("no worker's address is known: set_handshake_metadata was not called")
-        self._last_lease += 1
         return RemoteOffer(
             engine_id=self._config.engine_id,
             epoch=self._workers[0].epoch,
-            request_id=request_id,
-            lease=self._last_lease,
+            request_id=request.request_id,
+            lease=wanted.lease,
             addresses=tuple(worker.address for worker in self._workers),
-            num_tokens=num_tokens,
+            num_tokens=request.num_prompt_tokens,
             block_ids=tables,
         )
 
     def _knows(self, request_id: str) -> bool:
         return (
             request_id in self._claims
-            or request_id in self._offers_wanted
+            or request_id in self._wanted
+            or request_id in self._open
             or request_id in self._unreported
             or request_id in self._orders.drops  # a drop of this step would meet the new request's claim
         )
@@ -278,10 +324,11 @@ class HandoffScheduler:
             offer_result=wish.offer_result and self._config.is_kv_producer,
             load_from=wish.load_from if self._config.is_kv_consumer else None,
             offer_early=wish.offer_early and self._config.is_kv_producer,
+            release=wish.release if self._config.is_kv_producer else None,
         )
         if allowed != wish:
             logger.warning(
-                "request %s asks for what a %s does not do; that part is ignored",
+                "ignoring part of request %s's kv_transfer_params: role %s does not support it",
                 request_id,
                 self._config.kv_role,
             )

@@ -20,6 +20,7 @@
     └─ ConnectorError
        ├─ InvalidTransferParamsError(ValueError)  a request's kv_transfer_params are malformed: key, value
        ├─ StaleLeaseError                     the offer is over: released, expired, or of another epoch
+       ├─ ContentMismatchError                the offer is of another prompt, adapter, salt or image
        └─ LoadFailedError                     block ids whose contents are now undefined
 
 Each error also derives from the builtin that a caller would try. Attributes carry the data; the
@@ -37,6 +38,7 @@ __all__ = [
     "ChecksumError",
     "ConfigurationError",
     "ConnectorError",
+    "ContentMismatchError",
     "HandshakeError",
     "IncompatiblePeerError",
     "InvalidTransferParamsError",
@@ -166,6 +168,22 @@ class InvalidTransferParamsError(ConnectorError, ValueError):
 
 class StaleLeaseError(ConnectorError):
     """The offer is over (released, expired, aborted, or of another epoch). No byte was accepted."""
+
+
+class ContentMismatchError(ConnectorError):
+    """The offered blocks were not computed from this request's prompt. No byte was read.
+
+    Attributes:
+        num_tokens: Tokens of the offer that were compared.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"the offer of {num_tokens} tokens was not computed from this request's prompt: token ids, LoRA adapter, "
+            "cache salt or images differ; do both nodes use the same tokenizer and chat template, and did the router "
+            "send the prompt that was prefilled?"
+        )
+        self.num_tokens = num_tokens
 
 
 class LoadFailedError(ConnectorError):

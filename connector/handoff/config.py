@@ -21,16 +21,14 @@ class HandoffConfig:
         heartbeat_s: A consumer renews its leases this often; at most half of `lease_s`.
         connect_timeout_s: From the wish to connect to the end of the handshake, and on the producer's side
             from a connection to its first message.
-        claim_timeout_s: From a claim to the producer's answer.
-        early_claim_wait_s: A producer keeps a claim that came before its offer for this long; less than
-            `claim_timeout_s`.
+        claim_timeout_s: From a claim, or the producer's last word about it, to the next word. A producer whose request
+            still runs says so at least three times in this period, so a claim waits for as long as the producer lives.
         load_wait_s: A consumer holds a granted offer for this long without blocks to load it into.
         progress_wait_s: A consumer that has blocks waits for this long until more of an offer is ready that is still
             being computed.
         read_timeout_s: A read of one request's blocks.
         backoff_s: Rest of an address after a connection failed; doubled with each further failure.
         max_backoff_s: Longest rest.
-        max_early_claims: Claims and releases that a producer keeps although their offer has not come yet.
         max_failed_claims: Failures that a consumer remembers until somebody asks for the load.
 
     Raises:
@@ -42,13 +40,11 @@ class HandoffConfig:
     heartbeat_s: float = 5.0
     connect_timeout_s: float = 5.0
     claim_timeout_s: float = 10.0
-    early_claim_wait_s: float = 5.0
     load_wait_s: float = 300.0
     progress_wait_s: float = 30.0
     read_timeout_s: float = 30.0
     backoff_s: float = 0.1
     max_backoff_s: float = 2.0
-    max_early_claims: int = 1024
     max_failed_claims: int = 4096
 
     def __post_init__(self) -> None:
@@ -59,13 +55,6 @@ class HandoffConfig:
                 f"heartbeat_s={self.heartbeat_s} is more than half of lease_s={self.lease_s}",
                 key="heartbeat_s",
                 value=self.heartbeat_s,
-            )
-        if self.early_claim_wait_s >= self.claim_timeout_s:
-            raise ConfigurationError(
-                f"early_claim_wait_s={self.early_claim_wait_s} is not less than "
-                f"claim_timeout_s={self.claim_timeout_s}",
-                key="early_claim_wait_s",
-                value=self.early_claim_wait_s,
             )
         if self.max_backoff_s < self.backoff_s:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ...transports.errors import (
+    ContentMismatchError,
     KVTransferError,
     KVTransferStateError,
     ProtocolError,
@@ -31,6 +32,7 @@ from .messages import (
     Deny,
     Grant,
     NotWritten,
+    Parked,
     ProducerMessage,
     Progress,
     Revoke,
@@ -170,6 +172,10 @@ class ConsumerProtocol:
         match message:
             case Grant():
                 return self._granted(load, part, message, now)
+            case Parked():
+                if part.state is PartState.CLAIMING and load.verdict is None:
+                    part.deadline = now + self._config.claim_timeout_s
+                return []
             case Progress():
                 return self._progressed(load, part, message, now)
             case Deny() | Revoke():
@@ -313,6 +319,10 @@ class ConsumerProtocol:
     def _granted(self, load: Load, part: Part, grant: Grant, now: float) -> list[Action]:
         if part.state is not PartState.CLAIMING or load.verdict is not None:
             return []
+        # Before any byte is read: blocks of another prompt would be right bytes in the wrong place, and would enter the
+        # prefix cache under this prompt's hashes.
+        if grant.content != load.offer.content:
+            return self._end(load, Verdict("failed", ContentMismatchError(load.offer.num_tokens)))
         if grant.num_tokens < load.offer.num_tokens:
             error = StaleLeaseError(
                 f"the offer was said to be of {load.offer.num_tokens} tokens; it is of {grant.num_tokens}"

@@ -66,6 +66,8 @@ class RemoteOffer:
         addresses: One per rank of the producer.
         num_tokens: Tokens whose keys and values are offered.
         block_ids: Per group; never believed, the producer's grant is what counts.
+        content: Digest of the consumer's own prompt, as far as the offer goes (see `content_digest`): what the producer's
+            grant must repeat. It is not part of what the consumer was told.
     """
 
     engine_id: str
@@ -75,6 +77,7 @@ class RemoteOffer:
     addresses: tuple[str, ...]
     num_tokens: int
     block_ids: BlockTables
+    content: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ __all__ = [
     "Hello",
     "Message",
     "NotWritten",
+    "Parked",
     "ProducerMessage",
     "Progress",
     "Release",
@@ -46,7 +47,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -112,6 +113,8 @@ class Grant:
     """Producer: you may read these blocks for as long as the guard holds the lease number.
 
     Attributes:
+        content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it with that of
+            its own prompt before it reads anything.
         num_tokens: Tokens of the request that are offered.
         num_ready: How many of them, from the first on, have their keys and values in the blocks by now.
         block_ids: Per group, the request's block table; for the tokens that are ready, and perhaps for more.
@@ -123,6 +126,15 @@ class Grant:
     num_tokens: int
     num_ready: int
     block_ids: tuple[tuple[int, ...], ...]
+    content: str = ""
+
+
+@dataclass(frozen=True)
+class Parked:
+    """Producer: I know this offer's request, and shall answer your claim when I make the offer. Said again and again until then."""
+
+    request_id: str
+    lease: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Release:
-    """Consumer: I am done with this offer; also without a claim, when the request died before it.
+    """Consumer: I am done with this offer, which I claimed.
 
     Attributes:
         delivered: Whether the rank has all it wanted.
@@ -230,7 +242,7 @@ class NotWritten:
 
 
 ConsumerMessage = Hello | Claim | Heartbeat | Release | Reserve
-ProducerMessage = Welcome | Grant | Progress | Deny | Revoke | Written | NotWritten
+ProducerMessage = Welcome | Grant | Parked | Progress | Deny | Revoke | Written | NotWritten
 Message = ConsumerMessage | ProducerMessage
 
 
@@ -351,7 +363,7 @@ _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
         *(Hello, Claim, Heartbeat, Release, Reserve),
-        *(Welcome, Grant, Progress, Deny, Revoke, Written, NotWritten),
+        *(Welcome, Grant, Parked, Progress, Deny, Revoke, Written, NotWritten),
     )
 }
 _IDENTITY: dict[str, Check] = {
@@ -373,7 +385,9 @@ _CHECKS: dict[str, dict[str, Check]] = {
         "num_tokens": integer(1, _MAX_BLOCK_ID),
         "num_ready": integer(0, _MAX_BLOCK_ID),
         "block_ids": _block_tables,
+        "content": text,
     },
+    "Parked": _OFFER,
     "Progress": {**_OFFER, "num_ready": integer(1, _MAX_BLOCK_ID), "more_block_ids": _block_tables},
     "Deny": {**_OFFER, "reason": text},
     "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},

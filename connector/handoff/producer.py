@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...transports.errors import KVTransferError, KVTransferStateError
-from .claimants import Claimants, EarlyClaims, Speaker
+from .claimants import Claimants, Speaker
 from .config import HandoffConfig
 from .events import (
     Action,
@@ -21,7 +21,6 @@ from .events import (
     StartWrite,
 )
 from .messages import (
-    MAX_LEASE,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Claim,
@@ -30,6 +29,7 @@ from .messages import (
     Grant,
     Heartbeat,
     Hello,
+    Parked,
     Progress,
     Release,
     Reserve,
@@ -41,6 +41,23 @@ from .writes import Writes, answer, refusal
 __all__ = ["ProducerProtocol"]
 
 
+#: What a parked claim hears in the time after which its consumer would give up.
+_WORDS_PER_CLAIM_TIMEOUT = 3
+
+
+@dataclass
+class _Announced:
+    """An offer that is to come: its request has arrived, and its prompt is not computed yet. Claims of it are parked.
+
+    Attributes:
+        next_word: When those who claimed are told again that the offer is still to come; infinity while there are none.
+    """
+
+    request_id: str
+    claimants: Claimants = field(default_factory=Claimants)
+    next_word: float = math.inf
+
+
 @dataclass
 class _Offer:
     """An offer that is held. It is *open* while its prompt is computed; *offered* while nobody reads it, else *claimed*."""
@@ -50,6 +67,7 @@ class _Offer:
     block_ids: BlockTables
     num_tokens: int
     num_ready: int
+    content: str
     deadline: float
     renewable_until: float = math.inf
     guard_index: int = -1
@@ -96,11 +114,11 @@ class ProducerProtocol:
             identity.layout.to_plain(),
         )
         self._config = config
+        self._parked_interval_s = config.claim_timeout_s / _WORDS_PER_CLAIM_TIMEOUT
         self._free_guards = list(range(num_guards))
-        self._last_lease = 0
+        self._announced: dict[int, _Announced] = {}  # by lease
         self._offers: dict[int, _Offer] = {}  # by lease
         self._lease_of: dict[str, int] = {}  # by request
-        self._early = EarlyClaims(config.early_claim_wait_s, config.max_early_claims)
         self._peers: dict[int, _Peer] = {}
         self._writes = Writes()
 
@@ -109,22 +127,57 @@ class ProducerProtocol:
         """Offers that are held."""
         return len(self._offers)
 
+    @property
+    def num_announced(self) -> int:
+        """Offers that are to come."""
+        return len(self._announced)
+
     # -- orders of this node -------------------------------------------------------------------------
 
+    def announce(self, request_id: str, lease: int) -> list[Action]:
+        """A request arrived that will be offered under this number. From now on claims of it are parked.
+
+        What follows is `offer` or `open`, or `withdraw`.
+
+        Raises:
+            KVTransferStateError: the number is in use.
+        """
+        if lease in self._announced or lease in self._offers:
+            raise KVTransferStateError(f"lease number of {request_id!r} is in use")
+        self._announced[lease] = _Announced(request_id)
+        return []
+
     def offer(
-        self, request_id: str, lease: int, block_ids: BlockTables, num_tokens: int, now: float
+        self,
+        request_id: str,
+        lease: int,
+        block_ids: BlockTables,
+        num_tokens: int,
+        now: float,
+        content: str = "",
     ) -> list[Action]:
         """Hold a finished request's blocks for a consumer. `OfferEnded` follows, exactly once.
 
+        Args:
+            content: What a consumer compares with its own prompt; see `Grant`.
+
         Raises:
-            KVTransferStateError: `lease` is not greater than every earlier one, or the request is offered already.
+            KVTransferStateError: the number is that of another offer, or the request is offered already.
         """
         config = self._config
         deadline, until = now + config.lease_s, now + config.max_hold_s
-        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_tokens, deadline, until))
+        return self._hold(
+            _Offer(request_id, lease, block_ids, num_tokens, num_tokens, content, deadline, until)
+        )
 
     def open(
-        self, request_id: str, lease: int, block_ids: BlockTables, num_tokens: int, num_ready: int
+        self,
+        request_id: str,
+        lease: int,
+        block_ids: BlockTables,
+        num_tokens: int,
+        num_ready: int,
+        content: str = "",
     ) -> list[Action]:
         """Let a consumer read a request's blocks while its prompt is still computed. `OfferEnded` follows, exactly once.
 
@@ -134,11 +187,12 @@ class ProducerProtocol:
             block_ids: The block tables so far.
             num_tokens: Tokens that will be offered in the end.
             num_ready: Tokens whose keys and values are there.
+            content: As for `offer`.
 
         Raises:
             KVTransferStateError: as for `offer`.
         """
-        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_ready, math.inf))
+        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_ready, content, math.inf))
 
     def extend(self, request_id: str, block_ids: BlockTables, num_ready: int) -> list[Action]:
         """More tokens of an open offer are there. Unknown requests are ignored: the offer may have ended by itself.
@@ -158,11 +212,21 @@ class ProducerProtocol:
         return self._extend(held, block_ids, held.num_tokens)
 
     def withdraw(self, lease: int) -> list[Action]:
-        """The offer of this number never comes: deny who claims it. Numbers that others have overtaken are ignored."""
-        if lease <= self._last_lease:
+        """An announced offer never comes: deny those who claimed it. Unknown numbers are ignored."""
+        announced = self._announced.pop(lease, None)
+        if announced is None:
             return []
-        self._last_lease = lease
-        return self._deny_early(lease, "was never made: its request lost its blocks")
+        what = "was never made: its request ended, or lost its blocks"
+        return self._deny_all(announced.request_id, lease, announced.claimants, what)
+
+    def give_up(self, request_id: str, lease: int) -> list[Action]:
+        """No consumer will come for this offer, as a router says that tried one. A claimed or unknown one is left alone:
+        its consumer decides.
+        """
+        held = self._offers.get(lease)
+        if held is None or held.request_id != request_id or held.claimants.peers:
+            return []
+        return self._end(held, "aborted", "was given up: no consumer could claim it")
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """End an offer now. Unknown requests are ignored: the offer may have ended by itself."""
@@ -181,7 +245,8 @@ class ProducerProtocol:
         """A peer is gone: what it had claimed ends. Unknown peers are ignored."""
         if self._peers.pop(peer_id, None) is None:
             return []
-        self._early.lose(peer_id)
+        for announced in self._announced.values():
+            announced.claimants.lose(peer_id)
         lost = [held for held in self._offers.values() if held.claimants.lose(peer_id)]
         return [action for held in lost for action in self._end_if_done(held, "its consumer was lost")]
 
@@ -204,7 +269,7 @@ class ProducerProtocol:
                 self._heartbeat(peer_id, message, now)
                 return []
             case Release():
-                return self._release(peer.speaker, message, now)
+                return self._release(peer.speaker, message)
             case Reserve():
                 return self._reserve(peer_id, message, now)
 
@@ -231,8 +296,11 @@ class ProducerProtocol:
             if held.renewable_until <= now:
                 why = f"after {self._config.max_hold_s} s in which nobody was done with it"
             actions += self._revoke(held, "expired", f"expired {why}")
-        for lease, request_id, claimants in self._early.take_overdue(now):
-            actions += self._deny_all(request_id, lease, claimants, "was not made in time")
+        for lease, announced in self._announced.items():
+            if announced.next_word <= now:
+                peers = announced.claimants.peers
+                announced.next_word = now + self._parked_interval_s if peers else math.inf
+                actions += [Send(peer_id, Parked(announced.request_id, lease)) for peer_id in peers]
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.hello_deadline <= now]:
             actions += [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         return actions
@@ -241,13 +309,17 @@ class ProducerProtocol:
         """When `advance` will have something to do; infinity if never."""
         return min(
             min((held.deadline for held in self._offers.values()), default=math.inf),
-            self._early.next_deadline(),
+            min((announced.next_word for announced in self._announced.values()), default=math.inf),
             min((peer.hello_deadline for peer in self._peers.values()), default=math.inf),
         )
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and drop every peer."""
-        actions = self._deny_early(MAX_LEASE, "will not be made: the producer shuts down")
+        actions: list[Action] = []
+        for lease, announced in self._announced.items():
+            what = "will not be made: the producer shuts down"
+            actions += self._deny_all(announced.request_id, lease, announced.claimants, what)
+        self._announced.clear()
         for held in list(self._offers.values()):
             actions += self._revoke(held, "aborted", "was aborted: the producer shuts down")
         actions += [Disconnect(peer_id) for peer_id in self._peers]
@@ -258,41 +330,48 @@ class ProducerProtocol:
 
     def _hold(self, held: _Offer) -> list[Action]:
         request_id, lease = held.request_id, held.lease
-        if lease <= self._last_lease or request_id in self._lease_of:
-            raise KVTransferStateError(f"offer {lease} of {request_id!r} after {self._last_lease}")
-        self._last_lease = lease
-        held.claimants = self._early.take(lease, request_id)
-        actions = self._deny_early(lease, "was never made")
-        if held.claimants.are_done:
-            return [*actions, OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
-        if not self._free_guards:
-            actions += self._deny_all(
-                request_id, lease, held.claimants, "was refused: too many offers are held"
+        if lease in self._offers or request_id in self._lease_of:
+            raise KVTransferStateError(
+                f"request {request_id!r} is offered a second time, or its lease number is"
             )
-            return [*actions, OfferEnded(request_id, "aborted", "too many offers are held")]
+        announced = self._announced.pop(lease, None)
+        if announced is not None:
+            held.claimants = announced.claimants
+        if held.claimants.are_done:
+            return [OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
+        if not self._free_guards:
+            what = "was refused: too many offers are held"
+            denials = self._deny_all(request_id, lease, held.claimants, what)
+            return [*denials, OfferEnded(request_id, "aborted", "too many offers are held")]
         held.guard_index = self._free_guards.pop()
         self._offers[lease] = held
         self._lease_of[request_id] = lease
         grants = [self._grant(held, peer) for peer in held.claimants.peers]
-        return [*actions, SetGuard(held.guard_index, lease), *grants]
+        # A consumer that is granted may read at once: the guard must hold before it hears of that.
+        return [SetGuard(held.guard_index, lease), *grants]
 
     def _claim(self, speaker: Speaker, claim: Claim, now: float) -> list[Action]:
-        if claim.lease > self._last_lease:
-            refusal = self._early.keep(speaker, claim, now)
-            return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)] if refusal else []
-        held = self._offers.get(claim.lease)
-        if held is None or held.request_id != claim.request_id:
-            refusal = "is over, or was never made"
-        else:
-            refusal = held.claimants.claim(speaker, claim)
-        if held is None or refusal:
+        known = self._offers.get(claim.lease) or self._announced.get(claim.lease)
+        if known is None or known.request_id != claim.request_id:
+            # The engine announces an offer before any router hears of it: what is unknown here will not come.
+            return [_denial(speaker.peer_id, claim.request_id, claim.lease, "is over, or was never made")]
+        if refusal := known.claimants.claim(speaker, claim):
             return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)]
-        self._renew(held, now)
-        return [self._grant(held, speaker.peer_id)]
+        if isinstance(known, _Announced):
+            known.next_word = min(known.next_word, now + self._parked_interval_s)
+            return [Send(speaker.peer_id, Parked(claim.request_id, claim.lease))]
+        self._renew(known, now)
+        return [self._grant(known, speaker.peer_id)]
 
     def _grant(self, held: _Offer, peer_id: int) -> Action:
         grant = Grant(
-            held.request_id, held.lease, held.guard_index, held.num_tokens, held.num_ready, held.block_ids
+            held.request_id,
+            held.lease,
+            held.guard_index,
+            held.num_tokens,
+            held.num_ready,
+            held.block_ids,
+            held.content,
         )
         return Send(peer_id, grant)
 
@@ -317,15 +396,12 @@ class ProducerProtocol:
             if held is not None and held.claimants.may_renew(peer_id):
                 self._renew(held, now)
 
-    def _release(self, speaker: Speaker, release: Release, now: float) -> list[Action]:
-        if release.lease > self._last_lease:
-            self._early.keep(speaker, release, now)
+    def _release(self, speaker: Speaker, release: Release) -> list[Action]:
+        known = self._offers.get(release.lease) or self._announced.get(release.lease)
+        if known is None or known.request_id != release.request_id:
             return []
-        held = self._offers.get(release.lease)
-        if held is None or held.request_id != release.request_id:
-            return []
-        held.claimants.release(speaker, release)
-        return self._end_if_done(held, "its consumer gave it up")
+        known.claimants.release(speaker, release)
+        return [] if isinstance(known, _Announced) else self._end_if_done(known, "its consumer gave it up")
 
     def _reserve(self, peer_id: int, reserve: Reserve, now: float) -> list[Action]:
         held = self._offers.get(reserve.lease)
@@ -341,14 +417,6 @@ class ProducerProtocol:
         if held.claimants.have_everything:
             return self._end(held, "delivered", "was delivered")
         return self._end(held, "aborted", why_not)
-
-    def _deny_early(self, lease: int, what: str) -> list[Action]:
-        """Deny all who wait for an offer up to this number."""
-        return [
-            action
-            for number, request_id, claimants in self._early.take_up_to(lease)
-            for action in self._deny_all(request_id, number, claimants, what)
-        ]
 
     def _deny_all(self, request_id: str, lease: int, claimants: Claimants, what: str) -> list[Action]:
         return [_denial(peer_id, request_id, lease, what) for peer_id in claimants.peers]

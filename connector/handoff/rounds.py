@@ -9,12 +9,13 @@ from ...transports.regions import Guard, RegionPairs
 from .events import Action, ClearGuard, PushEnded, SetGuard, StartPush, StartRead
 from .loads import Load, Part, PartState
 from .messages import MAX_PUSH_REGIONS, Reserve
+from .numbers import GuardNumbers
 from .pairing import RankPlan
 
 __all__ = ["Rounds"]
 
-#: Reservations are numbered from here on: never a lease's number, so that a word means one thing only.
-_FIRST_VALUE = 1 << 62
+#: Added to the number of a reservation: it is never that of a lease, so that a word means one thing only.
+_ABOVE_LEASES = 1 << 62
 
 
 class Rounds:
@@ -29,7 +30,7 @@ class Rounds:
         self._timeout_s = timeout_s
         self._prefers_push = bool(push_guards)
         self._free_guards = list(push_guards)
-        self._next_value = _FIRST_VALUE
+        self._numbers = GuardNumbers()
         self._pushed: dict[int, Part] = {}  # by the guard's value
 
     def start(self, load: Load, part: Part, plan: RankPlan, peer_id: int) -> list[Action]:
@@ -50,8 +51,7 @@ class Rounds:
             return [read]
         if refusal := self._refusal(plan.pairs):
             return [replace(read, not_pushed=refusal)]
-        guard = Guard(self._free_guards.pop(), self._next_value)
-        self._next_value += 1
+        guard = Guard(self._free_guards.pop(), _ABOVE_LEASES | self._numbers.draw())
         part.push = StartPush(read, self._reserve(load, guard, plan.pairs))
         self._pushed[guard.value] = part
         return [SetGuard(guard.index, guard.value), part.push]

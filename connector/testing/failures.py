@@ -30,6 +30,36 @@ class FailurePromises:
             consumer.scheduler.on_new_request(Request("d", 10, {**(params or {}), "remote_lease": "x"}))
         assert caught.value.key == "remote_lease"
 
+    @pytest.mark.parametrize(
+        "other",
+        [{"first_token_id": 1}, {"cache_salt": "s"}, {"lora_id": "adapter"}, {"num_prompt_tokens": 9}],
+        ids=["another prompt", "another salt", "another adapter", "a shorter prompt"],
+    )
+    def test_an_offer_of_something_else_is_not_read(self, make_node: MakeNode, other: dict[str, Any]) -> None:
+        producer, consumer = make_node(), make_node()
+        _, params = producer.prefill("p", 10, seed=3)
+        before = consumer.contents(range(32))
+        request = replace(Request("d", 10, params), **other)
+        blocks = load(consumer, producer, request)
+        assert "was not computed from this request's prompt" in consumer.load_error("d")
+        assert consumer.invalid_block_ids == set(blocks)
+        assert torch.equal(consumer.contents(range(32)), before)
+        producer.step_until(is_freed(producer), consumer, timeout_s=AT_ONCE_S)
+        consumer.finish(request, blocks, "error")
+        assert_whole(producer)
+        assert_whole(consumer)
+
+    def test_an_offer_that_no_consumer_can_load_is_released_by_its_router(self, make_node: MakeNode) -> None:
+        producer = make_node()
+        _, params = producer.prefill("p", 10)
+        release = {**(params or {}), "do_remote_prefill": False, "do_release": True}
+        request = Request("router", 1, release)
+        producer.scheduler.on_new_request(request)
+        producer.finish(request, [], "length")
+        producer.step_until(is_freed(producer), timeout_s=AT_ONCE_S)
+        assert producer.stats.counters == {"offers_aborted_total": 1}
+        assert_whole(producer)
+
     def test_a_lease_that_ran_out_is_stale(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(options=SHORT_LEASE), make_node()
         _, params = producer.prefill("p", 10)
@@ -141,11 +171,11 @@ class FailurePromises:
         load(consumer, producer, Request("d", 10, params))
         assert f"{named} differs" in consumer.load_error("d")
 
-    def test_a_lease_that_never_comes_is_waited_for_in_bounds(self, make_node: MakeNode) -> None:
-        producer, consumer = make_node(options={"early_claim_wait_s": 0.1}), make_node()
+    def test_a_lease_that_was_never_made_is_refused_at_once(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 10)
-        load(consumer, producer, Request("d-bad", 10, {**(params or {}), "remote_lease": 2**40}))
-        assert "was not made in time" in consumer.load_error("d-bad")
+        load(consumer, producer, Request("d-bad", 10, {**(params or {}), "remote_lease": "1234abcd"}))
+        assert "was never made" in consumer.load_error("d-bad")
         offered, params = producer.prefill("p2", 10, seed=9)
         expected = producer.contents(offered)
         blocks = load(consumer, producer, Request("d-good", 10, params))

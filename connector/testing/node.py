@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from ..base import ContentItem, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
 from ..config import CacheConfig, EngineConfig, KVRole, KVTransferConfig, ModelConfig
 from ..factory import KVConnectorFactory
 from ..kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -26,17 +26,22 @@ _POLL_S = 0.001
 
 @dataclass
 class Request:
-    """A request as an engine's scheduler holds it. Its prompt counts from 0."""
+    """A request as an engine's scheduler holds it. Its prompt counts up from `first_token_id`."""
 
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None = None
     num_computed_tokens: int = 0
     finish_reason: str | None = None
+    first_token_id: int = 0
+    cache_salt: str | None = None
+    lora_id: str | None = None
+    mm_features: Sequence[ContentItem] = ()
+    prompt_embeds: torch.Tensor | None = None
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        return range(self.num_prompt_tokens)
+        return range(self.first_token_id, self.first_token_id + self.num_prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,7 @@ class ModelFreeNode:
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         blocks = self.allocate(num_tokens)
         self.scheduler.update_state_after_alloc(request, [blocks], 0)
+        self.step()  # in which the prompt is computed
         self.fill(blocks, seed)
         request.num_computed_tokens = num_tokens
         return blocks, self.finish(request, blocks, "length")

@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from ...transports.errors import InvalidTransferParamsError, KVTransferError
+from ...transports.errors import ConnectorError, KVTransferError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
 from ..params import TransferWish, parse_transfer_params
 from ..scheduler_half import HandoffScheduler
-from .content import content_digest
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
 
-#: The key of `kv_transfer_params` under which a prefill node says what its blocks were computed from.
-_CONTENT = "remote_content"
+
+@dataclass(frozen=True)
+class _Item:
+    """An image, a sound or the like among a prompt's tokens."""
+
+    identifier: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,10 @@ class _Request:
     num_computed_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
     finish_reason: str | None
+    cache_salt: str | None
+    lora_id: str | None
+    mm_features: Sequence[_Item]
+    prompt_embeds: torch.Tensor | None
 
     @classmethod
     def of(cls, request: Any) -> Self:
@@ -45,6 +57,13 @@ class _Request:
             request.num_computed_tokens,
             request.kv_transfer_params,
             None if reason is None else str(reason),
+            request.cache_salt,
+            request.lora_request and request.lora_request.lora_name,
+            [
+                _Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+                for feature in request.mm_features
+            ],
+            request.prompt_embeds,
         )
 
 
@@ -81,7 +100,8 @@ class SchedulerSide:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
-            self._require_same_content(request, wish)
+            if request.mm_features and not self._shared.has_prefix_cache:
+                wish = self._without_unnamed_media(request, wish)
             if not self._shared.follow(request_id, wish, prompt):
                 self._half.on_new_request(_Request.of(request))
                 self._shared.lead(request_id, wish, prompt)
@@ -131,25 +151,27 @@ class SchedulerSide:
         self._refused.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        is_held, params = self._half.request_finished(_Request.of(request), block_ids)
-        if params is not None and self._shared.has_prefix_cache:
-            params[_CONTENT] = content_digest(request, request.num_prompt_tokens)
-        return is_held, params
+        return self._half.request_finished(_Request.of(request), block_ids)
 
-    def _require_same_content(self, request: Any, wish: TransferWish) -> None:
-        """Refuse an offer of another prompt, which a router mixed up.
+    def _without_unnamed_media(self, request: Any, wish: TransferWish) -> TransferWish:
+        """Hand over no images that cannot be told apart.
 
-        Without a prefix cache vLLM does not name images by their content, so that nothing could be compared.
+        Without a prefix cache vLLM does not name images by their content, so an offer of another image would pass as this
+        one's.
+
+        Raises:
+            ConnectorError: the request is to load such an offer.
         """
-        if wish.load_from is None or not self._shared.has_prefix_cache:
-            return
-        told = request.kv_transfer_params.get(_CONTENT)
-        if told is not None and told != content_digest(request, wish.load_from.num_tokens):
-            raise InvalidTransferParamsError(
-                "the offer is of another prompt, LoRA adapter, cache salt or image",
-                key=_CONTENT,
-                value=str(told)[:32],
-            )
+        why = (
+            "without prefix caching vLLM does not tell one image from another; start it with "
+            "--enable-prefix-caching to hand over prompts with images"
+        )
+        if wish.load_from is not None:
+            raise ConnectorError(why)
+        if wish.offer_result:
+            logger.warning("not offering request %s: %s", request.request_id, why)
+            request.kv_transfer_params = None
+        return TransferWish()
 
     def _fail_followers(self, request_id: str) -> None:
         for follower in self._shared.end_load(request_id):

@@ -22,7 +22,6 @@ TIMING = {
     "heartbeat_s": 1,
     "connect_timeout_s": 3,
     "claim_timeout_s": 4,
-    "early_claim_wait_s": 2,
     "read_timeout_s": 3,
     "progress_wait_s": 4,
     "load_wait_s": 10,

@@ -88,6 +88,10 @@ class Request:
         return self.source.lora_name or None
 
     @property
+    def prompt_embeds(self) -> None:
+        return None  # vectors come as items, among `mm_features`
+
+    @property
     def prompt_token_ids(self) -> Sequence[int]:
         return self.source.prompt_token_ids
 

@@ -89,7 +89,7 @@ def test_options_of_all_kinds_stand_side_by_side() -> None:
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"lease_s": 2, "heartbeat_s": 2}, "heartbeat_s"),
-        ({"max_early_claims": 1.5}, "max_early_claims"),
+        ({"max_failed_claims": 1.5}, "max_failed_claims"),
     ],
 )
 def test_a_bad_option_is_named(mapping: dict[str, Any], key: str) -> None:

@@ -21,14 +21,12 @@ DEADLINES = {
     "heartbeat_s": 0.1,
     "connect_timeout_s": 1.0,
     "claim_timeout_s": 0.6,
-    "early_claim_wait_s": 0.3,
     "read_timeout_s": 0.4,
     "backoff_s": 0.02,
     "max_backoff_s": 0.1,
 }
 PATIENT = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s", "lease_s"), 20.0),
-    "early_claim_wait_s": 10.0,
 }
 
 Fault = Mapping[str, object]

@@ -23,7 +23,6 @@ DEADLINES = {
     "heartbeat_s": 0.1,
     "connect_timeout_s": 0.5,
     "claim_timeout_s": 0.5,
-    "early_claim_wait_s": 0.3,
     "read_timeout_s": 0.5,
     "backoff_s": 0.02,
     "max_backoff_s": 0.1,

@@ -63,7 +63,15 @@ class Side:
         return not self.is_behind
 
     def start_offer(self) -> None:
-        order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens)
+        # Announced in a step that the GPU is through with: else no other node could know of it.
+        is_behind, self.is_behind = self.is_behind, False
+        self.handoffs.submit(HandoffMetadata(announcements={"p": self.offer.lease}))
+        deadline = time.monotonic() + 20
+        while not self.num_asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.is_behind = is_behind
+        order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens, self.offer.content)
         self.handoffs.submit(HandoffMetadata(offers={"p": order}))
 
     def start_load(self, offer: RemoteOffer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.connector.content import content_digest
 from kvferry.connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from kvferry.connector.metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
 from kvferry.connector.scheduler_half import HandoffScheduler
@@ -69,6 +70,7 @@ class Prefill:
         node.scheduler.on_new_request(request)
         blocks = node.allocate(NUM_TOKENS)
         node.scheduler.update_state_after_alloc(request, [blocks], 0)
+        node.step()
         node.fill(blocks, seed=5)
         expected = node.contents(blocks)
         node.cache[:, blocks] = 0
@@ -154,7 +156,7 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
 
 
 def test_who_claims_what_was_preempted_as_it_was_offered_is_told_at_once(make_node: MakeNode) -> None:
-    producer, consumer = make_node(early_claim_wait_s=59.0, claim_timeout_s=60.0), make_node()
+    producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     start_load(consumer, prefill.compute(8))
     consumer.step()
@@ -223,29 +225,32 @@ class TestOrders:
         request = Request("p", NUM_TOKENS, WISH)
         scheduler.on_new_request(request)
         assert self.progressed(scheduler, request, 8)["remote_num_tokens"] == NUM_TOKENS
-        assert scheduler.build_connector_meta().offers == {"p": OpenOrder(1, ((5, 6),), NUM_TOKENS, 8)}
+        orders = scheduler.build_connector_meta()
+        lease, content = orders.announcements["p"], content_digest(request, NUM_TOKENS)
+        assert orders.offers == {"p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content)}
         assert self.progressed(scheduler, request, 12) is None
         assert scheduler.build_connector_meta().extensions == {"p": ExtendOrder(((5, 6, 7),), 12)}
         request.num_computed_tokens, request.finish_reason = NUM_TOKENS, "length"
         assert scheduler.request_finished(request, [[5, 6, 7, 8, 9]])[0]
         assert scheduler.build_connector_meta().completions == {"p": ((5, 6, 7, 8, 9),)}
 
-    def test_orders_stay_in_the_order_of_their_leases(self, scheduler: HandoffScheduler) -> None:
+    def test_a_prompt_that_ends_before_its_open_is_told_of_is_offered(
+        self, scheduler: HandoffScheduler
+    ) -> None:
         for name in ("p", "q"):
             scheduler.on_new_request(request := Request(name, NUM_TOKENS, WISH))
             self.progressed(scheduler, request, 8)
         first = Request("p", NUM_TOKENS, WISH, NUM_TOKENS, "length")
         scheduler.request_finished(first, [[5, 6, 7, 8, 9]])
-        offers = scheduler.build_connector_meta().offers
-        assert [type(order) for order in offers.values()] == [OfferOrder, OpenOrder]
-        assert [order.lease for order in offers.values()] == [1, 2]
+        orders = scheduler.build_connector_meta()
+        assert [type(order) for order in orders.offers.values()] == [OfferOrder, OpenOrder]
+        assert {name: order.lease for name, order in orders.offers.items()} == orders.announcements
 
-    def test_of_an_offer_whose_blocks_are_lost_already_workers_hear_the_number_alone(
-        self, scheduler: HandoffScheduler
-    ) -> None:
+    def test_an_offer_whose_blocks_are_lost_already_is_withdrawn(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
+        lease = scheduler.build_connector_meta().announcements["p"]
         self.progressed(scheduler, request, 8)
-        assert scheduler.build_connector_meta({"p"}) == HandoffMetadata(withdrawals=(1,))
+        assert scheduler.build_connector_meta({"p"}) == HandoffMetadata(withdrawals=(lease,))
         assert scheduler.build_connector_meta({"p"}).is_empty()
 
     def test_who_claims_what_was_aborted_at_once_is_told(self, scheduler: HandoffScheduler) -> None:
@@ -259,7 +264,7 @@ class TestOrders:
     def test_without_the_wish_nothing_is_early(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
         assert self.progressed(scheduler, request, 8) is None
-        assert scheduler.build_connector_meta().is_empty()
+        assert not scheduler.build_connector_meta().offers
 
     def test_blocks_that_are_let_go_of_meanwhile_are_offered_in_the_end(self) -> None:
         spec = SlidingWindowSpec(BLOCK, 2, 8, torch.float32, sliding_window=8)

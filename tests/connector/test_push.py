@@ -250,7 +250,7 @@ def test_a_reservation_that_cannot_be_written_is_answered(
     _, params = producer.prefill("p", NUM_TOKENS)
     assert params is not None
     producer.step()
-    lease = params["remote_lease"]
+    lease = int(params["remote_lease"], 16)
     peer_id = stranger.start_connect(params["remote_addresses"][0], timeout_s=DEADLINE_S)
     assert isinstance(ask(stranger, producer, peer_id, Hello(PROTOCOL_VERSION, "stranger", 1, "")), Welcome)
     grant = ask(stranger, producer, peer_id, Claim(params["remote_request_id"], lease, 0, 1))

@@ -18,6 +18,7 @@ from kvferry.connector import (
     MambaSpec,
 )
 from kvferry.connector.config import KVRole
+from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from kvferry.connector.scheduler_half import HandoffScheduler
@@ -82,17 +83,56 @@ class TestProducer:
         assert params["remote_engine_id"] == "node-p"
         assert params["remote_addresses"] == ["inproc://p"]
         assert params["remote_num_tokens"] == 10
-        assert producer.build_connector_meta().offers == {"p-1": OfferOrder(1, ((7, 8, 9),), 10)}
+        orders = producer.build_connector_meta()
+        lease = orders.announcements["p-1"]
+        assert params["remote_lease"] == f"{lease:x}"
+        content = content_digest(Request("p-1", 10), 10)
+        assert orders.offers == {"p-1": OfferOrder(lease, ((7, 8, 9),), 10, content)}
         assert producer.build_connector_meta().is_empty()
 
-    def test_lease_numbers_rise_and_are_never_used_again(self) -> None:
+    def test_the_number_of_a_request_is_never_that_of_another_one(self) -> None:
         producer = scheduler()
         for request_id in ("a", "b"):
             run_producer(producer, request_id)
-        assert [order.lease for order in producer.build_connector_meta().offers.values()] == [1, 2]
+        leases = [order.lease for order in producer.build_connector_meta().offers.values()]
         producer.update_connector_output(KVConnectorOutput(finished_sending={"a", "b"}))
         run_producer(producer, "a")
-        assert producer.build_connector_meta().offers["a"].lease == 3
+        leases.append(producer.build_connector_meta().offers["a"].lease)
+        assert len(set(leases)) == 3
+
+    def test_workers_hear_of_an_offer_when_its_request_arrives(self) -> None:
+        """A consumer that claims before the offer is made then waits, however long that takes."""
+        producer = scheduler()
+        producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
+        orders = producer.build_connector_meta()
+        assert list(orders.announcements) == ["p-1"]
+        final = Request("p-1", 10, OFFER_PARAMS, 10, "length")
+        producer.request_finished(final, [[7, 8, 9]])
+        assert producer.build_connector_meta().offers["p-1"].lease == orders.announcements["p-1"]
+
+    @pytest.mark.parametrize("reason", ["abort", "error"])
+    def test_what_was_announced_and_will_not_come_is_withdrawn(self, reason: str) -> None:
+        producer = scheduler()
+        producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
+        lease = producer.build_connector_meta().announcements["p-1"]
+        assert producer.request_finished(Request("p-1", 10, OFFER_PARAMS, 4, reason), [[7]]) == (False, None)
+        assert producer.build_connector_meta() == HandoffMetadata(withdrawals=(lease,))
+        assert producer.num_requests == 0
+
+    def test_a_router_can_release_an_offer_of_this_node(self) -> None:
+        producer = scheduler()
+        _, params = run_producer(producer)
+        lease = producer.build_connector_meta().announcements["p-1"]
+        release = {**(params or {}), "do_remote_prefill": False, "do_release": True}
+        producer.on_new_request(Request("router-1", 1, release))
+        producer.on_new_request(Request("router-2", 1, {**release, "remote_engine_id": "another"}))
+        producer.on_new_request(Request("router-3", 1, {**release, "remote_epoch": "7"}))
+        assert producer.build_connector_meta() == HandoffMetadata(releases=(("p-1", lease),))
+
+    def test_a_release_does_nothing_else(self) -> None:
+        _, params = run_producer(scheduler())
+        with pytest.raises(InvalidTransferParamsError, match="do_release"):
+            scheduler().on_new_request(Request("router", 1, {**(params or {}), "do_release": True}))
 
     def test_tokens_of_the_answer_are_not_offered(self) -> None:
         producer = scheduler()

@@ -168,6 +168,7 @@ class Node:
                     rank.caches[index, block, :, slot] = tokens[layer, :, token, rank.heads]
         request = Request("p", NUM_TOKENS, {"do_remote_decode": True}, NUM_TOKENS)
         self.scheduler.on_new_request(request)
+        self.step()  # in which the prompt is computed
         request.finish_reason = "length"
         must_keep, params = self.scheduler.request_finished(request, [blocks])
         assert must_keep

@@ -133,7 +133,7 @@ class TestLife:
                 node.scheduler.get_finished(set())
 
     def test_shutdown_ends_what_is_under_way_and_can_be_repeated(self, worker: HandoffWorker) -> None:
-        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}))
+        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
         worker.shutdown()
         worker.shutdown()
         assert worker.get_finished() == ({"p"}, set())
@@ -142,7 +142,9 @@ class TestLife:
     def test_orders_after_the_end_end_at_once(self, worker: HandoffWorker) -> None:
         worker.shutdown()
         worker.start_load_kv(
-            HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}, loads={"d": (GroupBlocks(0, (3, 4)),)})
+            HandoffMetadata(
+                offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}, loads={"d": (GroupBlocks(0, (3, 4)),)}
+            )
         )
         assert worker.get_finished() == ({"p"}, {"d"})
         assert worker.get_block_ids_with_load_errors() == {3, 4}
@@ -160,7 +162,7 @@ class TestThreadThatDies:
             assert offer is not None
             worker.start_load_kv(
                 HandoffMetadata(
-                    offers={"ours": OfferOrder(1, ((1, 2),), 8)},
+                    offers={"ours": OfferOrder(1, ((1, 2),), 8, "of p")},
                     claims={"d": offer},
                     loads={"d": (GroupBlocks(0, (3, 4)),)},  # it waits: the other node does not step
                 )
@@ -176,7 +178,7 @@ class TestThreadThatDies:
         def is_any_guard_set() -> bool:
             return any(ctypes.string_at(transport.guards.address, 8 * transport.guards.num_guards))
 
-        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8)}))
+        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
         deadline = time.monotonic() + 10
         while not is_any_guard_set():
             assert time.monotonic() < deadline

@@ -20,12 +20,10 @@ def config() -> HandoffConfig:
         heartbeat_s=5.0,
         connect_timeout_s=4.0,
         claim_timeout_s=10.0,
-        early_claim_wait_s=3.0,
         load_wait_s=60.0,
         read_timeout_s=20.0,
         backoff_s=1.0,
         max_backoff_s=3.0,
-        max_early_claims=2,
         max_failed_claims=2,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
     Action,
@@ -24,6 +25,7 @@ from kvferry.connector.handoff.messages import (
     Deny,
     Grant,
     Heartbeat,
+    Parked,
     Progress,
     Release,
     Revoke,
@@ -45,6 +47,7 @@ from kvferry.connector.handoff.testing.stages import (
     reading,
 )
 from kvferry.transports.errors import (
+    ContentMismatchError,
     KVTransferError,
     PeerLostError,
     ProtocolError,
@@ -184,7 +187,53 @@ def test_a_drop_before_the_handshake_releases_the_offer_after_it(
 ) -> None:
     connecting(consumer, welcome)
     assert consumer.drop("ours", 0.0) == []
-    assert only_message(consumer.receive(PEER, welcome, 0.0)) == Release("theirs", 3, False, 0, 1)
+    # A producer listens to a release only from the rank that claimed.
+    assert consumer.receive(PEER, welcome, 0.0) == [
+        Send(PEER, Claim("theirs", 3, 0, 1)),
+        Send(PEER, Release("theirs", 3, False, 0, 1)),
+    ]
+
+
+def test_an_offer_of_another_content_is_not_read(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    """Its blocks are right, and another prompt's."""
+    claiming(consumer, welcome)
+    consumer.load("ours", BLOCKS, 0.0)
+    released, ended = consumer.receive(PEER, replace(GRANT, content="of another prompt"), 1.0)
+    assert released == Send(PEER, Release("theirs", 3, False, 0, 1))
+    assert isinstance(ended, LoadEnded)
+    assert (ended.outcome, type(ended.error)) == ("failed", ContentMismatchError)
+
+
+def test_an_offer_of_another_content_is_remembered_until_there_are_blocks(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    claiming(consumer, welcome)
+    released = only_message(consumer.receive(PEER, replace(GRANT, content="of another prompt"), 1.0))
+    assert released == Release("theirs", 3, False, 0, 1)
+    assert isinstance(only_end(consumer.load("ours", BLOCKS, 2.0)).error, ContentMismatchError)
+
+
+def test_a_parked_claim_waits_while_its_producer_says_so(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    claiming(consumer, welcome)
+    now = 0.0
+    for _ in range(100):
+        now += config.claim_timeout_s * 0.9
+        assert consumer.receive(PEER, Parked("theirs", 3), now) == []
+        consumer.advance(now)
+    consumer.load("ours", BLOCKS, now)
+    assert isinstance(consumer.receive(PEER, GRANT, now)[0], StartRead)
+
+
+def test_a_producer_that_falls_silent_is_waited_for_in_bounds(
+    consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
+) -> None:
+    claiming(consumer, welcome)
+    consumer.receive(PEER, Parked("theirs", 3), 8.0)
+    consumer.load("ours", BLOCKS, 8.0)
+    assert consumer.num_loads == 1
+    assert isinstance(only_end(consumer.advance(8.0 + config.claim_timeout_s)).error, TransferTimeoutError)
 
 
 def test_a_drop_before_the_handshake_tells_nothing_to_another_node(

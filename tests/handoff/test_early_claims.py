@@ -1,4 +1,4 @@
-"""Claims and releases that reach a producer before it knows of the offer."""
+"""Claims and releases that reach a producer before it made the offer: they wait for as long as the request is known."""
 
 from __future__ import annotations
 
@@ -6,119 +6,162 @@ import math
 
 import pytest
 
-from kvferry.connector.handoff.events import (
-    Action,
-    OfferEnded,
-    Send,
-    SetGuard,
-)
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.events import Action, OfferEnded, Send, SetGuard
 from kvferry.connector.handoff.messages import (
+    PROTOCOL_VERSION,
     Claim,
     Deny,
     Grant,
+    Hello,
+    Message,
+    Parked,
     Release,
 )
 from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.transports.errors import KVTransferStateError
 
 TABLES = ((4, 5, 6),)
 PEER, OTHER = 1, 2
 
 
-def denial(actions: list[Action]) -> str:
+@pytest.fixture
+def announced(producer: ProducerProtocol) -> ProducerProtocol:
+    """A producer that knows a request "r", whose offer will be number 7."""
+    assert producer.announce("r", 7) == []
+    return producer
+
+
+def only(actions: list[Action]) -> Message:
     (action,) = actions
     assert isinstance(action, Send)
-    assert isinstance(action.message, Deny)
-    return action.message.reason
+    return action.message
 
 
-def test_an_early_claim_is_granted_when_the_offer_comes(producer: ProducerProtocol) -> None:
-    assert producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0) == []
-    guarded, granted = producer.offer("r", 1, TABLES, 12, now=2.0)
+def denial(actions: list[Action]) -> str:
+    message = only(actions)
+    assert isinstance(message, Deny)
+    return message.reason
+
+
+def parked(producer: ProducerProtocol, peer: int = PEER, rank: int = 0, num_ranks: int = 1) -> None:
+    claim = Claim("r", 7, rank, num_ranks)
+    assert producer.receive(peer, claim, now=0.0) == [Send(peer, Parked("r", 7))]
+
+
+def test_an_early_claim_is_granted_when_the_offer_comes(announced: ProducerProtocol) -> None:
+    parked(announced)
+    guarded, granted = announced.offer("r", 7, TABLES, 12, now=2.0, content="c")
     assert isinstance(guarded, SetGuard)
-    assert granted == Send(PEER, Grant("r", 1, guarded.index, 12, 12, TABLES))
+    assert granted == Send(PEER, Grant("r", 7, guarded.index, 12, 12, TABLES, "c"))
+    assert announced.num_announced == 0
 
 
-def test_an_early_claim_waits_no_longer_than_it_may(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert producer.next_deadline() == 3.0
-    assert "in time" in denial(producer.advance(now=3.0))
-    assert producer.next_deadline() == math.inf
+def test_an_early_claim_is_granted_when_the_offer_is_opened(announced: ProducerProtocol) -> None:
+    parked(announced)
+    guarded, granted = announced.open("r", 7, TABLES, 12, 4, "c")
+    assert granted == Send(PEER, Grant("r", 7, guarded.index, 12, 4, TABLES, "c"))
 
 
-def test_an_early_claim_of_a_number_that_was_left_out_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    denied, guarded = producer.offer("s", 2, TABLES, 12, now=1.0)
-    assert "never made" in denial([denied])
-    assert isinstance(guarded, SetGuard)
-
-
-def test_an_early_claim_of_another_request_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("not r", 1, 0, 1), now=0.0)
-    denied, guarded = producer.offer("r", 1, TABLES, 12, now=1.0)
-    assert "never made" in denial([denied])
-    assert isinstance(guarded, SetGuard)
-
-
-def test_early_claims_are_bounded(producer: ProducerProtocol) -> None:
-    for lease in (1, 2):
-        assert producer.receive(PEER, Claim("r", lease, 0, 1), now=0.0) == []
-    assert "too many" in denial(producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0))
-    assert producer.receive(PEER, Release("r", 4, False, 0, 1), now=0.0) == []
-
-
-def test_a_second_early_claimant_is_denied(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "another consumer" in denial(producer.receive(OTHER, Claim("r", 1, 0, 1), now=0.0))
-    assert producer.receive(OTHER, Release("r", 1, False, 0, 1), now=0.0) == []
-    assert isinstance(producer.offer("r", 1, TABLES, 12, now=1.0)[1], Send)
-
-
-@pytest.mark.parametrize("claims_first", [True, False])
-def test_an_early_release_ends_the_offer_as_soon_as_it_comes(
-    producer: ProducerProtocol, claims_first: bool
+def test_an_early_claim_waits_for_as_long_as_its_request_is_known(
+    announced: ProducerProtocol, config: HandoffConfig
 ) -> None:
-    if claims_first:
-        producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    producer.receive(PEER, Release("r", 1, False, 0, 1), now=0.0)
-    producer.peer_lost(PEER, now=0.5)
-    (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
+    """The prompt takes an hour to compute; the consumer hears often enough that it is worth waiting."""
+    parked(announced)
+    now = 0.0
+    while now < 3600.0:
+        due = announced.next_deadline()
+        assert due - now < config.claim_timeout_s / 2
+        now = due
+        assert announced.advance(now) == [Send(PEER, Parked("r", 7))]
+    assert isinstance(only(announced.offer("r", 7, TABLES, 12, now)[1:]), Grant)
+    assert announced.next_deadline() == now + config.lease_s
+
+
+def test_without_claims_an_announcement_costs_nothing(announced: ProducerProtocol) -> None:
+    assert announced.next_deadline() == math.inf
+    parked(announced)
+    announced.peer_lost(PEER, now=0.5)
+    assert announced.advance(announced.next_deadline()) == []
+    assert announced.next_deadline() == math.inf
+
+
+def test_what_was_not_announced_is_denied_at_once(announced: ProducerProtocol) -> None:
+    for claim in (Claim("r", 8, 0, 1), Claim("not r", 7, 0, 1)):
+        assert "never made" in denial(announced.receive(PEER, claim, now=0.0))
+    assert announced.receive(PEER, Release("r", 8, False, 0, 1), now=0.0) == []
+
+
+def test_a_second_early_claimant_is_denied(announced: ProducerProtocol) -> None:
+    parked(announced)
+    assert "another consumer" in denial(announced.receive(OTHER, Claim("r", 7, 0, 1), now=0.0))
+    assert announced.receive(OTHER, Release("r", 7, False, 0, 1), now=0.0) == []
+    assert isinstance(only(announced.offer("r", 7, TABLES, 12, now=1.0)[1:]), Grant)
+
+
+def test_one_peer_holds_one_early_claim_of_an_offer(announced: ProducerProtocol) -> None:
+    parked(announced, num_ranks=2)
+    assert "another rank" in denial(announced.receive(PEER, Claim("r", 7, 1, 2), now=0.0))
+
+
+def test_all_ranks_may_be_early(announced: ProducerProtocol) -> None:
+    announced.peer_connected(3, now=0.0)
+    announced.receive(3, Hello(PROTOCOL_VERSION, "peer-1", 5, "d"), now=0.0)
+    parked(announced, PEER, 0, 2)
+    parked(announced, 3, 1, 2)
+    assert "no share" in denial(announced.receive(OTHER, Claim("r", 7, 2, 2), now=0.0))
+    assert [type(action) for action in announced.offer("r", 7, TABLES, 12, now=1.0)] == [SetGuard, Send, Send]
+
+
+def test_an_early_release_ends_the_offer_as_soon_as_it_comes(announced: ProducerProtocol) -> None:
+    parked(announced)
+    assert announced.receive(PEER, Release("r", 7, False, 0, 1), now=0.0) == []
+    announced.peer_lost(PEER, now=0.5)
+    (ended,) = announced.offer("r", 7, TABLES, 12, now=1.0)
     assert isinstance(ended, OfferEnded)
     assert ended.outcome == "aborted"
-    assert producer.num_offers == 0
+    assert announced.num_offers == 0
 
 
-def test_an_offer_whose_early_claimant_is_gone_ends_as_soon_as_it_comes(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    producer.peer_lost(PEER, now=0.5)
-    (ended,) = producer.offer("r", 1, TABLES, 12, now=1.0)
+def test_an_early_release_without_a_claim_is_ignored(announced: ProducerProtocol) -> None:
+    announced.receive(PEER, Release("r", 7, False, 0, 1), now=0.0)
+    assert [type(action) for action in announced.offer("r", 7, TABLES, 12, now=1.0)] == [SetGuard]
+
+
+def test_an_offer_whose_early_claimant_is_gone_ends_as_soon_as_it_comes(announced: ProducerProtocol) -> None:
+    parked(announced)
+    announced.peer_lost(PEER, now=0.5)
+    (ended,) = announced.offer("r", 7, TABLES, 12, now=1.0)
     assert isinstance(ended, OfferEnded)
     assert ended.outcome == "aborted"
 
 
-def test_an_early_claim_without_a_guard_is_denied(producer: ProducerProtocol) -> None:
-    producer.offer("a", 1, TABLES, 12, now=0.0)
-    producer.offer("b", 2, TABLES, 12, now=0.0)
-    producer.receive(PEER, Claim("r", 3, 0, 1), now=0.0)
-    denied, ended = producer.offer("r", 3, TABLES, 12, now=1.0)
+def test_an_early_claim_without_a_guard_is_denied(announced: ProducerProtocol) -> None:
+    announced.offer("a", 1, TABLES, 12, now=0.0)
+    announced.offer("b", 2, TABLES, 12, now=0.0)
+    parked(announced)
+    denied, ended = announced.offer("r", 7, TABLES, 12, now=1.0)
     assert "too many" in denial([denied])
     assert isinstance(ended, OfferEnded)
 
 
-def test_who_claims_what_was_withdrawn_is_denied_at_once(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "lost its blocks" in denial(producer.withdraw(1))
-    assert producer.next_deadline() == math.inf
-    assert "never made" in denial(producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0))
+def test_a_claim_of_what_is_withdrawn_is_denied_at_once(announced: ProducerProtocol) -> None:
+    parked(announced)
+    assert "lost its blocks" in denial(announced.withdraw(7))
+    assert announced.next_deadline() == math.inf
+    assert "never made" in denial(announced.receive(PEER, Claim("r", 7, 0, 1), now=1.0))
+    assert announced.withdraw(7) == []
 
 
-def test_a_withdrawn_number_may_come_after_that_of_a_later_offer(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "never made" in denial(producer.offer("s", 2, TABLES, 12, now=0.0)[:1])
-    assert producer.withdraw(1) == []
-    assert [type(action) for action in producer.offer("t", 3, TABLES, 12, now=0.0)] == [SetGuard]
+def test_shutting_down_denies_early_claims(announced: ProducerProtocol) -> None:
+    parked(announced)
+    assert "shuts down" in denial(announced.shutdown(now=1.0)[:1])
+    assert announced.num_announced == 0
 
 
-def test_all_ranks_may_be_early(producer: ProducerProtocol) -> None:
-    producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
-    assert "no share" in denial(producer.receive(OTHER, Claim("s", 2, 1, 1), now=0.0))
-    assert [type(action) for action in producer.offer("r", 1, TABLES, 12, now=1.0)] == [SetGuard, Send]
+def test_a_number_is_announced_once(announced: ProducerProtocol) -> None:
+    with pytest.raises(KVTransferStateError):
+        announced.announce("s", 7)
+    announced.offer("r", 7, TABLES, 12, now=0.0)
+    with pytest.raises(KVTransferStateError):
+        announced.announce("s", 7)

@@ -24,10 +24,9 @@ def test_the_defaults_fit_together() -> None:
         ({"lease_s": float("nan")}, "lease_s"),
         ({"read_timeout_s": "5"}, "read_timeout_s"),
         ({"read_timeout_s": True}, "read_timeout_s"),
-        ({"max_early_claims": 1.5}, "max_early_claims"),
-        ({"max_early_claims": 0}, "max_early_claims"),
+        ({"max_failed_claims": 1.5}, "max_failed_claims"),
+        ({"max_failed_claims": 0}, "max_failed_claims"),
         ({"lease_s": 8, "heartbeat_s": 5}, "heartbeat_s"),
-        ({"claim_timeout_s": 4, "early_claim_wait_s": 4}, "early_claim_wait_s"),
         ({"backoff_s": 3}, "max_backoff_s"),
     ],
 )

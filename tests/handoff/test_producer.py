@@ -95,12 +95,28 @@ def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: b
 
 
 @pytest.mark.parametrize("delivered", [True, False])
-def test_a_release_without_a_claim_is_never_a_delivery(producer: ProducerProtocol, delivered: bool) -> None:
+def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, delivered: bool) -> None:
+    """A peer that merely learned the number of an offer cannot end it, before or after its consumer claimed."""
+    offered(producer)
+    assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
+    producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0)
+    assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
+    assert producer.num_offers == 1
+
+
+def test_an_offer_that_nobody_can_claim_is_given_up(producer: ProducerProtocol) -> None:
     guard = offered(producer)
-    cleared, ended = producer.receive(PEER, Release("r", 1, delivered, 0, 1), now=1.0)
+    assert producer.give_up("another", 1) == producer.give_up("r", 2) == []
+    cleared, ended = producer.give_up("r", 1)
     assert cleared == ClearGuard(guard)
     assert isinstance(ended, OfferEnded)
     assert ended.outcome == "aborted"
+
+
+def test_a_claimed_offer_is_not_given_up(producer: ProducerProtocol) -> None:
+    claimed(producer)
+    assert producer.give_up("r", 1) == []
+    assert producer.num_offers == 1
 
 
 def test_an_unclaimed_lease_runs_out(producer: ProducerProtocol) -> None:

@@ -26,7 +26,7 @@ PEER_TIMEOUT_S = 2.0
 LEASE_S = 4.0
 #: Whatever becomes of a peer, both sides know after this: what notices it, the lease, and a busy machine.
 SETTLED_S = PEER_TIMEOUT_S + LEASE_S + 9.0
-CONNECT = {"connect_timeout_s": 3.0, "claim_timeout_s": 4.0, "early_claim_wait_s": 2.0}
+CONNECT = {"connect_timeout_s": 3.0, "claim_timeout_s": 4.0}
 HANDOFF = {"lease_s": LEASE_S, "heartbeat_s": 0.5, "read_timeout_s": 15.0, **CONNECT}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

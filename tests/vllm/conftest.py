@@ -43,7 +43,6 @@ EXTRA = {
     "heartbeat_s": 0.5,
     "connect_timeout_s": 2,
     "claim_timeout_s": 2,
-    "early_claim_wait_s": 1,
 }
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128

@@ -306,7 +306,7 @@ class TestSharedOffers:
         "remote_engine_id": "e",
         "remote_epoch": "1",
         "remote_request_id": "r",
-        "remote_lease": 1,
+        "remote_lease": "1",
         "remote_addresses": ["shm://@a"],
         "remote_num_tokens": 40,
         "remote_block_ids": [[1, 2, 3]],

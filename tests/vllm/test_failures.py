@@ -14,7 +14,7 @@ VALID = {
     "remote_engine_id": "somebody",
     "remote_epoch": "1f",
     "remote_request_id": "r",
-    "remote_lease": 1,
+    "remote_lease": "1",
     "remote_addresses": ["shm://@nobody-listens-here"],
     "remote_num_tokens": 100,
     "remote_block_ids": [[1, 2, 3, 4]],

@@ -31,7 +31,6 @@ OPTIONS = {
     "heartbeat_s": 0.5,
     "connect_timeout_s": 2,
     "claim_timeout_s": 2,
-    "early_claim_wait_s": 1,
 }
 ARGUMENTS = (
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),

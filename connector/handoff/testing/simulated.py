@@ -113,6 +113,7 @@ class SimulatedLoad:
     """What a request's `LoadEnded`s must fit. Each rank reports it once."""
 
     name: OfferName
+    content: str
     first_block_index: int
     block_ids: tuple[int, ...]
     ended: set[int] = field(default_factory=set)

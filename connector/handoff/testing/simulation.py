@@ -46,7 +46,7 @@ from .world import SimulatedWorld
 
 __all__ = ["PUSH_GUARDS", "PromiseBroken", "Simulation", "Spread", "explore"]
 
-_CONFIG = HandoffConfig(load_wait_s=60.0, max_early_claims=4)
+_CONFIG = HandoffConfig(load_wait_s=60.0)
 _ALIKE = (Spread(), Spread(), Spread())
 #: Longest time, in virtual seconds, until everything is over once nobody orders anything any more.
 _LONGEST_WAIT_S = 200.0
@@ -95,9 +95,20 @@ class Simulation(SimulatedWorld):
         request_id = f"prefill-{lease}"
         tokens = len(block_ids) * BLOCK_SIZE
         addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
-        self._made.append(
-            RemoteOffer(engine.address, engine.epoch, request_id, lease, addresses, tokens, (block_ids,))
+        offer = RemoteOffer(
+            engine.address,
+            engine.epoch,
+            request_id,
+            lease,
+            addresses,
+            tokens,
+            (block_ids,),
+            f"of {request_id}",
         )
+        self._made.append(offer)
+        # A rank hears of a request before it computes anything of it, so before any consumer can know.
+        for rank in engine.living_ranks:
+            self.do(rank, rank.protocol.producer.announce(request_id, lease))
         if num_blocks >= 60:
             self._withdraw(engine, request_id, lease)
             engine.free(block_ids, scribble=252)
@@ -124,10 +135,13 @@ class Simulation(SimulatedWorld):
         self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer
     ) -> Callable[[], list[Action]]:
         producer, num_tokens = rank.protocol.producer, len(offer.block_ids) * BLOCK_SIZE
+        content = f"of {request_id}"
         if offer.is_finished:
-            return lambda: producer.offer(request_id, offer.lease, (offer.block_ids,), num_tokens, self.now)
+            return lambda: producer.offer(
+                request_id, offer.lease, (offer.block_ids,), num_tokens, self.now, content
+            )
         table, num_ready = _table_so_far(offer), offer.num_ready * BLOCK_SIZE
-        return lambda: producer.open(request_id, offer.lease, (table,), num_tokens, num_ready)
+        return lambda: producer.open(request_id, offer.lease, (table,), num_tokens, num_ready, content)
 
     def compute(self, which: int, offer: int) -> None:
         """A producer computes one more block of a prompt, perhaps the last."""
@@ -182,6 +196,15 @@ class Simulation(SimulatedWorld):
                 rank.orders.append((request_id, partial(abort, request_id, self.now)))
             self._free_if_over(engine, request_id)
 
+    def give_up(self, which: int, offer: int) -> None:
+        """A router says that no consumer will come for an offer, rightly or not."""
+        if self._made:
+            named = self._made[-1 - offer % min(len(self._made), 6)]
+            engine = self.engines[named.engine_id]
+            for rank in engine.living_ranks:
+                give_up = rank.protocol.producer.give_up
+                rank.orders.append((named.request_id, partial(give_up, named.request_id, named.lease)))
+
     def claim(self, which: int, offer: int, change: int) -> None:
         """A request arrives that refers to some offer, of now or long ago, sometimes tampered with."""
         if not self._made:
@@ -196,6 +219,7 @@ class Simulation(SimulatedWorld):
             5: replace(named, addresses=named.addresses[::-1]),
             6: replace(named, addresses=named.addresses[:1]),
             7: replace(named, addresses=(*named.addresses, "sim://b/0")),
+            8: replace(named, content="of another prompt"),
         }.get(change, named)
         request_id = f"decode-{self.next_number()}"
         engine.claims[request_id] = tampered
@@ -216,7 +240,7 @@ class Simulation(SimulatedWorld):
         if not block_ids:
             return
         name = (offer.engine_id, offer.epoch, offer.lease)
-        engine.loads[request_id] = SimulatedLoad(name, first, block_ids)
+        engine.loads[request_id] = SimulatedLoad(name, offer.content, first, block_ids)
         blocks = (GroupBlocks(first, block_ids),)
         for rank in engine.ranks:
             self.do(rank, rank.protocol.consumer.load(request_id, blocks, self.now))
@@ -278,6 +302,7 @@ class Simulation(SimulatedWorld):
         for request_id in engine.claims:
             self.do(rank, rank.protocol.consumer.drop(request_id, self.now))
         require(rank.protocol.producer.num_offers == 0, "the producer forgets what ended")
+        require(rank.protocol.producer.num_announced == 0, "what was announced is offered or withdrawn")
         require(rank.protocol.consumer.num_loads == 0, "the consumer forgets what ended")
         require(not any(rank.guards), "guards are clear")
 
@@ -316,6 +341,8 @@ class Simulation(SimulatedWorld):
         if ended.outcome == "loaded":
             self._loaded[load.name].add((engine.address, rank.number))
             require(load.name in self._contents, "what was loaded had been offered")
+            made = {(offer.engine_id, offer.epoch, offer.lease): offer.content for offer in self._made}
+            require(load.content == made[load.name], "what was loaded was computed from the same prompt")
             expected = self._contents[load.name][load.first_block_index :]
             require(rank.holds(load.block_ids, expected), "loaded bytes are the offered ones")
         self.outcomes[f"load {ended.outcome}"] += 1
@@ -380,6 +407,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         lambda: simulation.compute(number(), number()): 6,
         lambda: simulation.preempt(number(), number()): 0.5,
         lambda: simulation.abort(number(), number()): 1,
+        lambda: simulation.give_up(number(), number()): 0.3,
         lambda: simulation.claim(number(), number(), number()): 8,
         lambda: simulation.load(number(), number(), number()): 8,
         lambda: simulation.drop(number(), number()): 1,
