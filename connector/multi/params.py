@@ -73,7 +73,9 @@ def split_params(
         return dict.fromkeys(children, params)  # None, or malformed: each child's parser says so
     sections = dict(_sections(params))
     if own := children.keys() & sections.keys():
-        return {name: sections[name] if name in own else None for name in children}
+        # A router that releases an offer says so once, for the sections of all children.
+        wish = {"do_remote_prefill": False, "do_release": True} if params.get("do_release") is True else {}
+        return {name: {**sections[name], **wish} if name in own else None for name in children}
     flat = {key: value for key, value in params.items() if key != SECTIONS}
     readers = [name for name, child in children.items() if child.recognizes_params(flat)]
     readers = readers or list(children)[:1]

@@ -33,7 +33,7 @@ class _Item:
 
 
 @dataclass(frozen=True)
-class _Request:
+class VllmRequest:
     """A request of vLLM's, as `ConnectorRequest` wants it."""
 
     request_id: str
@@ -103,7 +103,7 @@ class SchedulerSide:
             if request.mm_features and not self._shared.has_prefix_cache:
                 wish = self._without_unnamed_media(request, wish)
             if not self._shared.follow(request_id, wish, prompt):
-                self._half.on_new_request(_Request.of(request))
+                self._half.on_new_request(VllmRequest.of(request))
                 self._shared.lead(request_id, wish, prompt)
         except KVTransferError as error:
             logger.warning("request %s cannot be handed over: %s", request_id, error)
@@ -116,7 +116,7 @@ class SchedulerSide:
         if self._shared.is_waiting(request.request_id):
             return None, False
         if request.request_id not in self._refused:
-            return self._half.get_num_new_matched_tokens(_Request.of(request), num_computed_tokens)
+            return self._half.get_num_new_matched_tokens(VllmRequest.of(request), num_computed_tokens)
         num_missing = request.num_prompt_tokens - num_computed_tokens
         return max(num_missing, 0), num_missing > 0
 
@@ -126,7 +126,7 @@ class SchedulerSide:
             self._shared.end_load(request.request_id)
         reason = self._refused.pop(request.request_id, None)
         if reason is None:
-            self._half.update_state_after_alloc(_Request.of(request), tables, num_external_tokens)
+            self._half.update_state_after_alloc(VllmRequest.of(request), tables, num_external_tokens)
         elif num_external_tokens:
             allocated = tuple(GroupBlocks(0, tuple(table)) for table in tables)
             self._refused_loads[request.request_id] = RefusedLoad(allocated, reason)
@@ -151,7 +151,7 @@ class SchedulerSide:
         self._refused.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        return self._half.request_finished(_Request.of(request), block_ids)
+        return self._half.request_finished(VllmRequest.of(request), block_ids)
 
     def _without_unnamed_media(self, request: Any, wish: TransferWish) -> TransferWish:
         """Hand over no images that cannot be told apart.

@@ -91,7 +91,12 @@ def test_orders_and_reports_cross_as_they_are() -> None:
     record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
     for value in (
         HandoffMetadata(
-            {"b": OfferOrder(1, ((1,),), 4)}, {"a": offer}, {"a": (GroupBlocks(1, (2, 3)),)}, ("c",)
+            announcements={"e": 2**62 - 1},
+            offers={"b": OfferOrder(1, ((1,),), 4, "of b")},
+            releases=(("f", 2**61),),
+            claims={"a": offer},
+            loads={"a": (GroupBlocks(1, (2, 3)),)},
+            drops=("c",),
         ),
         KVConnectorOutput(
             {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"loads_total": 1.0})

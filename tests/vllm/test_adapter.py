@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
+from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.scheduler_half import HandoffScheduler
@@ -21,9 +22,8 @@ from kvferry.connector.vllm.config import (
     kv_cache_config,
     require_whole_caches,
 )
-from kvferry.connector.vllm.content import content_digest
 from kvferry.connector.vllm.memory import PoolPlacement
-from kvferry.connector.vllm.scheduler import SchedulerSide
+from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.connector.vllm.worker import WorkerSide
@@ -258,15 +258,31 @@ class TestContent:
     )
     def test_they_have(self, key, value):
         one, other = _request("r", None), _request("s", None)
-        assert content_digest(one, 40) == content_digest(other, 40)
+        assert self.digest(one) == self.digest(other)
         setattr(other, key, value)
-        assert content_digest(one, 40) != content_digest(other, 40)
+        assert self.digest(one) != self.digest(other)
 
-    def test_what_comes_behind_does_not_count(self):
-        one, longer = _request("r", None), _request("s", None)
-        longer.prompt_token_ids = [7] * 8 + [9] * 40
-        longer.mm_features = [self.IMAGE]
-        assert content_digest(one, 8) == content_digest(longer, 8)
+    @staticmethod
+    def digest(request):
+        return content_digest(VllmRequest.of(request), 40)
+
+    def test_an_image_without_a_name_is_not_offered(self):
+        """Without a prefix cache vLLM does not tell one image from another."""
+        side, request = _side(has_prefix_cache=False), _request("r", {"do_remote_decode": True})
+        request.mm_features = [self.IMAGE]
+        side.on_new_request(request)
+        assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert side.build_connector_meta().orders.is_empty()
+
+    def test_an_image_without_a_name_is_not_loaded(self):
+        side, request = _side(has_prefix_cache=False), _request("r", TestSharedOffers.PARAMS)
+        request.mm_features = [self.IMAGE]
+        side.on_new_request(request)
+        assert side.get_num_new_matched_tokens(request, 0) == (40, True)
+        side.update_state_after_alloc(request, TestSharedOffers.BLOCKS, 40)
+        step = side.build_connector_meta()
+        assert step.orders.is_empty()
+        assert "--enable-prefix-caching" in step.refused["r"].reason
 
 
 class TestRefusedRequests:

@@ -31,15 +31,6 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     assert answer["tokens"] == pair.alone(tokens)
 
 
-def test_the_answer_depends_on_the_bytes_that_were_handed_over(pair, prompt):
-    """Else equal tokens would prove nothing: here the decode node is told another prompt's blocks."""
-    tokens = prompt(100, seed=1)
-    params = pair.prefilled(prompt(100, seed=2))
-    params.pop("remote_content", None)  # by which vLLM's node would see it
-    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    assert answer["tokens"] != pair.alone(tokens)
-
-
 def test_one_token_on_either_side(pair, prompt):
     """Both requests end with the step that gives their first token."""
     tokens = prompt(64)

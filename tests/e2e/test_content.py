@@ -1,0 +1,130 @@
+"""An offer is loaded only for what it was computed from, whatever a router mixes up; and nothing of it stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.launcher import Launcher
+from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
+from engine.testing import write_tiny_model
+
+from .conftest import START_TIMEOUT_S, TINY_NODE, Fleet
+
+pytestmark = pytest.mark.slow
+
+ONE = "A ferry takes what others have packed; it does not open the boxes. " * 4
+#: As long, with other tokens from the first block on.
+OTHER = "B ferry shows what others have packed; it does not shut the boxes. " * 4
+MAX_TOKENS = 12
+#: Far below a lease (6 s), and enough for a busy machine.
+AT_ONCE_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
+    """A decode node that fails what it cannot load."""
+    node = module_launcher.start_node(
+        "decode/fail", "decode", "--load-failure-policy", "fail", *tiny_arguments
+    )
+    module_launcher.wait_ready([node], START_TIMEOUT_S)
+    return Client(node)
+
+
+def offer(prefill: Client, prompt: str, **fields: Any) -> dict[str, Any]:
+    params: dict[str, Any] = prefill.complete(
+        prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE, **fields
+    ).body["kv_transfer_params"]
+    return params
+
+
+def assert_refused(reply: Reply, expected: Reply) -> None:
+    """Nothing was read, and the answer is right all the same."""
+    assert reply.status == 200
+    assert "was not computed from this request's prompt" in reply.transfer["error"]
+    assert reply.transfer["num_bytes"] == 0
+    assert reply.token_ids == expected.token_ids
+
+
+@pytest.mark.every_transport
+def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: str) -> None:
+    other = f"{transport}: {OTHER}"
+    params = offer(tiny_fleet.prefill, f"{transport}: {ONE}")
+    expected = tiny_fleet.single.complete(other, max_tokens=MAX_TOKENS)
+    reply = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    assert_refused(reply, expected)
+    wait_until(tiny_fleet.prefill.is_whole, AT_ONCE_S)
+    # Nothing wrong was left for honest requests to find.
+    again = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS)
+    assert again.token_ids == expected.token_ids
+
+
+def test_an_offer_under_another_salt_is_not_loaded(tiny_fleet: Fleet) -> None:
+    prompt = f"salted: {ONE}"
+    params = offer(tiny_fleet.prefill, prompt, cache_salt="one")
+    expected = tiny_fleet.single.complete(prompt, max_tokens=MAX_TOKENS)
+    for salt in ({"cache_salt": "another"}, {}):
+        reply = tiny_fleet.decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params, **salt)
+        assert reply.token_ids == expected.token_ids
+        assert reply.transfer["error"]
+        assert reply.transfer["num_bytes"] == 0
+
+
+def test_an_offer_of_a_longer_prompt_is_not_loaded(tiny_fleet: Fleet) -> None:
+    prompt = f"longer: {ONE}"
+    params = offer(tiny_fleet.prefill, prompt)
+    expected = tiny_fleet.single.complete(prompt[:150], max_tokens=MAX_TOKENS)
+    reply = tiny_fleet.decode.complete(prompt[:150], max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    assert_refused(reply, expected)
+
+
+def test_an_offer_of_a_shorter_prompt_is_loaded_as_far_as_it_goes(tiny_fleet: Fleet) -> None:
+    prompt = f"shorter: {ONE}"
+    params = offer(tiny_fleet.prefill, prompt[:150])
+    expected = tiny_fleet.single.complete(prompt, max_tokens=MAX_TOKENS)
+    reply = tiny_fleet.decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    assert reply.token_ids == expected.token_ids
+    assert not reply.transfer["error"]
+    assert reply.body["metrics"]["num_loaded_tokens"] == 150
+
+
+def test_the_policy_decides_what_becomes_of_the_request(tiny_fleet: Fleet, failing_decode: Client) -> None:
+    params = offer(tiny_fleet.prefill, f"policy: {ONE}")
+    reply = failing_decode.complete(f"policy! {OTHER}", max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    assert reply.status == 500
+    assert "was not computed from this request's prompt" in reply.error
+    wait_until(lambda: tiny_fleet.prefill.is_whole() and failing_decode.is_whole(), AT_ONCE_S)
+
+
+def test_a_router_releases_what_nobody_will_load(tiny_fleet: Fleet) -> None:
+    params = offer(tiny_fleet.prefill, f"given up: {ONE}")
+    assert not tiny_fleet.prefill.is_whole()
+    release = {**params, "do_remote_prefill": False, "do_release": True}
+    assert tiny_fleet.prefill.complete([1], max_tokens=1, kv_transfer_params=release).status == 200
+    wait_until(tiny_fleet.prefill.is_whole, AT_ONCE_S)
+
+
+def test_nodes_with_other_chat_templates_answer_right(launcher: Launcher, tmp_path: Path) -> None:
+    """As of two nodes that write different dates: the same length, other tokens."""
+    nodes = []
+    for role, word in (("prefill", "Monday"), ("decode", "Friday")):
+        folder = write_tiny_model(tmp_path / role)
+        set_chat_template(folder, f"Today is {word}. " + "{% for m in messages %}{{ m.content }}{% endfor %}")
+        nodes.append(launcher.start_node(role, role, "--model", str(folder), *TINY_NODE))
+    launcher.wait_listening(nodes, START_TIMEOUT_S)
+    process = launcher.start_router("router", [nodes[0]], [nodes[1]])
+    launcher.wait_ready([*nodes, process], START_TIMEOUT_S)
+    router, decode = Client(process), Client(nodes[1])
+    body = {"messages": [{"role": "user", "content": ONE}], "max_tokens": 8, "temperature": 0}
+    expected = decode.post("/v1/chat/completions", {**body, "cache_salt": "alone"})
+    reply = router.post("/v1/chat/completions", body)
+    assert "was not computed from this request's prompt" in reply.transfer["error"]
+    honest = decode.post("/v1/chat/completions", body)
+    assert reply.body["choices"] == honest.body["choices"] == expected.body["choices"]
+
+
+def set_chat_template(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
