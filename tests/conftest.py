@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -19,6 +20,13 @@ import zmq
 pytest.register_assert_rewrite(
     "kvferry.connector.handoff.testing", "kvferry.connector.testing", "kvferry.transports.testing"
 )
+
+if find_spec("hypothesis") is not None:  # the venv with vLLM does without
+    import hypothesis
+
+    # A busy machine is late with any example; what takes too long is ended by the test's own timeout.
+    hypothesis.settings.register_profile("kvferry", deadline=None)
+    hypothesis.settings.load_profile("kvferry")
 
 #: For how long threads may finish and children may be reaped after the test's own tear-down.
 GRACE_S = 10.0

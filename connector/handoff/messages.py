@@ -7,8 +7,9 @@ a field that is missing, unknown or ill-typed is named in the error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Final, cast
 
 import msgpack
@@ -60,6 +61,9 @@ MAX_RANKS: Final = 1024
 MAX_PUSH_REGIONS: Final = 1 << 16
 
 _MAX_FIELDS = 256
+#: Arrays and maps in one message. A layout has a few for each layer, and block tables one for each group. Without a bound,
+#: a message of nothing but nested arrays would take seconds to decode.
+_MAX_CONTAINERS = 1 << 16
 _MAX_BLOCK_ID = 2**31 - 1
 _MAX_OFFSET = 2**60
 _MAX_TIMEOUT_MS = 2**31 - 1
@@ -283,11 +287,19 @@ def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
     """Unpack the array of tag and fields, under the limits."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    numbers = count(1)
+
+    def counted(entries: object) -> object:
+        if next(numbers) > _MAX_CONTAINERS:
+            raise ProtocolError(f"a message of more than {_MAX_CONTAINERS} arrays and maps")
+        return entries
+
     try:
         parts = msgpack.unpackb(
             data,
             use_list=False,
-            object_pairs_hook=_map_without_duplicates,
+            list_hook=counted,
+            object_pairs_hook=lambda pairs: _map_without_duplicates(counted(pairs)),
             max_str_len=4 * MAX_TEXT_CHARS,
             max_array_len=MAX_GROUP_BLOCKS,
             max_map_len=_MAX_FIELDS,
@@ -303,9 +315,9 @@ def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
     return parts[0], parts[1]
 
 
-def _map_without_duplicates(pairs: list[tuple[object, object]]) -> dict[str, object]:
+def _map_without_duplicates(pairs: object) -> dict[str, object]:
     result: dict[str, object] = {}
-    for key, value in pairs:
+    for key, value in cast(Iterable[tuple[object, object]], pairs):
         if type(key) is not str:
             raise ProtocolError(f"a field's name is a string, got {type(key).__name__}")
         if key in result:

@@ -140,6 +140,22 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         decode(data)
 
 
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
+def test_nesting_is_bounded_before_it_takes_time(nested: bytes) -> None:
+    """A whole message of containers within containers; what is counted is arrays and maps, not seconds."""
+    deep = nested * 400 + b"\xc0"
+    num_deep = (MAX_MESSAGE_BYTES - 100) // len(deep)
+    data = b"\x92\xa7Welcome\x81\xa1x\xdd" + num_deep.to_bytes(4, "big") + deep * num_deep
+    with pytest.raises(ProtocolError, match="more than 65536 arrays and maps"):
+        decode(data)
+
+
+def test_the_largest_layout_is_within_the_bound() -> None:
+    layer = ("layer", {f"field{index}": (1, (2, 3)) for index in range(8)})
+    welcome = Welcome(PROTOCOL_VERSION, "p", 9, "abc", {}, {"layers": (layer,) * 2000})
+    assert decode(encode(welcome)) == welcome
+
+
 @given(any_message, st.data())
 @settings(max_examples=300)
 def test_damage_never_raises_anything_else(message: messages.Message, data: st.DataObject) -> None:
