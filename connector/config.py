@@ -18,6 +18,7 @@ __all__ = [
     "KVTransferConfig",
     "LoadFailurePolicy",
     "ModelConfig",
+    "ModelIdentity",
     "PageOrder",
     "ParallelConfig",
     "RecurrentLayerConfig",
@@ -78,11 +79,30 @@ class RecurrentLayerConfig:
 
 
 @dataclass(frozen=True)
+class ModelIdentity:
+    """What the model was made of, part by part: digests, or any texts that differ when the part does.
+
+    Peers must have equal weights, configuration and adapters. Tokenizer and chat template may differ, because each
+    prompt's tokens are compared; if they do, the consumer says so once. See `model_identity`.
+
+    Attributes:
+        tokenizer: Empty if it is not known: then it is not compared.
+        chat_template: Likewise.
+    """
+
+    weights: str = ""
+    configuration: str = ""
+    adapters: str = ""
+    tokenizer: str = ""
+    chat_template: str = ""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model, as far as its KV cache depends on it.
 
     Attributes:
-        model: Identity of the weights: two nodes with the same string compute the same cache.
+        model: Its kind or name. Peers must have the same one.
         dtype: Name of the activation dtype, e.g. `"float32"`.
         max_model_len: Longest sequence, prompt and answer together, in tokens.
         layers: Its attention layers, in the order in which they run.
@@ -90,6 +110,7 @@ class ModelConfig:
         num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0: not the
             same for all, or unknown. Then no two ranks are taken to keep the same head.
         num_layers: Layers that keep a cache, over all pipeline stages; 0: each rank keeps all of them.
+        identity: What else must be equal on a peer, or should be.
     """
 
     model: str
@@ -99,6 +120,7 @@ class ModelConfig:
     recurrent_layers: tuple[RecurrentLayerConfig, ...] = ()
     num_kv_heads: int = 0
     num_layers: int = 0
+    identity: ModelIdentity = ModelIdentity()
 
 
 @dataclass(frozen=True)

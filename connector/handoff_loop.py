@@ -29,6 +29,7 @@ from .handoff.events import (
     LoadEnded,
     OfferCompleted,
     OfferEnded,
+    PeerDiffers,
     PushEnded,
     Send,
     SetGuard,
@@ -290,6 +291,8 @@ class _Driver:
                 self._end_push(action)
             case Disconnect(peer_id):
                 self._transport.disconnect(peer_id)
+            case PeerDiffers():
+                logger.warning("%s", action)
             case OfferEnded():
                 self._end_offer(action)
             case OfferCompleted(request_id):

@@ -35,7 +35,7 @@ class Registration:
     Attributes:
         pool: The memory that holds them.
         layout: Where each layer's pages lie in it.
-        fields: What must be equal on both sides of a handoff; see `compatibility`.
+        fields: What must be equal on both sides of a handoff, or should be; see `compatibility`.
     """
 
     pool: Pool
@@ -225,9 +225,13 @@ def _fields(
 ) -> dict[str, str | int]:
     """What layouts do not say, and what a person would rather be told for the whole model than for a layer."""
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    identity = config.model.identity
     return {
         "protocol": PROTOCOL_VERSION,
         "model": config.model.model,
+        "configuration": identity.configuration,
+        "weights": identity.weights,
+        "adapters": identity.adapters,
         "dtype": config.model.dtype,
         "cache_dtype": cache_dtypes,
         "num_groups": len(kv_cache_config.kv_cache_groups),
@@ -235,6 +239,8 @@ def _fields(
         "num_kv_heads": _joined(_shard(spec, config).total for spec in attention),
         "head_size": _joined(spec.head_size for spec in attention),
         "byte_order": sys.byteorder,
+        "tokenizer": identity.tokenizer,
+        "chat_template": identity.chat_template,
     }
 
 

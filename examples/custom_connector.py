@@ -49,6 +49,8 @@ class FileConnector(kv.KVConnectorBase):
             raise ConfigurationError("FileConnector knows one group of full attention, and one rank")
         self._folder = Path(str(options["folder"]))
         self._spec = specs[0]
+        identity = config.model.identity
+        self._model = (config.model.model, identity.configuration, identity.weights, identity.adapters)
         self._orders = Orders()  # scheduler half
         self._kv_caches: dict[str, torch.Tensor] = {}  # worker half, as all that follows
         self._saved: set[str] = set()
@@ -63,7 +65,7 @@ class FileConnector(kv.KVConnectorBase):
         # All that the bytes depend on, and whose they are. An engine without one of these has no such attribute.
         names = ("lora_id", "lora_request", "mm_features", "cache_salt")
         more = [getattr(request, name, None) or None for name in names]
-        key = repr((self.config.model.model, self._spec, more, tokens)).encode()
+        key = repr((self._model, self._spec, more, tokens)).encode()
         return self._folder / f"{hashlib.sha256(key).hexdigest()}.safetensors", num_blocks
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:

@@ -253,7 +253,7 @@ class ConsumerProtocol:
             session = self._peers.welcome(address, welcome)
         except KVTransferError as error:
             return self._fail_peer(address, error, now)
-        actions = self._releases.greet(address, session)
+        actions = self._releases.greet(address, session) + self._peers.compare(welcome, self._rank)
         for load in self._loads.at(address):
             actions += self._send_claims(load, now)
         return actions

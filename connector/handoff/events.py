@@ -23,6 +23,7 @@ __all__ = [
     "LocalBlocks",
     "OfferCompleted",
     "OfferEnded",
+    "PeerDiffers",
     "PushEnded",
     "RemoteOffer",
     "Send",
@@ -46,7 +47,7 @@ class Identity:
     Attributes:
         epoch: Random number of this start of the node, from 1 to `MAX_EPOCH`.
         digest: Of `fields`: see `compatibility.digest`.
-        fields: What must be equal on both sides.
+        fields: What must be equal on both sides, or should be.
         layout: Where the pages lie in this node's pool.
     """
 
@@ -202,6 +203,27 @@ class Disconnect:
 
 
 @dataclass(frozen=True)
+class PeerDiffers:
+    """Warn: a peer differs in what may differ. Once per start of a peer's node.
+
+    Attributes:
+        differences: Field, our value, the peer's; at least one.
+    """
+
+    engine_id: str
+    differences: tuple[tuple[str, str | int, str | int], ...]
+
+    def __str__(self) -> str:
+        fields = ", ".join(
+            f"{field} differs (local {ours!r}, remote {theirs!r})" for field, ours, theirs in self.differences
+        )
+        return (
+            f"peer {self.engine_id!r}: {fields}; prompts that the two nodes tokenize differently will not be "
+            "handed over; give both nodes the same model folder"
+        )
+
+
+@dataclass(frozen=True)
 class OfferEnded:
     """Report: the offer is over, once per offer. Its blocks can be reused from now on, not before."""
 
@@ -243,6 +265,7 @@ Action = (
     | StartWrite
     | PushEnded
     | Disconnect
+    | PeerDiffers
     | OfferEnded
     | OfferCompleted
     | LoadEnded

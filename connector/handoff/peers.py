@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...transports.errors import IncompatiblePeerError, ProtocolError
-from ..planning.compatibility import require_compatible
+from ..planning.compatibility import advisory_differences, require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
-from .events import Action, Connect, Disconnect, Identity, Send
+from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
 from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, Heartbeat, Hello, Welcome
 
 __all__ = ["PeerSession", "Peers"]
 
 #: In place of a peer id: the runtime has not told it yet.
 _UNKNOWN = -1
+#: So many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of again.
+_MAX_WARNED = 1024
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Peers:
         self._config = config
         self._states: dict[str, _Connecting | PeerSession | _Resting] = {}
         self._address_of: dict[int, str] = {}
+        self._warned: set[tuple[str, int]] = set()  # engine id and epoch
 
     def session(self, address: str) -> PeerSession | None:
         """The session with this address, if hands are shaken."""
@@ -131,6 +134,20 @@ class Peers:
         session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout)
         self._states[address] = session
         return session
+
+    def compare(self, welcome: Welcome, rank: int) -> list[Action]:
+        """Warn of what may differ and does; once per start of the peer's node, whichever of its ranks says it first.
+
+        Every rank of ours meets every rank of the peer, so rank 0 speaks for all.
+        """
+        differences = advisory_differences(self._identity.fields, welcome.fields)
+        name = welcome.engine_id, welcome.epoch
+        if rank or not differences or name in self._warned:
+            return []
+        if len(self._warned) >= _MAX_WARNED:
+            self._warned.clear()
+        self._warned.add(name)
+        return [PeerDiffers(welcome.engine_id, differences)]
 
     def fail(self, address: str, now: float) -> list[Action]:
         """Drop a peer that is connecting or ready, and let the address rest."""

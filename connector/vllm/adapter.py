@@ -18,6 +18,7 @@ from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
 from ..worker_half import HandoffWorker, new_epoch
 from .config import HostOptions, engine_config, kv_cache_config
+from .identity import model_identity
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
 from .sharing import SharedOffers
@@ -209,7 +210,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
     options = HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config)
     half = HandoffWorker(
-        engine_config(vllm_config, pool, ranks.rank_in_group, epoch),
+        engine_config(vllm_config, pool, ranks.rank_in_group, epoch, model_identity(vllm_config)),
         pool,
         create_transport(options.transport, options.connector.transport),
         options.connector.address,

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ...transports.errors import ConfigurationError
-from ..config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from ..config import (
+    CacheConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ModelIdentity,
+    ParallelConfig,
+)
 from ..kv_cache_specs import (
     AttentionSpec,
     KVCacheConfig,
@@ -16,6 +23,7 @@ from ..kv_cache_specs import (
     UniformTypeKVCacheSpecs,
 )
 from ..options import ConnectorOptions
+from .identity import model_name
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +87,17 @@ class HostOptions:
 
 
 def engine_config(
-    vllm_config: Any, pool: KVCacheConfig, tensor_parallel_rank: int = 0, epoch: int = 0
+    vllm_config: Any,
+    pool: KVCacheConfig,
+    tensor_parallel_rank: int = 0,
+    epoch: int = 0,
+    identity: ModelIdentity | None = None,
 ) -> EngineConfig:
     """Translate the part of vLLM's configuration that a handoff depends on.
 
     Args:
         pool: Of one rank; all are alike.
+        identity: What the model was made of. Only a worker half needs it, which talks to peers.
 
     Raises:
         ConfigurationError: a request's cache would be spread over ranks in a way that is not supported, or a peer could
@@ -98,10 +111,11 @@ def engine_config(
     )
     return EngineConfig(
         model=ModelConfig(
-            _model_name(model),
+            getattr(getattr(model, "hf_config", None), "model_type", None) or model_name(model),
             _dtype_name(model.dtype),
             model.max_model_len,
             num_kv_heads=_num_kv_heads(model, parallel.tensor_parallel_size, pool),
+            identity=identity or ModelIdentity(),
         ),
         cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
         parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank, epoch=epoch),
@@ -192,11 +206,6 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     for part, key, why in _UNSUPPORTED_FLAGS:
         if getattr(getattr(vllm_config, part), key, False):
             raise ConfigurationError(f"{key} is not supported: {why}", key=key, value=True)
-
-
-def _model_name(model: Any) -> str:
-    revision = getattr(model, "revision", None)
-    return f"{model.model}@{revision}" if revision else str(model.model)
 
 
 def _num_kv_heads(model: Any, num_ranks: int, pool: KVCacheConfig) -> int:

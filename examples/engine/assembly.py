@@ -134,12 +134,13 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
     num_kv_heads = {layer.num_kv_heads for layer in layers}
     return EngineConfig(
         model=ModelConfig(
-            model=model.identity + adapters_identity(settings.lora_modules),
+            model=model.text_config.model_type,
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=_max_model_len(settings, model),
             layers=layers_of_rank(layers, stage_size),
             recurrent_layers=recurrent_layers(model.config, dtype),
             num_kv_heads=num_kv_heads.pop() if len(num_kv_heads) == 1 else 0,
+            identity=replace(model.identity, adapters=adapters_identity(settings.lora_modules)),
         ),
         cache=CacheConfig(
             block_size=settings.block_size,

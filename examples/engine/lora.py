@@ -60,19 +60,19 @@ def set_step_adapters(plan: StepPlan) -> Iterator[None]:
 
 
 def adapters_identity(folders: Mapping[str, str]) -> str:
-    """A short text that differs when names or contents of adapters do; empty without adapters.
+    """Hash the names of adapters and every byte of their two files; `"none"` without adapters.
 
     Raises:
         ConfigurationError: a folder lacks a file of an adapter.
     """
     if not folders:
-        return ""
+        return "none"
     digest = hashlib.sha256()
     for name, folder in sorted(folders.items()):
         digest.update(name.encode() + b"\0")
         for part in (_CONFIG, _WEIGHTS):
             digest.update(hashlib.sha256(_read(Path(folder) / part)).digest())
-    return f"+lora-{digest.hexdigest()[:16]}"
+    return digest.hexdigest()[:16]
 
 
 def install_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:

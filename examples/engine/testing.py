@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from .progress import quiet_loading
 
-__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "generate_greedily", "write_tiny_model"]
+__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "generate_greedily", "scale_tensor", "write_tiny_model"]
 
 _EOS = "<eos>"
 _COMMON = {
@@ -163,6 +164,14 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         model.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def scale_tensor(folder: Path, name: str, factor: float) -> None:
+    """Multiply one tensor of a model's weights, in place: other weights, in a file of the same size."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = tensors[name] * factor
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:

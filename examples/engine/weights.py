@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,15 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from kvferry.connector.config import ModelIdentity
+from kvferry.connector.model_identity import (
+    chat_template_digest,
+    configuration_digest,
+    find_weight_files,
+    read_configuration,
+    tokenizer_digest,
+    weights_digest,
+)
 from kvferry.transports.errors import ConfigurationError
 
 from .default_model import default_model_folder
@@ -24,8 +31,6 @@ from .settings import DEFAULT_MODEL
 __all__ = ["ModelDescription", "describe_model", "load_model", "model_folder", "model_identity"]
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-_SAMPLE_BYTES = 64 << 10
-_NUM_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,14 @@ class ModelDescription:
     """What there is to know of a model without its weights.
 
     Attributes:
-        identity: Equal on two nodes exactly if configuration and (a sample of) the weights are.
+        identity: What a peer compares, without adapters.
         eos_token_ids: Tokens that end an answer.
     """
 
     folder: Path
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    identity: str
+    identity: ModelIdentity
     eos_token_ids: frozenset[int]
 
     @property
@@ -69,15 +74,15 @@ def model_folder(model: str) -> Path:
 
 
 def describe_model(folder: Path) -> ModelDescription:
-    """Read everything of a folder but the weights.
+    """Read everything of a folder; of the weights only their digest is kept.
 
     Raises:
-        ConfigurationError: the folder's files do not describe a decoder-only language model; `key` is `"model"`.
+        ConfigurationError: the folder's files do not describe a decoder-only language model, or one cannot be
+            read; `key` is `"model"`.
     """
     config = _load_config(folder)
-    return ModelDescription(
-        folder, config, _load_tokenizer(folder), model_identity(folder), _eos_token_ids(folder, config)
-    )
+    tokenizer, eos_token_ids = _load_tokenizer(folder), _eos_token_ids(folder, config)
+    return ModelDescription(folder, config, tokenizer, model_identity(folder), eos_token_ids)
 
 
 def load_model(
@@ -110,35 +115,24 @@ def load_model(
     return placed
 
 
-def model_identity(folder: Path) -> str:
-    """A short text that differs when configuration or weights do: a hash over the first and samples of the second.
+def model_identity(folder: Path) -> ModelIdentity:
+    """Hash what a folder's model is made of, every byte of its weights included.
 
-    Where the files lie and which version of a library wrote them makes no difference.
+    Where the files lie and which version of a library wrote the configuration makes no difference.
+
+    Raises:
+        ConfigurationError: a file cannot be read; `key` is `"model"`.
     """
-    config = json.loads((folder / "config.json").read_text())
-    for volatile in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
-        config.pop(volatile, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in _weight_files(folder):
-        _update_with_sample(digest, path)
-    return f"{config.get('model_type', 'model')}-{digest.hexdigest()[:16]}"
-
-
-def _update_with_sample(digest: Any, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}:{size}".encode())
-    stride = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-    with path.open("rb") as file:
-        for start in range(0, size, stride):
-            file.seek(start)
-            digest.update(file.read(_SAMPLE_BYTES))
+    return ModelIdentity(
+        weights=weights_digest(_weight_files(folder)),
+        configuration=configuration_digest(read_configuration(folder)),
+        tokenizer=tokenizer_digest(folder),
+        chat_template=chat_template_digest(folder),
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    for pattern in _WEIGHT_PATTERNS:
-        if found := sorted(folder.glob(pattern)):
-            return found
-    return []
+    return find_weight_files(folder, _WEIGHT_PATTERNS)
 
 
 def _load_config(folder: Path) -> PretrainedConfig:

@@ -246,6 +246,9 @@ class TestRegistration:
         assert fields == {
             "protocol": PROTOCOL_VERSION,
             "model": "m",
+            "configuration": "",
+            "weights": "",
+            "adapters": "",
             "dtype": "float32",
             "cache_dtype": "float32",
             "num_groups": 1,
@@ -253,6 +256,8 @@ class TestRegistration:
             "num_kv_heads": "2",
             "head_size": "8",
             "byte_order": "little",
+            "tokenizer": "",
+            "chat_template": "",
         }
 
     def test_the_number_of_heads_is_the_models_not_the_ranks(self) -> None:

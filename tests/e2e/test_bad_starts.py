@@ -99,7 +99,7 @@ def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
     differing = {
         "block_size": ("--block-size", "24"),  # of 16 and 24 neither divides the other
         "dtype": ("--dtype", "bfloat16"),
-        "model": ("--model", str(other_model)),
+        "weights": ("--model", str(other_model)),
     }
     nodes = {
         field: launcher.start_node(

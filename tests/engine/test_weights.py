@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from engine.default_model import default_model_folder
 from engine.settings import DEFAULT_MODEL, EngineSettings
-from engine.testing import write_tiny_model
+from engine.testing import scale_tensor, write_tiny_model
 from engine.weights import describe_model, load_model, model_folder, model_identity
 from kvferry.transports.errors import ConfigurationError
 
@@ -80,12 +81,45 @@ def test_a_missing_tokenizer_is_told(copy: Path) -> None:
         _load(copy)
 
 
+def _parts(folder: Path) -> dict[str, str]:
+    return asdict(model_identity(folder))
+
+
+def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {part for part, digest in one.items() if other[part] != digest}
+
+
 def test_identity_follows_contents_not_place(copy: Path, tmp_path: Path) -> None:
-    same = Path(shutil.copytree(copy, tmp_path / "elsewhere"))
-    assert model_identity(copy) == model_identity(same)
-    other_weights = write_tiny_model(tmp_path / "other", seed=1)
-    other_config = write_tiny_model(tmp_path / "config", rms_norm_eps=1e-3)
-    assert len({model_identity(folder) for folder in (copy, other_weights, other_config)}) == 3
+    parts = _parts(copy)
+    assert _parts(Path(shutil.copytree(copy, tmp_path / "elsewhere"))) == parts
+    assert _differing(_parts(write_tiny_model(tmp_path / "other", seed=1)), parts) == {"weights"}
+    assert _differing(_parts(write_tiny_model(tmp_path / "config", rms_norm_eps=1e-3)), parts) == {
+        "configuration"
+    }
+
+
+def test_one_scaled_tensor_makes_other_weights(copy: Path) -> None:
+    parts = _parts(copy)
+    scale_tensor(copy, "model.layers.1.mlp.up_proj.weight", 1.5)
+    assert _differing(_parts(copy), parts) == {"weights"}
+
+
+def test_tokenizer_and_chat_template_are_parts_of_their_own(copy: Path) -> None:
+    parts = _parts(copy)
+    (copy / "chat_template.jinja").write_text("{{ messages }} on Monday")
+    assert _differing(_parts(copy), parts) == {"chat_template"}
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"]["add_prefix_space"] = True
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert _differing(_parts(copy), parts) == {"chat_template", "tokenizer"}
+
+
+def test_weights_that_cannot_be_read_are_told(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot hash the weight file") as error:
+        describe_model(copy)
+    assert error.value.key == "model"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connector.planning.compatibility import digest, require_compatible
+from kvferry.connector.planning.compatibility import (
+    ADVISORY,
+    advisory_differences,
+    digest,
+    require_compatible,
+)
 from kvferry.transports.errors import IncompatiblePeerError
 
 FIELDS: dict[str, str | int] = {"model": "m", "cache_dtype": "float16", "block_size": 16, "zebra": 1}
@@ -35,3 +40,18 @@ def test_the_first_difference_is_named(remote: dict[str, str | int], field: str,
         require_compatible(FIELDS, remote)
     assert (caught.value.field, caught.value.remote) == (field, theirs)
     assert caught.value.local == FIELDS.get(field, "(absent)")
+
+
+@pytest.mark.parametrize("field", ADVISORY)
+def test_what_may_differ_is_told_and_refuses_nothing(field: str) -> None:
+    ours, theirs = FIELDS | {field: "x"}, FIELDS | {field: "y"}
+    require_compatible(ours, theirs)
+    assert digest(ours) == digest(theirs) == digest(FIELDS)
+    assert advisory_differences(ours, theirs) == ((field, "x", "y"),)
+
+
+@pytest.mark.parametrize("unknown", [{}, {"tokenizer": ""}])
+def test_what_one_side_does_not_know_is_not_compared(unknown: dict[str, str | int]) -> None:
+    known = FIELDS | {"tokenizer": "x"}
+    for pair in [(known, FIELDS | unknown), (FIELDS | unknown, known), (known, known)]:
+        assert advisory_differences(*pair) == ()

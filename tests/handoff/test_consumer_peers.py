@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvferry.connector.handoff.events import (
     GroupBlocks,
     Identity,
     LoadEnded,
+    PeerDiffers,
     Send,
     StartRead,
 )
@@ -124,6 +126,38 @@ def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(
     failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
     assert isinstance(failure, error)
     assert what in str(failure)
+
+
+def test_a_peer_that_differs_in_what_may_differ_is_warned_of_once(
+    identity: Identity, config: HandoffConfig, welcome: Welcome
+) -> None:
+    def fields(tokenizer: str, chat_template: str) -> dict[str, str | int]:
+        return {**identity.fields, "tokenizer": tokenizer, "chat_template": chat_template}
+
+    clock = count(0.0, 100.0)
+
+    def warnings(consumer: ConsumerProtocol, welcome: Welcome) -> list[PeerDiffers]:
+        """Of a handshake that succeeds, and after which the connection is lost."""
+        now = next(clock)
+        assert consumer.claim("ours", replace(OFFER, epoch=welcome.epoch), now) == [Connect(ADDRESS, 4.0)]
+        consumer.connecting(ADDRESS, PEER, now)
+        consumer.peer_connected(PEER, now)
+        actions = consumer.receive(PEER, welcome, now)
+        assert any(isinstance(action, Send) and isinstance(action.message, Claim) for action in actions)
+        consumer.peer_lost(PEER, PeerLostError("gone"), now)
+        consumer.load("ours", BLOCKS, now)
+        return [action for action in actions if isinstance(action, PeerDiffers)]
+
+    consumer = ConsumerProtocol(replace(identity, fields=fields("t", "c")), config)
+    other = replace(welcome, fields=fields("t", "d"))
+    (warning,) = warnings(consumer, other)
+    assert warning.differences == (("chat_template", "c", "d"),)
+    assert "chat_template differs (local 'c', remote 'd')" in str(warning)
+    assert "tokenize differently will not be handed over" in str(warning)
+    assert warnings(consumer, other) == []
+    assert len(warnings(consumer, replace(other, epoch=23, fields=fields("u", "d")))) == 1
+    second_rank = ConsumerProtocol(replace(identity, fields=fields("t", "c")), config, rank=1, num_ranks=2)
+    assert warnings(second_rank, other) == []
 
 
 def test_layouts_that_cannot_be_paired_are_refused_at_the_handshake(

@@ -103,7 +103,7 @@ def test_another_model(start_alike, tmp_path, pair, prompt):
     tokens = prompt(100)
     answer = stranger.hand_over(tokens)
     stranger.assert_ended_by("fail", answer, tokens)
-    assert "incompatible peer: model differs" in stranger.decode.log
+    assert "incompatible peer: configuration differs" in stranger.decode.log
     stranger.prefill.close()
 
 

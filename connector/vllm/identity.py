@@ -1,0 +1,130 @@
+"""What vLLM's model was made of, read from the files that vLLM loaded it from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelIdentity
+from ..model_identity import (
+    WEIGHT_PATTERNS,
+    DigestCache,
+    chat_template_digest,
+    configuration_digest,
+    find_weight_files,
+    read_configuration,
+    tokenizer_digest,
+    weights_digest,
+)
+
+__all__ = ["model_identity", "model_name"]
+
+logger = logging.getLogger(__name__)
+
+_CONSOLIDATED = "consolidated*.safetensors"
+#: `load_format` → the files that vLLM reads then, where that is not the usual choice.
+_PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
+    "auto": (_CONSOLIDATED, *WEIGHT_PATTERNS),
+    "mistral": (_CONSOLIDATED,),
+    "pt": ("*.pt",),
+    "npcache": ("*.bin",),
+    "gguf": ("*.gguf",),
+}
+
+
+def model_identity(vllm_config: Any, cache: DigestCache | None = None) -> ModelIdentity:
+    """Hash the model's files where vLLM has them: a local folder or file, or a snapshot of the Hugging Face cache.
+
+    Nothing is fetched. Without files the model's name stands for the weights, and a warning says so. A draft model keeps
+    a cache of its own, so it is part of the weights and of the configuration.
+
+    Args:
+        cache: Where digests of files are kept; by default the user's.
+
+    Raises:
+        ConfigurationError: a file cannot be read; vLLM does not start.
+    """
+    model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    models = [model] if draft is None or draft.model == model.model else [model, draft]
+    tokenizer = _tokenizer_folder(model, load)
+    return ModelIdentity(
+        weights=", ".join(_weights(one, load, cache) for one in models),
+        configuration=", ".join(_configuration(one, load) for one in models),
+        tokenizer=tokenizer_digest(tokenizer) if tokenizer is not None else "",
+        chat_template=chat_template_digest(tokenizer) if tokenizer is not None else "",
+    )
+
+
+def model_name(model: Any) -> str:
+    """Name a model as vLLM was told to, with the revision if one was asked for."""
+    name, revision = getattr(model, "model_weights", "") or model.model, getattr(model, "revision", None)
+    return f"{name}@{revision}" if revision else str(name)
+
+
+def _weights(model: Any, load: Any, cache: DigestCache | None) -> str:
+    load_format = str(getattr(load, "load_format", "auto"))
+    if load_format == "dummy":
+        return f"dummy with seed {getattr(model, 'seed', None)}"
+    place = _local_place(model.model, getattr(model, "revision", None), load)
+    if place is None:
+        files = []
+    elif place.is_file():
+        files = [place]
+    else:
+        files = find_weight_files(place, _PATTERNS_OF_FORMAT.get(load_format, WEIGHT_PATTERNS))
+    if files:
+        return weights_digest(files, cache)
+    logger.warning(
+        "the weights of %r are not compared with those of peers: vLLM loaded no file that is on this machine "
+        "(load_format=%r); the model's name is compared instead, so give both nodes the same weights",
+        model_name(model),
+        load_format,
+    )
+    return f"not compared: {model_name(model)}"
+
+
+def _configuration(model: Any, load: Any) -> str:
+    """Hash the configuration's file and what changes it; without the file, what vLLM made of it."""
+    name = getattr(model, "hf_config_path", None) or model.model
+    place = _local_place(name, getattr(model, "revision", None), load)
+    overrides = getattr(model, "hf_overrides", None) or {}
+    content: dict[str, Any] = {
+        "quantization": getattr(model, "quantization", None),
+        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+    }
+    # The file rather than vLLM's object, which has the defaults of one version of transformers. A function that
+    # changes the object cannot be compared, but the object can.
+    if place is not None and (place / "config.json").is_file() and isinstance(overrides, Mapping):
+        content |= {"file": read_configuration(place), "overrides": dict(overrides)}
+    elif (config := getattr(model, "hf_config", None)) is not None:
+        content["object"] = config.to_dict()
+    else:
+        content["name"] = model_name(model)
+    return configuration_digest(content)
+
+
+def _tokenizer_folder(model: Any, load: Any) -> Path | None:
+    if getattr(model, "skip_tokenizer_init", False):
+        return None
+    name, revision = getattr(model, "tokenizer", None), getattr(model, "tokenizer_revision", None)
+    place = _local_place(name, revision, load) if name else None
+    return place if place is not None and place.is_dir() else None
+
+
+def _local_place(name: str, revision: str | None, load: Any) -> Path | None:
+    """The folder or file of a model on this machine; None if it has none."""
+    place = Path(name).expanduser()
+    if place.exists():
+        return place
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            name, revision=revision, cache_dir=getattr(load, "download_dir", None), local_files_only=True
+        )
+    except (ImportError, OSError, ValueError):  # no name of a repository, or nothing of it is here
+        return None
+    return Path(folder)

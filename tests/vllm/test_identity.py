@@ -1,0 +1,157 @@
+"""What vLLM's model was made of, read where vLLM has it, without an engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.testing import scale_tensor, write_tiny_model
+from kvferry.connector.model_identity import DigestCache
+from kvferry.connector.vllm.identity import model_identity
+from kvferry.transports.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("identity") / "model")
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def _config(model: object, load_format: str = "auto", draft: Any = None, **settings: object) -> Any:
+    """vLLM's configuration as far as it is looked at."""
+    parts: dict[str, object] = {"model": str(model), "tokenizer": str(model), "hf_overrides": {}, "seed": 0}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**parts, **settings}),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        speculative_config=None if draft is None else SimpleNamespace(draft_model_config=draft),
+    )
+
+
+def _parts(config: Any) -> dict[str, str]:
+    return asdict(model_identity(config, DigestCache(None)))
+
+
+def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {part for part, value in one.items() if other[part] != value}
+
+
+def test_it_is_the_contents_not_the_place(folder: Path, tiny: Path) -> None:
+    parts = _parts(_config(folder))
+    assert parts == _parts(_config(tiny))
+    assert all(parts[part] for part in ("weights", "configuration", "tokenizer", "chat_template"))
+
+
+def test_one_scaled_tensor_makes_other_weights(folder: Path) -> None:
+    parts = _parts(_config(folder))
+    scale_tensor(folder, "model.layers.1.mlp.up_proj.weight", 1.01)
+    assert _differing(_parts(_config(folder)), parts) == {"weights"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}},
+        {"disable_sliding_window": True},
+    ],
+)
+def test_what_changes_the_cache_is_in_the_configuration(tiny: Path, settings: dict[str, object]) -> None:
+    assert _differing(_parts(_config(tiny, **settings)), _parts(_config(tiny))) == {"configuration"}
+
+
+def test_the_file_is_in_the_configuration(folder: Path) -> None:
+    parts = _parts(_config(folder))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "rms_norm_eps": 0.5}))
+    assert _differing(_parts(_config(folder)), parts) == {"configuration"}
+
+
+def test_a_function_that_changes_the_configuration_is_told_by_what_it_made(tiny: Path) -> None:
+    made = [SimpleNamespace(to_dict=lambda theta=theta: {"rope_theta": theta}) for theta in (1.0, 1.0, 2.0)]
+    one, same, other = (_parts(_config(tiny, hf_overrides=lambda c: c, hf_config=config)) for config in made)
+    assert one == same
+    assert _differing(one, other) == {"configuration"}
+
+
+def test_dummy_weights_are_told_by_their_seed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "model.safetensors").unlink()
+    first, second = (_parts(_config(folder, "dummy", seed=seed)) for seed in (0, 1))
+    assert "dummy" in first["weights"]
+    assert _differing(first, second) == {"weights"}
+    assert caplog.records == []
+
+
+def test_a_snapshot_of_the_hub_is_found_without_a_network(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "a" * 40
+    repository = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(tiny, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    config = _config("some/model")
+    config.load_config.download_dir = str(tmp_path / "hub")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert _parts(config) == _parts(_config(tiny))
+
+
+@pytest.mark.parametrize("model", ["some/model", "s3://bucket/model"])
+def test_without_files_the_name_is_compared_and_a_warning_says_so(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(model, revision="abc")
+    config.load_config.download_dir = str(tmp_path)
+    parts = _parts(config)
+    assert parts["weights"] == f"not compared: {model}@abc"
+    assert (parts["tokenizer"], parts["chat_template"]) == ("", "")
+    (record,) = [record for record in caplog.records if record.name.startswith("kvferry")]
+    assert (record.levelname, "are not compared" in record.message) == ("WARNING", True)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "read"),
+    [("auto", "consolidated"), ("mistral", "consolidated"), ("safetensors", "both"), ("pt", "pt")],
+)
+def test_the_files_are_those_that_vllm_loads(folder: Path, load_format: str, read: str) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "model.pt").write_bytes(b"pickled")
+    parts = _parts(_config(folder, load_format))
+    changed = {"consolidated": "consolidated.safetensors", "both": "model.safetensors", "pt": "model.pt"}
+    with (folder / changed[read]).open("ab") as file:
+        file.write(b"x")
+    assert _differing(_parts(_config(folder, load_format)), parts) == {"weights"}
+
+
+def test_a_single_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    parts = _parts(_config(path, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2})))
+    path.write_bytes(b"GGUG")
+    other = _parts(_config(path, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2})))
+    assert _differing(parts, other) == {"weights"}
+
+
+def test_a_draft_model_is_part_of_it(folder: Path, tiny: Path) -> None:
+    alone = _parts(_config(tiny))
+    assert _parts(_config(tiny, draft=_config(tiny).model_config)) == alone
+    assert _differing(_parts(_config(tiny, draft=_config(folder).model_config)), alone) == {
+        "weights",
+        "configuration",
+    }
+
+
+def test_a_file_that_cannot_be_read_ends_the_start(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/nowhere")
+    with pytest.raises(ConfigurationError, match="cannot hash the weight file"):
+        _parts(_config(folder))
