@@ -1,9 +1,11 @@
-"""Whether requests ended as they may, given what befell whom. Pure."""
+"""Whether requests ended as they may, given what befell whom."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from demo.near_tie import AskAlone, compare
 
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
@@ -20,9 +22,17 @@ _LOAD_FAILED = "generation_failed"
 _MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
-def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> list[str]:
-    """Say what is wrong with how requests ended; nothing if nothing is."""
-    found = [f"{why}: {_described(outcome)}" for outcome in outcomes if (why := _objection(faults, outcome))]
+def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
+    """Say what is wrong with how requests ended; nothing if nothing is. Near-ties of logits are printed, and are right.
+
+    Args:
+        ask_alone: A single node, asked where an answer differs from what is expected.
+    """
+    found = [
+        f"{why}: {_described(outcome)}"
+        for outcome in outcomes
+        if (why := _objection(faults, outcome, ask_alone))
+    ]
     if not any(outcome.ending == "whole" for outcome in outcomes):
         found.append("no request was answered")
     return found
@@ -33,11 +43,13 @@ def confessions(logs: Sequence[str]) -> list[str]:
     return [log for log in logs if any(mark in log for mark in _MARKS)]
 
 
-def _objection(faults: Sequence[Fault], outcome: Outcome) -> str:
-    answer, expected = outcome.answer, list(outcome.expected)
-    num_tokens = len(expected) if outcome.ending == "whole" else len(answer.token_ids)
-    if answer.token_ids != expected[:num_tokens]:
-        return f"not what a single node answers, {expected}"
+def _objection(faults: Sequence[Fault], outcome: Outcome, ask_alone: AskAlone) -> str:
+    answer, expected, is_whole = outcome.answer, list(outcome.expected), outcome.ending == "whole"
+    comparison = compare(outcome.ask.prompt, answer.token_ids, expected, ask_alone, is_whole=is_whole)
+    for near_tie in comparison.near_ties:
+        print(f"{near_tie}: {_described(outcome)}")
+    if comparison.mismatch is not None:
+        return f"not what a single node answers, {expected}: {comparison.mismatch}"
     if outcome.ended_s - outcome.began_s > DEADLINE_S:
         return "it took too long"
     if outcome.ending == "refused" and not _may_refuse(answer.error):

@@ -56,6 +56,7 @@ class DemoOptions:
         own_arguments: Options of the prefill node alone, and of the decode node alone.
         router_arguments: Options of the router.
         node_arguments: Options of every node.
+        dtype, device: Two of these: where and in what the nodes compute.
     """
 
     prompts: tuple[str, ...]
@@ -70,6 +71,8 @@ class DemoOptions:
     own_arguments: tuple[tuple[str, ...], tuple[str, ...]]
     router_arguments: tuple[str, ...]
     node_arguments: tuple[str, ...]
+    dtype: str
+    device: str
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
@@ -100,6 +103,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
         ),
         router_arguments=("--overlap",) if options.overlap else (),
         node_arguments=words_of(options, NODE_OPTIONS),
+        dtype=options.dtype,
+        device=options.device,
     )
 
 

@@ -33,6 +33,11 @@ class Answer:
     error: str = ""
 
     @property
+    def transfer_error(self) -> str:
+        """Why the KV cache could not be loaded, and was computed instead; empty if nothing failed."""
+        return str((self.metrics.get("transfer") or {}).get("error") or "")
+
+    @property
     def transfer(self) -> Mapping[str, Any]:
         """How the KV cache came, empty when it did not."""
         transfer = self.metrics.get("transfer") or {}

@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .client import Answer
 from .memcpy import memcpy_gb_per_s
+from .near_tie import Comparison
 
 __all__ = ["RequestReport", "format_table", "report_of", "write_json"]
 
@@ -22,6 +24,8 @@ class RequestReport:
 
     Attributes:
         identical: Both answered, with the same tokens.
+        near_ties: Where the pair took the other one of two tokens whose logits are almost equal, and answered as the single
+            node does otherwise; see `near_tie`. Empty if the answers differ in any other way.
         transport: What moved the cache; empty when nothing was moved.
         num_regions: Runs of bytes in which the cache came.
         exposed_transfer_s: The part of `transfer_s` that no computing hid.
@@ -33,6 +37,7 @@ class RequestReport:
     token_ids: list[int]
     reference_token_ids: list[int]
     identical: bool
+    near_ties: list[dict[str, Any]]
     connector: str
     transport: str
     layout: str
@@ -46,19 +51,30 @@ class RequestReport:
     ttft_s: float
     reference_ttft_s: float
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the pair answered as a single node may."""
+        return self.identical or bool(self.near_ties)
 
-def report_of(answer: Answer, reference: Answer, connector: str, layout: str) -> RequestReport:
-    """Put both answers side by side; measures memcpy with as many bytes as were moved."""
+
+def report_of(
+    answer: Answer, reference: Answer, comparison: Comparison | None, connector: str, layout: str
+) -> RequestReport:
+    """Put both answers side by side; measures memcpy with as many bytes as were moved.
+
+    Args:
+        comparison: Of the two; None if one of them failed.
+    """
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
     transfer_s = transfer.get("seconds", 0.0)
-    is_whole = not answer.error and not reference.error and bool(answer.token_ids)
     return RequestReport(
         prompt_tokens=answer.prompt_tokens,
         text=answer.text,
         token_ids=answer.token_ids,
         reference_token_ids=reference.token_ids,
-        identical=is_whole and answer.token_ids == reference.token_ids,
+        identical=comparison is not None and comparison.is_identical,
+        near_ties=_near_ties(comparison),
         connector=connector,
         transport=transfer.get("transport", ""),
         layout=transfer.get("layout", "") or layout,
@@ -72,6 +88,11 @@ def report_of(answer: Answer, reference: Answer, connector: str, layout: str) ->
         ttft_s=answer.ttft_s,
         reference_ttft_s=reference.ttft_s,
     )
+
+
+def _near_ties(comparison: Comparison | None) -> list[dict[str, Any]]:
+    is_right = comparison is not None and comparison.mismatch is None
+    return [dataclasses.asdict(tie) for tie in comparison.near_ties] if comparison and is_right else []
 
 
 def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
@@ -120,7 +141,7 @@ def _cells(prompt: str, answer: Answer, report: RequestReport) -> tuple[str, ...
         f"{report.memcpy_gb_per_s:.1f}",
         f"{report.ttft_s * 1e3:.0f}",
         f"{report.reference_ttft_s * 1e3:.0f}",
-        "yes" if report.identical else "NO",
+        "yes" if report.identical else "near-tie" if report.near_ties else "NO",
     )
 
 

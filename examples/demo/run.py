@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ from .cli import DemoOptions, parse_arguments
 from .client import Answer, ask
 from .display import Display, Silent, Streaming, Whole, say
 from .launcher import LaunchedProcess, Launcher, LaunchError
-from .report import format_table, report_of, write_json
+from .near_tie import Comparison, compare, tolerance_of
+from .report import MAX_PROMPT_CHARS, format_table, report_of, shortened, write_json
+from .testing import Client, ask_alone
 
 __all__ = ["main"]
 
@@ -32,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Returns:
-        The exit status: 0 when every request was answered with the single node's tokens, 1 when not, 2 when
-        something could not start, 128 + the signal's number when it was interrupted.
+        The exit status: 0 when every request was answered with the single node's tokens, near-ties of logits apart, 1
+        when not, 2 when something could not start, 128 + the signal's number when it was interrupted.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
@@ -61,10 +64,33 @@ def _run(options: DemoOptions) -> int:
         answers = asyncio.run(_ask_all(router.url, options, display))
         say(f"\nasking the single node the same ({len(options.prompts)} of them)")
         references = asyncio.run(_ask_all(single.url, options, Silent()))
+        comparisons = [
+            _compare(prompt, answer, reference, single, tolerance_of(options.dtype, options.device))
+            for prompt, answer, reference in zip(options.prompts, answers, references, strict=True)
+        ]
         for process in launcher.processes:
             if not process.is_running:
                 say(f"the {process.name} ended on its own; the end of its log:\n{process.log_tail}")
-    return _show(options, answers, references)
+    return _show(options, answers, references, comparisons)
+
+
+def _compare(
+    prompt: str, answer: Answer, reference: Answer, single: LaunchedProcess, tolerance: float
+) -> Comparison | None:
+    """Compare two answers; None if there are not two, or the single node cannot be asked any more."""
+    if answer.error or reference.error or not answer.token_ids:
+        return None
+    try:
+        return compare(
+            prompt,
+            answer.token_ids,
+            reference.token_ids,
+            ask_alone(Client(single)),
+            tolerance=tolerance,
+        )
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        say(f"cannot ask the single node for its logits: {type(error).__name__}: {error}")
+        return None
 
 
 def _prepare_model(model: str) -> None:
@@ -114,11 +140,16 @@ async def _ask_all(url: str, options: DemoOptions, display: Display) -> list[Ans
         return await asyncio.gather(*(ask_one(prompt) for prompt in options.prompts))
 
 
-def _show(options: DemoOptions, answers: Sequence[Answer], references: Sequence[Answer]) -> int:
-    """Print the table, write the JSON; returns the exit status."""
+def _show(
+    options: DemoOptions,
+    answers: Sequence[Answer],
+    references: Sequence[Answer],
+    comparisons: Sequence[Comparison | None],
+) -> int:
+    """Print the table and what it cannot say, write the JSON; returns the exit status."""
     reports = [
-        report_of(answer, reference, options.connector, options.layout)
-        for answer, reference in zip(answers, references, strict=True)
+        report_of(*answered, options.connector, options.layout)
+        for answered in zip(answers, references, comparisons, strict=True)
     ]
     print("\n" + format_table(options.prompts, answers, reports), flush=True)
     if options.json_path is not None:
@@ -126,4 +157,17 @@ def _show(options: DemoOptions, answers: Sequence[Answer], references: Sequence[
     for reference in references:
         if reference.error:
             say(f"the single node failed: {reference.error}")
-    return 0 if all(report.identical for report in reports) else 1
+    for prompt, answer, comparison in zip(options.prompts, answers, comparisons, strict=True):
+        _explain(shortened(prompt, MAX_PROMPT_CHARS), answer, comparison)
+    return 0 if all(report.is_right for report in reports) else 1
+
+
+def _explain(prompt: str, answer: Answer, comparison: Comparison | None) -> None:
+    """Say how an answer differs from the single node's, and, in any case, if its transfer failed."""
+    if comparison is not None and not comparison.is_identical:
+        say(f"{prompt!r}: {comparison}")
+        moved = f"the transfer succeeded ({answer.transfer.get('num_bytes', 0)} bytes)"
+        if not answer.transfer_error:
+            say(f"{prompt!r}: {moved if answer.transfer else 'nothing was transferred'}")
+    if answer.transfer_error:
+        say(f"{prompt!r}: the transfer failed, the prompt was computed again: {answer.transfer_error}")

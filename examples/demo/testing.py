@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from .launcher import LaunchedProcess
+from .near_tie import AskAlone, Expectation, assert_same_answer
 
-__all__ = ["DO_REMOTE_DECODE", "Client", "Reply", "children_of", "is_stopped", "wait_until"]
+__all__ = [
+    "DO_REMOTE_DECODE",
+    "Client",
+    "Reply",
+    "ask_alone",
+    "assert_answers_like",
+    "children_of",
+    "is_stopped",
+    "wait_until",
+]
 
 #: What a router asks a prefill node for.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -109,6 +119,38 @@ class Client:
                 yield response
         finally:
             connection.close()
+
+
+def ask_alone(single: Client, **fields: Any) -> AskAlone:
+    """Ask a single node what it answers, and what it finds likely; for `near_tie.compare`.
+
+    Args:
+        fields: Go into every body.
+    """
+
+    def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        reply = single.complete(asked, max_tokens=max_tokens, return_top_logits=2, **fields)
+        if reply.status != 200:
+            raise ConnectionError(f"the single node answers with HTTP {reply.status}: {reply.error}")
+        choice = reply.body["choices"][0]
+        top_logits = [(int(token), float(logit)) for token, logit in choice["top_logits"]]
+        return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
+
+    return ask
+
+
+def assert_answers_like(
+    single: Client, prompt: str | Sequence[int], token_ids: Sequence[int], max_tokens: int, **fields: Any
+) -> None:
+    """Fail unless an answer is what a single node answers to the same prompt, near-ties of logits apart.
+
+    Args:
+        token_ids: A greedy answer of at most `max_tokens`.
+        fields: What else the answer was asked with.
+    """
+    ask = ask_alone(single, **fields)
+    assert_same_answer(prompt, token_ids, ask(prompt, max_tokens).token_ids, ask)
 
 
 def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
 from .request import Request
-from .types import FinishReason, RequestMetrics, RequestOutput
+from .types import FinishReason, NextToken, RequestMetrics, RequestOutput
 
 __all__ = ["Answer"]
 
@@ -80,8 +80,17 @@ class Answer:
         error: str,
         kv_transfer_params: Mapping[str, Any] | None,
     ) -> RequestOutput:
-        request_id = self.request.source.request_id
-        return RequestOutput(request_id, token_ids, text, reason, error, kv_transfer_params, self._metrics())
+        source, top_logits = self.request.source, self.request.top_logits
+        return RequestOutput(
+            source.request_id,
+            token_ids,
+            text,
+            reason,
+            error,
+            kv_transfer_params,
+            self._metrics(),
+            NextToken(source.prompt_token_ids, top_logits) if top_logits else None,
+        )
 
     def _metrics(self) -> RequestMetrics:
         figures = self.request.figures

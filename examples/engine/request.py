@@ -57,6 +57,7 @@ class Request:
         mm_features: What the hashes depend on of the prompt's items.
         block_hashes: Hashes of the full blocks of these tokens.
         num_computed_tokens: Tokens whose keys and values are in the request's blocks.
+        top_logits: The largest logits for the first token of the answer, if they were asked for.
         may_load: Whether the connector may still be asked for a load; one request loads at most once.
     """
 
@@ -71,6 +72,7 @@ class Request:
         self.num_computed_tokens = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.top_logits: tuple[tuple[int, float], ...] = ()
         self.may_load = True
         self.figures = RequestFigures(arrival_s)
         self._hasher = hasher

@@ -24,7 +24,7 @@ from .batch import InputBatch, StepInputs
 from .lora import set_step_adapters
 from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
-from .sampling import sample
+from .sampling import sample, top_logits
 from .settings import Layout
 from .step import StepPlan
 
@@ -126,11 +126,15 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             set_step_adapters(plan),
             self.maybe_get_kv_connector_output(plan) as report,
         ):
-            tokens = iter(self._forward(inputs, self._embedded(plan, inputs)))
+            sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+        tokens, yielding = iter(sampled), (item for item in plan.scheduled if item.yields_token)
         return ModelRunnerOutput(
             req_ids=tuple(item.request.request_id for item in plan.scheduled),
             sampled_token_ids=tuple(tuple(islice(tokens, item.yields_token)) for item in plan.scheduled),
             kv_connector_output=report,
+            top_logits={
+                item.request.request_id: top for item, top in zip(yielding, largest, strict=False) if top
+            },
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
@@ -146,8 +150,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return embed_step(plan, inputs.input_ids, embedding)
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> list[int]:
-        """Compute the step's tokens, or vectors; returns the next token of each request that yields one.
+    def _forward(
+        self, inputs: StepInputs, embedded: torch.Tensor | None = None
+    ) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
+        """Compute the step's tokens, or vectors; returns the next token and `top_logits` of each request that yields one.
 
         Stages before the last hand on what they computed, and return nothing.
         """
@@ -159,4 +165,6 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             use_cache=False,
             logits_to_keep=inputs.logits_indices if is_last else inputs.logits_indices[:0],
         )
-        return sample(result.logits[0], inputs.samplers) if is_last and inputs.samplers else []
+        if not is_last or not inputs.samplers:
+            return [], []
+        return sample(result.logits[0], inputs.samplers), top_logits(result.logits[0], inputs.samplers)

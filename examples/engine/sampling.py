@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
 from .types import SamplingParams
 
-__all__ = ["TokenSampler", "sample"]
+__all__ = ["TokenSampler", "sample", "top_logits"]
 
 
 class TokenSampler:
@@ -46,6 +47,25 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
         rows = torch.tensor(random_rows, device=logits.device)
         tokens[rows] = _sample_random(logits[rows].float(), [samplers[row] for row in random_rows])
     return [int(token) for token in tokens.tolist()]
+
+
+def top_logits(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[tuple[tuple[int, float], ...]]:
+    """Tell the largest logits of each row whose request asked for them.
+
+    Args:
+        logits: `(num_requests, vocab_size)`.
+        samplers: One for each row.
+
+    Returns:
+        For each row (token id, logit), the largest first; empty where nothing was asked for. Of equal logits the one of
+        the token that `sample` takes comes first.
+    """
+    found: list[tuple[tuple[int, float], ...]] = []
+    for row, sampler in zip(logits, samplers, strict=True):
+        largest = row.float().sort(descending=True, stable=True) if sampler.params.num_top_logits else None
+        pairs = () if largest is None else zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
+        found.append(tuple(islice(pairs, sampler.params.num_top_logits)))
+    return found
 
 
 def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:

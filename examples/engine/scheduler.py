@@ -236,6 +236,7 @@ class Scheduler:
             self._manager.cache_blocks(request, request.num_computed_tokens)
             if request.num_computed_tokens < request.num_prompt_tokens:
                 self._tell_progress(request, outcome)
+            request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
             for token_id in sampled[request.request_id]:
                 request.append_token(token_id)
                 outcome.new_tokens.append(request)

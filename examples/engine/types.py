@@ -13,6 +13,7 @@ __all__ = [
     "EngineTotals",
     "FinishReason",
     "GenerationRequest",
+    "NextToken",
     "PromptItem",
     "RequestMetrics",
     "RequestOutput",
@@ -34,6 +35,7 @@ class SamplingParams:
         seed: Same seed, same answer, whatever else runs; None draws one.
         stop: The answer ends before the first of these texts.
         ignore_eos: Go on past the model's end-of-sequence tokens.
+        num_top_logits: How many of the largest logits for the first token to tell, 0 to 20.
 
     Raises:
         InvalidRequestError: a value is outside its range; `param` names it.
@@ -45,11 +47,13 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    num_top_logits: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.num_top_logits <= 20, "return_top_logits", self.num_top_logits, "between 0 and 20")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(self.seed is None or abs(self.seed) < 1 << 63, "seed", self.seed, "64 bits")
 
@@ -149,6 +153,18 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
+class NextToken:
+    """What the model found likely after a prompt, for a request that asked for it.
+
+    Attributes:
+        top_logits: (token id, logit), the largest first.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    top_logits: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A piece of the answer. The last one, and only it, has a `finish_reason`.
 
@@ -158,6 +174,7 @@ class RequestOutput:
         error: Why the request ended with `finish_reason` `"error"`, else empty.
         kv_transfer_params: In the last output of a prefill: what the decode node needs. Already in one before the first
             token, if the request asked for that and its prompt takes several steps.
+        next_token: From the first token on, if the request has `num_top_logits`.
     """
 
     request_id: str
@@ -167,6 +184,7 @@ class RequestOutput:
     error: str
     kv_transfer_params: Mapping[str, Any] | None
     metrics: RequestMetrics
+    next_token: NextToken | None = None
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def _client_request(
         seed=fields.optional_integer("seed"),
         stop=_stop(body.get("stop")),
         ignore_eos=fields.boolean("ignore_eos", False),
+        num_top_logits=fields.integer("return_top_logits", 0),
     )
     return ClientRequest(
         model=fields.text("model", ""),

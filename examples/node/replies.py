@@ -1,7 +1,9 @@
 """What a client gets: the JSON of OpenAI's API, for completions and for chats, whole and in chunks.
 
 Beyond OpenAI: `kv_transfer_params` at the top level, where vLLM has it; `token_ids` in a choice when the request says
-`return_token_ids`; `metrics`, how the answer came about, with the whole answer or with the last chunk.
+`return_token_ids`; `metrics`, how the answer came about, with the whole answer or with the last chunk. With
+`"return_top_logits": n` the choice of a whole answer has `prompt_token_ids`, and `top_logits`: the n largest logits for the first token of the
+answer as [token id, logit], the largest first.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class Envelope:
     def whole(self, text: str, token_ids: list[int], last: RequestOutput) -> dict[str, Any]:
         """A whole answer."""
         choice = self._choice(self.wording.whole(text), token_ids, last.finish_reason)
+        if last.next_token is not None:
+            choice |= dataclasses.asdict(last.next_token)
         return {
             **self._head(self.wording.whole_object, [choice]),
             "usage": usage(last.metrics),

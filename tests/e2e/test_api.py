@@ -69,6 +69,17 @@ def test_the_same_seed_gives_the_same_answer(server: Any) -> None:
     assert first != third
 
 
+def test_a_client_can_ask_for_the_largest_logits(server: Any) -> None:
+    reply = server.complete("abc", max_tokens=3, return_top_logits=2)
+    choice = reply.body["choices"][0]
+    assert choice["prompt_token_ids"] == [64, 65, 66]
+    (first, larger), (second, smaller) = choice["top_logits"]
+    assert (first, larger >= smaller, first != second) == (reply.token_ids[0], True, True)
+    assert not {"prompt_token_ids", "top_logits"} & server.complete("abc").body["choices"][0].keys()
+    refused = server.complete("abc", return_top_logits=21)
+    assert (refused.status, refused.body["error"]["param"]) == (400, "return_top_logits")
+
+
 def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
     whole = server.complete("A pier", max_tokens=24).body["choices"][0]["text"]
     stop = next(text for text in (whole[i : i + 2] for i in range(4, len(whole))) if text.isascii())

@@ -26,6 +26,7 @@ KEYS = {
     "token_ids",
     "reference_token_ids",
     "identical",
+    "near_ties",
     "connector",
     "transport",
     "layout",

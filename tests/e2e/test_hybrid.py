@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from demo.testing import wait_until
+from demo.testing import assert_answers_like, wait_until
 from engine.testing import write_tiny_model
 
 BLOCK, WINDOW = 16, 40
@@ -37,9 +37,8 @@ def hybrid_fleet(start_fleet: Any, single: Any, arguments: Sequence[str]) -> Any
 def test_a_hybrid_model_is_handed_over_between_processes(hybrid_fleet: Any) -> None:
     for length in (17, 41, 129, 300):
         prompt = [(index * 7919 + length) % 251 for index in range(length)]
-        expected = hybrid_fleet.single.complete(prompt, max_tokens=24)
         reply = hybrid_fleet.router.complete(prompt, max_tokens=24)
-        assert reply.token_ids == expected.token_ids
+        assert_answers_like(hybrid_fleet.single, prompt, reply.token_ids, 24)
         num_blocks = -(-length // BLOCK)
         # The decode node computes the prompt's last token, which sees a window that it is part of.
         num_in_window = num_blocks - max(0, length - WINDOW) // BLOCK

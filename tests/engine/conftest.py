@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from demo.near_tie import Expectation, assert_same_answer
 from engine.core import EngineCore
 from engine.settings import EngineSettings
 from engine.testing import generate_greedily, write_tiny_model
@@ -185,6 +186,28 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
         return generate_greedily(loaded[family], prompt, num_tokens)
 
     return answer
+
+
+@pytest.fixture(scope="session")
+def assert_same(
+    tiny_model: Callable[[str], Path], reference: Callable[[str, Sequence[int], int], list[int]]
+) -> Callable[..., None]:
+    """`(tokens, family, prompt, num_tokens)`: fail unless these are transformers' own tokens, near-ties of logits apart."""
+    loaded: dict[str, Any] = {}
+
+    def check(tokens: Sequence[int], family: str, prompt: Sequence[int], num_tokens: int) -> None:
+        def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+            if family not in loaded:
+                loaded[family] = load_model(tiny_model(family), torch.float32, torch.device("cpu"), "eager")
+            ids = [int(token) for token in prompt]
+            with torch.inference_mode():
+                largest = loaded[family](torch.tensor([ids])).logits[0, -1].topk(2)
+            pairs = zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
+            return Expectation(ids, reference(family, ids, max_tokens), list(pairs))
+
+        assert_same_answer(prompt, tokens, reference(family, prompt, num_tokens), ask)
+
+    return check
 
 
 @pytest.fixture(name="drive")

@@ -10,9 +10,16 @@ import pytest
 from chaos.schedule import Fault, Kind, schedule, timeline
 from chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
 from chaos.verdict import objections
+from demo.near_tie import Expectation
 
 KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cut"), "router": ("kill",)}
 KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
+
+
+def single_node(prompt: object, max_tokens: int) -> Expectation:
+    """After 7, tokens 8 and 6 have the same logit; after 7, 6 comes 5."""
+    is_second = prompt == (1, 7, 6)
+    return Expectation((), (5,) if is_second else (), [(8, 1.0), (6, 1.0)] if prompt == (1, 7) else [])
 
 
 def outcome(
@@ -64,6 +71,9 @@ def test_a_seed_repeats_its_requests() -> None:
         (outcome("whole", 7, 8, 9), ""),
         (outcome("whole", 7, 8), "single node"),
         (outcome("whole", 7, 8, 8), "single node"),
+        (outcome("whole", 7, 6, 5), ""),
+        (outcome("whole", 7, 6, 4), "single node"),
+        (outcome("broken", 7, 6), ""),
         (outcome("refused", 7, message="the decode node was lost in the middle: reset"), ""),
         (outcome("refused", 8, message="the decode node was lost in the middle: reset"), "single node"),
         (outcome("refused", message="KeyError: 3"), "no reason"),
@@ -75,10 +85,10 @@ def test_a_seed_repeats_its_requests() -> None:
     ],
 )
 def test_the_verdict_on_a_request(ended: Outcome, complaint: str) -> None:
-    found = objections([KILL], [outcome("whole", 7, 8, 9), ended])
+    found = objections([KILL], [outcome("whole", 7, 8, 9), ended], single_node)
     assert len(found) == bool(complaint)
     assert complaint in "".join(found)
 
 
 def test_a_run_without_an_answer_shows_nothing() -> None:
-    assert objections([KILL], [outcome("hung up")]) == ["no request was answered"]
+    assert objections([KILL], [outcome("hung up")], single_node) == ["no request was answered"]

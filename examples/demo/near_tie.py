@@ -1,0 +1,193 @@
+"""Tell a near-tie of logits from a wrong answer.
+
+A sum in floating point depends on its order, and the order on what else is in the batch. So where the two most likely tokens
+have almost the same logit, a single node itself answers now one, now the other. A greedy answer that differs from
+a single node's is right all the same if, wherever it leaves what the single node goes on with, it took one token of such a
+pair instead of the other. Everything else is a wrong answer. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "AskAlone",
+    "Comparison",
+    "Difference",
+    "Expectation",
+    "assert_same_answer",
+    "compare",
+    "tolerance_of",
+]
+
+#: dtype → below which difference two logits are a near-tie. Measured by how much the difference of the two largest logits
+#: changes between a prompt that is computed alone, in chunks, and beside others: in float32 up to 1.8e-5 on tiny random
+#: models and 2.5e-5 on SmolLM2-135M; in bfloat16 up to 0.09 and 0.25, which is one step of that type at SmolLM2's logits of
+#: 32 to 64. Allowed are eight times the largest in float32 and two steps, not included, in bfloat16. float16 was not
+#: measured; its steps are an eighth of bfloat16's.
+_TOLERANCES = {"float32": 2e-4, "bfloat16": 0.5, "float16": 0.0625}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a node without transfers says of a prompt.
+
+    Attributes:
+        prompt_token_ids: The prompt's tokens.
+        token_ids: Its greedy answer.
+        top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest first.
+    """
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    top_logits: Sequence[tuple[int, float]]
+
+
+#: (prompt, max_tokens) → what a single node answers. It computes the prompt alone: one request at a time.
+AskAlone = Callable[[str | Sequence[int], int], Expectation]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer leaves the single node's.
+
+    Attributes:
+        position: Index of the token in the answer.
+        token: The answer's token there; None: the answer ends before it.
+        expected: The single node's; None: likewise.
+        top_logits: What the single node finds likely there; see `Expectation`.
+        tolerance: See `tolerance_of`.
+    """
+
+    position: int
+    token: int | None
+    expected: int | None
+    top_logits: tuple[tuple[int, float], ...]
+    tolerance: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether both tokens are the two most likely ones, and their logits are nearly equal."""
+        if len(self.top_logits) < 2 or self.token == self.expected:
+            return False
+        (first, larger), (second, smaller) = self.top_logits[:2]
+        gap = larger - smaller
+        return {self.token, self.expected} == {first, second} and 0.0 <= gap < self.tolerance
+
+    def __str__(self) -> str:
+        kind = "a near-tie" if self.is_near_tie else "a mismatch"
+        logits = ", ".join(f"token {token} has logit {logit:.6f}" for token, logit in self.top_logits)
+        return (
+            f"{kind} at token {self.position} of the answer: {_named(self.token)} instead of {_named(self.expected)}; "
+            f"on the single node {logits or 'no logits are known'}; logits within {self.tolerance:g} of each other "
+            "are a near-tie"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How an answer and a single node's compare.
+
+    Attributes:
+        near_ties: Where the answer took the other token of two, in order.
+        mismatch: Where it is wrong; None: nowhere.
+    """
+
+    near_ties: tuple[Difference, ...] = ()
+    mismatch: Difference | None = None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether the answer has the single node's tokens."""
+        return not self.near_ties and self.mismatch is None
+
+    def __str__(self) -> str:
+        found = [*self.near_ties, *([self.mismatch] if self.mismatch is not None else [])]
+        return "\n".join(map(str, found)) or "identical"
+
+
+def tolerance_of(dtype: str, device: str = "cpu") -> float:
+    """Say below which difference two logits of a model are a near-tie.
+
+    Args:
+        dtype: Of the activations; `"auto"` is what the engine makes of it on `device`.
+    """
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return _TOLERANCES[dtype]
+
+
+def compare(
+    prompt: str | Sequence[int],
+    answer: Sequence[int],
+    expected: Sequence[int],
+    ask_alone: AskAlone,
+    *,
+    tolerance: float = _TOLERANCES["float32"],
+    is_whole: bool = True,
+) -> Comparison:
+    """Compare a greedy answer with a single node's.
+
+    Behind a near-tie the two go different ways. So the single node is asked for what follows the token that the answer
+    took, and the rest of the answer must be that: a near-tie excuses one token, and nothing after it.
+
+    Args:
+        answer: What is to be judged.
+        expected: What the single node answered. Not shorter than the answer because it was asked for fewer tokens.
+        ask_alone: Asked only where the two differ.
+        is_whole: False: the answer may be the beginning of what is expected.
+    """
+    near_ties: list[Difference] = []
+    start, rest, num_tokens = 0, tuple(expected), max(len(answer), len(expected))
+    while True:
+        index = _first_difference(answer[start:], rest, is_whole)
+        if index is None:
+            return Comparison(tuple(near_ties))
+        position = start + index
+        before = _prompt_ids(prompt, ask_alone) + tuple(answer[:position])
+        token = answer[position] if position < len(answer) else None
+        top_logits = tuple((token, logit) for token, logit in ask_alone(before, 1).top_logits)
+        following = rest[index] if index < len(rest) else None
+        difference = Difference(position, token, following, top_logits, tolerance)
+        if not difference.is_near_tie:
+            return Comparison(tuple(near_ties), difference)
+        near_ties.append(difference)
+        start = position + 1
+        if start == len(answer):  # it may have ended on the token that it took
+            return Comparison(tuple(near_ties))
+        rest = tuple(ask_alone((*before, answer[position]), num_tokens - start).token_ids)
+
+
+def assert_same_answer(
+    prompt: str | Sequence[int],
+    answer: Sequence[int],
+    expected: Sequence[int],
+    ask_alone: AskAlone,
+    tolerance: float = _TOLERANCES["float32"],
+) -> None:
+    """Fail unless an answer is the single node's, near-ties apart; those are printed.
+
+    Raises:
+        AssertionError: it is not; says where, and both logits.
+    """
+    comparison = compare(prompt, answer, expected, ask_alone, tolerance=tolerance)
+    for near_tie in comparison.near_ties:
+        print(near_tie)
+    assert comparison.mismatch is None, f"{comparison}; answer {list(answer)}, expected {list(expected)}"
+
+
+def _first_difference(answer: Sequence[int], expected: Sequence[int], is_whole: bool) -> int | None:
+    for index, (ours, theirs) in enumerate(zip(answer, expected, strict=False)):
+        if ours != theirs:
+            return index
+    is_cut = len(answer) < len(expected) and not is_whole
+    return None if len(answer) == len(expected) or is_cut else min(len(answer), len(expected))
+
+
+def _prompt_ids(prompt: str | Sequence[int], ask_alone: AskAlone) -> tuple[int, ...]:
+    return tuple(ask_alone(prompt, 1).prompt_token_ids if isinstance(prompt, str) else prompt)
+
+
+def _named(token: int | None) -> str:
+    return "the end" if token is None else f"token {token}"

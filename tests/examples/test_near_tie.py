@@ -1,0 +1,206 @@
+"""A near-tie of logits excuses one token of an answer, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from demo.cli import parse_arguments
+from demo.client import Answer
+from demo.near_tie import AskAlone, Comparison, Expectation, assert_same_answer, compare, tolerance_of
+from demo.report import format_table, report_of
+from demo.run import _show
+
+PROMPT = (1, 2, 3)
+TOLERANCE = tolerance_of("float32")
+#: Answers of four tokens that part at the second one, between tokens 11 and 12.
+EXPECTED = (10, 11, 20, 21)
+ANSWER = (10, 12, 30, 31)
+
+TopLogits = Sequence[tuple[int, float]]
+
+
+def single_node(
+    top_logits: TopLogits, continuations: Mapping[tuple[int, ...], tuple[int, ...]] | None = None
+) -> AskAlone:
+    """A single node that finds the same tokens likely everywhere, and goes on from `(10, 12)` with 30, 31."""
+    answers = {(10, 12): (30, 31), **(continuations or {})}
+
+    def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+        ids = PROMPT if isinstance(prompt, str) else tuple(prompt)
+        assert ids[: len(PROMPT)] == PROMPT
+        return Expectation(ids, answers.get(ids[len(PROMPT) :], EXPECTED)[:max_tokens], top_logits)
+
+    return ask
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "as text"])
+@pytest.mark.parametrize(
+    "top_logits",
+    [
+        ((11, 5.0), (12, 5.0)),
+        ((12, 5.0), (11, 5.0)),
+        ((11, 5.0 + TOLERANCE / 2), (12, 5.0), (13, 5.0)),
+    ],
+    ids=["exact tie", "exact tie in the other order", "near tie"],
+)
+def test_a_tie_is_recognised(prompt: str | Sequence[int], top_logits: TopLogits) -> None:
+    comparison = compare(prompt, ANSWER, EXPECTED, single_node(top_logits))
+    assert comparison.mismatch is None
+    assert not comparison.is_identical
+    (tie,) = comparison.near_ties
+    assert (tie.position, tie.token, tie.expected, tie.top_logits) == (1, 12, 11, top_logits)
+    text = str(comparison)
+    assert "near-tie at token 1" in text
+    assert all(f"token {token} has logit {logit:.6f}" in text for token, logit in top_logits)
+    assert_same_answer(prompt, ANSWER, EXPECTED, single_node(top_logits))
+
+
+@pytest.mark.parametrize(
+    "top_logits",
+    [
+        ((11, 5.0 + 2 * TOLERANCE), (12, 5.0)),
+        ((11, 5.0), (13, 5.0)),
+        ((13, 5.0), (12, 5.0)),
+        ((13, 5.0), (11, 5.0), (12, 5.0)),
+        ((11, float("nan")), (12, float("nan"))),
+        ((11, 5.0),),
+        (),
+    ],
+    ids=["large gap", "ours not in the top two", "theirs not", "neither", "no numbers", "one logit", "none"],
+)
+def test_anything_else_is_a_mismatch(top_logits: TopLogits) -> None:
+    comparison = compare(PROMPT, ANSWER, EXPECTED, single_node(top_logits))
+    assert comparison.near_ties == ()
+    assert comparison.mismatch is not None
+    assert "mismatch at token 1" in str(comparison)
+    with pytest.raises(
+        AssertionError, match="mismatch at token 1 of the answer: token 12 instead of token 11"
+    ):
+        assert_same_answer(PROMPT, ANSWER, EXPECTED, single_node(top_logits))
+
+
+TIE = ((11, 5.0), (12, 5.0))
+
+
+def test_equal_answers_need_no_question() -> None:
+    def never(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+        raise AssertionError("asked")
+
+    assert compare(PROMPT, ANSWER, ANSWER, never).is_identical
+
+
+@pytest.mark.parametrize(
+    ("answer", "position"),
+    [((10, 12, 30, 32), 3), ((10, 12, 33, 31), 2), ((10, 12, 30), 3), ((10, 12, 30, 31, 32), 4)],
+)
+def test_after_a_tie_the_answer_must_be_what_the_single_node_goes_on_with(
+    answer: tuple[int, ...], position: int
+) -> None:
+    comparison = compare(PROMPT, answer, EXPECTED, single_node(TIE))
+    assert len(comparison.near_ties) == 1
+    assert comparison.mismatch is not None
+    assert comparison.mismatch.position == position
+
+
+def test_an_answer_may_have_several_ties() -> None:
+    ask = single_node(TIE, {(10, 12): (11, 40), (10, 12, 12): (50,)})
+    comparison = compare(PROMPT, (10, 12, 12, 50), EXPECTED, ask)
+    assert [tie.position for tie in comparison.near_ties] == [1, 2]
+    assert comparison.mismatch is None
+
+
+@pytest.mark.parametrize("answer", [(), (10, 11), (10, 11, 20, 21, 22)])
+def test_a_length_is_no_tie(answer: tuple[int, ...]) -> None:
+    comparison = compare(PROMPT, answer, EXPECTED, single_node(((20, 5.0), (21, 5.0))))
+    assert comparison.mismatch is not None
+    assert comparison.mismatch.position == min(len(answer), len(EXPECTED))
+
+
+def test_the_beginning_of_an_answer_can_be_compared() -> None:
+    for part in ((), (10,), (10, 11, 20)):
+        assert compare(PROMPT, part, EXPECTED, single_node(()), is_whole=False).is_identical
+    begun = compare(PROMPT, (10, 12, 30), EXPECTED, single_node(TIE), is_whole=False)
+    assert (len(begun.near_ties), begun.mismatch) == (1, None)
+    wrong = compare(PROMPT, (10, 13), EXPECTED, single_node(TIE), is_whole=False)
+    assert wrong.mismatch is not None
+
+
+def test_the_tolerance_follows_what_the_nodes_compute_in() -> None:
+    assert tolerance_of("auto") == tolerance_of("float32") < tolerance_of("bfloat16")
+    assert tolerance_of("auto", "cuda:0") == tolerance_of("bfloat16")
+
+
+class TestTable:
+    """What the demo makes of it."""
+
+    @staticmethod
+    def _report(comparison: Comparison | None, error: str = "") -> tuple[Answer, str, bool]:
+        transfer = {"num_bytes": 4096, "seconds": 0.1, "error": error}
+        answer = Answer("text", list(ANSWER), 3, metrics={"transfer": transfer})
+        report = report_of(answer, Answer(token_ids=list(EXPECTED)), comparison, "shm", "uniform")
+        return answer, format_table(["prompt"], [answer], [report]).split()[-1], report.is_right
+
+    def test_a_tie_is_named_and_right(self) -> None:
+        comparison = compare(PROMPT, ANSWER, EXPECTED, single_node(TIE))
+        assert self._report(comparison)[1:] == ("near-tie", True)
+
+    def test_a_tie_does_not_excuse_a_mismatch_after_it(self) -> None:
+        comparison = compare(PROMPT, (10, 12, 30, 32), EXPECTED, single_node(TIE))
+        assert len(comparison.near_ties) == 1
+        assert self._report(comparison)[1:] == ("NO", False)
+
+    def test_equal_answers_and_failed_requests(self) -> None:
+        assert self._report(Comparison())[1:] == ("yes", True)
+        assert self._report(None)[1:] == ("NO", False)
+
+    def test_a_tie_does_not_hide_a_failed_transfer(self) -> None:
+        comparison = compare(PROMPT, ANSWER, EXPECTED, single_node(TIE))
+        answer, shown, _ = self._report(comparison, "the producer is gone")
+        assert (shown, answer.transfer_error, answer.transfer) == ("near-tie", "the producer is gone", {})
+
+
+class TestDemo:
+    """What the demo prints and returns."""
+
+    @staticmethod
+    def _run(answer: Sequence[int], top_logits: TopLogits, transfer: Mapping[str, object]) -> int:
+        comparison = compare(PROMPT, answer, EXPECTED, single_node(top_logits))
+        answers = [Answer("text", list(answer), 3, metrics={"transfer": transfer})]
+        references = [Answer(token_ids=list(EXPECTED))]
+        return _show(parse_arguments(["--prompt", "A ferry"]), answers, references, [comparison])
+
+    @pytest.mark.parametrize(
+        ("transfer", "what"),
+        [
+            ({"num_bytes": 4096, "seconds": 0.1, "error": ""}, "the transfer succeeded (4096 bytes)"),
+            ({"num_bytes": 0, "error": "the producer is gone"}, "the transfer failed"),
+            ({}, "nothing was transferred"),
+        ],
+    )
+    def test_a_near_tie_is_shown_with_both_logits_and_what_became_of_the_transfer(
+        self, transfer: Mapping[str, object], what: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self._run(ANSWER, TIE, transfer) == 0
+        out, err = capsys.readouterr()
+        assert out.split()[-1] == "near-tie"
+        assert "near-tie at token 1" in err
+        assert "token 11 has logit 5.000000, token 12 has logit 5.000000" in err
+        assert what in err
+        assert str(transfer.get("error", "")) in err
+
+    def test_a_mismatch_is_one_whatever_became_of_the_transfer(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self._run(ANSWER, ((11, 5.0), (12, 4.0)), {"num_bytes": 4096, "error": ""}) == 1
+        out, err = capsys.readouterr()
+        assert out.split()[-1] == "NO"
+        assert "mismatch at token 1" in err
+        assert "the transfer succeeded" in err
+
+    def test_a_failed_transfer_is_shown_beside_equal_answers(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self._run(EXPECTED, TIE, {"num_bytes": 0, "error": "the producer is gone"}) == 0
+        assert "the transfer failed" in capsys.readouterr().err
