@@ -153,6 +153,23 @@ class KVConnectorBase(ABC):
         """Take the figures of the interval since the last call, or None."""
         return None
 
+    @property
+    def failure(self) -> str:
+        """Why the worker half transfers nothing any more, in words for operators; empty while it does.
+
+        An engine asks after every step and while it is idle, and then tells its health check: requests that need a
+        transfer fail until the node is restarted. It never becomes empty again.
+        """
+        return ""
+
+    @property
+    def warning(self) -> str:
+        """What keeps some transfers from working although the worker half works, e.g. a peer that it cannot reach.
+
+        Asked as often as `failure`; empty again once it is over.
+        """
+        return ""
+
     def shutdown(self) -> None:  # noqa: B027 - nothing to free is a fine default
         """Free everything. Idempotent. Handoffs that are not over end as aborted."""
 

@@ -129,6 +129,22 @@ class Outcomes:
                 ended = LoadEnded(request_id, "failed", error, load.blocks)
                 self._end_load(ended, load.exposed_since)
 
+    def forget_offers(self) -> None:
+        """Never report the offers that are owed an end: peers may go on reading their blocks, which stay held."""
+        with self._lock:
+            self._offers.clear()
+
+    def forget_loads(self, request_ids: set[str]) -> None:
+        """Never report these loads: something may go on writing into their blocks, which stay held."""
+        with self._lock:
+            for request_id in request_ids:
+                self._loads.pop(request_id, None)
+
+    def count(self, name: str) -> None:
+        """Count what is no handoff; `name` is one of `COUNTERS`."""
+        with self._lock:
+            self._counters[name] += 1
+
     def take_report(self) -> Report:
         """Take what ended since the last call."""
         with self._lock:

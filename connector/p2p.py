@@ -68,6 +68,14 @@ class PeerToPeerConnector(KVConnectorBase):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._half.get_kv_connector_stats() if isinstance(self._half, HandoffWorker) else None
 
+    @property
+    def failure(self) -> str:
+        return self._half.failure if isinstance(self._half, HandoffWorker) else ""
+
+    @property
+    def warning(self) -> str:
+        return self._half.warning if isinstance(self._half, HandoffWorker) else ""
+
     def shutdown(self) -> None:
         if isinstance(self._half, HandoffWorker):
             self._half.shutdown()

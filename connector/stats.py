@@ -23,6 +23,8 @@ COUNTERS: Mapping[str, str] = {
     "offers_delivered_total": "Offers that a consumer has read",
     "offers_aborted_total": "Offers that ended because a request or a peer went away",
     "offers_expired_total": "Offers whose lease ran out",
+    "unreachable_peers_total": "Loads refused because the other node runs another transport than this one",
+    "handoff_thread_deaths_total": "1 after the handoff thread died: this node hands nothing over until it is restarted",
 }
 
 

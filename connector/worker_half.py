@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,10 +41,22 @@ _CLOSE_GRACE_S = 5.0
 #: For so long a step waits for the handoff thread to end an offer; afterwards it ends all offers itself.
 _RETRACT_TIMEOUT_S = 1.0
 
+#: Descriptors of the process's limit for each connection in progress.
+_DESCRIPTORS_PER_CONNECTION = 32
+
 
 def new_epoch() -> int:
     """Draw the number of a start of a node, which no other start has."""
     return 1 + secrets.randbelow(MAX_EPOCH)
+
+
+def _affordable_connections() -> int:
+    """Connections in progress for which the process's limit of open files leaves room beside everything else.
+
+    A connection takes a handful of descriptors, the most with UCX, which opens several per worker.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // _DESCRIPTORS_PER_CONNECTION)
 
 
 class RunningHandoffs:
@@ -84,6 +99,7 @@ class RunningHandoffs:
             fields=registration.fields,
             layout=registration.layout,
         )
+        handoff = replace(handoff, max_connecting=min(handoff.max_connecting, _affordable_connections()))
         transport.register(registration.pool)
         self.address = WorkerAddress(transport.listen(address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
@@ -93,9 +109,19 @@ class RunningHandoffs:
                 identity, handoff, parallel.rank, parallel.world_size, range(num_offers, num_guards)
             ),
         )
-        self._loop = HandoffLoop(transport, protocol, self.outcomes)
+        self._loop = HandoffLoop(transport, protocol, self.outcomes, self.address.address)
         self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
+
+    @property
+    def failure(self) -> str:
+        """Why this node hands nothing over any more; empty while it does."""
+        return self._loop.failure
+
+    @property
+    def warning(self) -> str:
+        """What kept a handoff from working within the last minute although this node can hand over; else empty."""
+        return self._loop.warning
 
     def submit(self, orders: HandoffMetadata) -> None:
         """Have one step's orders carried out, once all has run that was launched before; returns at once."""
@@ -144,6 +170,16 @@ class HandoffWorker:
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
         self._running: RunningHandoffs | None = None
         self._report = Report()
+
+    @property
+    def failure(self) -> str:
+        """Why this half hands nothing over any more; empty while it does, and before it begins to."""
+        return self._running.failure if self._running is not None else ""
+
+    @property
+    def warning(self) -> str:
+        """What kept a handoff from working within the last minute although this half can hand over; else empty."""
+        return self._running.warning if self._running is not None else ""
 
     # -- memory --------------------------------------------------------------------------------------
 

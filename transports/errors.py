@@ -16,12 +16,14 @@
     │  └─ StaleRegionError                    the guard changed while bytes were copied: they are not valid
     ├─ HandshakeError
     │  ├─ VersionMismatchError                local, remote
-    │  └─ IncompatiblePeerError               field, local, remote
-    └─ ConnectorError
-       ├─ InvalidTransferParamsError(ValueError)  a request's kv_transfer_params are malformed: key, value
-       ├─ StaleLeaseError                     the offer is over: released, expired, or of another epoch
-       ├─ ContentMismatchError                the offer is of another prompt, adapter, salt or image
-       └─ LoadFailedError                     block ids whose contents are now undefined
+    │  ├─ IncompatiblePeerError               field, local, remote
+    │  └─ ForeignTransportError               the peer's address is of another transport: local, remote
+    ├─ ConnectorError
+    │  ├─ InvalidTransferParamsError(ValueError)  a request's kv_transfer_params are malformed: key, value
+    │  ├─ StaleLeaseError                     the offer is over: released, expired, or of another epoch
+    │  ├─ ContentMismatchError                the offer is of another prompt, adapter, salt or image
+    │  └─ LoadFailedError                     block ids whose contents are now undefined
+    └─ UnexpectedError                        a call raised what it does not document: a bug, or an unmapped library error
 
 Each error also derives from the builtin that a caller would try. Attributes carry the data; the
 message is for people. Backends raise only these, by one mapping table each (`mapped`).
@@ -39,6 +41,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectorError",
     "ContentMismatchError",
+    "ForeignTransportError",
     "HandshakeError",
     "IncompatiblePeerError",
     "InvalidTransferParamsError",
@@ -54,6 +57,7 @@ __all__ = [
     "TransferTimeoutError",
     "TransportClosedError",
     "TransportError",
+    "UnexpectedError",
     "VersionMismatchError",
     "mapped",
 ]
@@ -148,6 +152,23 @@ class IncompatiblePeerError(HandshakeError):
         self.remote = remote
 
 
+class ForeignTransportError(HandshakeError):
+    """The peer listens on another transport than this node runs. No connection was tried.
+
+    Attributes:
+        local: This node's address.
+        remote: The peer's.
+    """
+
+    def __init__(self, *, local: str, remote: str) -> None:
+        super().__init__(
+            f"cannot connect to {remote!r}: this node is at {local!r}, and both must run the same transport; "
+            "use the same connector on both nodes, or 'auto' on both"
+        )
+        self.local = local
+        self.remote = remote
+
+
 class ConnectorError(KVTransferError):
     """A handoff failed."""
 
@@ -198,6 +219,13 @@ class LoadFailedError(ConnectorError):
         super().__init__(message)
         self.request_id = request_id
         self.block_ids = block_ids
+
+
+class UnexpectedError(KVTransferError):
+    """A call raised an exception that it does not document: a bug, or a library's error that no table maps.
+
+    Only what the call was about ends. `__cause__` is the exception, without its traceback, which was logged.
+    """
 
 
 @contextmanager

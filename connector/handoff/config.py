@@ -30,6 +30,10 @@ class HandoffConfig:
         backoff_s: Rest of an address after a connection failed; doubled with each further failure.
         max_backoff_s: Longest rest.
         max_failed_claims: Failures that a consumer remembers until somebody asks for the load.
+        max_peer_ranks: Ranks of a producer. An offer that names more addresses is refused, because anyone who can send
+            a request can write addresses; raise it where a node really has more ranks.
+        max_connecting: Connections that a consumer has in progress at once. Further ones wait for their turn, within
+            `connect_timeout_s`. A node that may open few files has fewer: one for every 32 descriptors of its limit.
 
     Raises:
         ConfigurationError: a value is not positive or not finite, or two of them do not fit together.
@@ -46,6 +50,8 @@ class HandoffConfig:
     backoff_s: float = 0.1
     max_backoff_s: float = 2.0
     max_failed_claims: int = 4096
+    max_peer_ranks: int = 64
+    max_connecting: int = 32
 
     def __post_init__(self) -> None:
         for setting in fields(self):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from ...transports.errors import (
+    ConnectorError,
     ContentMismatchError,
+    ForeignTransportError,
     KVTransferError,
     KVTransferStateError,
     ProtocolError,
@@ -79,7 +81,7 @@ class ConsumerProtocol:
         self._planners = NodePlanners(identity.layout, rank)
         self._rounds = Rounds(config.read_timeout_s, push_guards)
         self._block_sizes = identity.layout.block_sizes
-        self._loads = Loads(config.max_failed_claims)
+        self._loads = Loads(config.max_failed_claims, config.max_peer_ranks)
 
     @property
     def num_loads(self) -> int:
@@ -106,7 +108,7 @@ class ConsumerProtocol:
         load = Load(request_id, offer)
         try:
             self._loads.add(load)
-        except StaleLeaseError as error:
+        except ConnectorError as error:
             self._loads.remember(request_id, error)
             return []
         actions = [action for part in load.parts for action in self._peers.want(part.address, now)]
@@ -143,7 +145,10 @@ class ConsumerProtocol:
 
     def connect_failed(self, address: str, error: KVTransferError, now: float) -> list[Action]:
         """A `Connect` could not be started."""
-        return self._fail_peer(address, error, now)
+        actions = self._fail_peer(address, error, now)
+        if isinstance(error, ForeignTransportError):
+            self._peers.forget(address)  # nothing was tried, so there is nothing to back off from
+        return actions
 
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
         """The peer can be talked to."""
@@ -215,8 +220,7 @@ class ConsumerProtocol:
         """Do what is due."""
         actions: list[Action] = []
         for address in self._peers.overdue(now):
-            timeout = TransferTimeoutError(f"{address} did not shake hands in time")
-            actions += self._fail_peer(address, timeout, now)
+            actions += self._fail_peer(address, self._peers.lateness(address), now)
         for load in self._loads:
             for part in load.parts:
                 if part.deadline <= now:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...transports.errors import (
+    InvalidTransferParamsError,
     KVTransferError,
     ProtocolError,
     RegionError,
@@ -196,10 +197,12 @@ class Loads:
 
     Args:
         max_failures: That are remembered; the oldest are forgotten.
+        max_ranks: Addresses that an offer may name.
     """
 
-    def __init__(self, max_failures: int) -> None:
+    def __init__(self, max_failures: int, max_ranks: int) -> None:
         self._max_failures = max_failures
+        self._max_ranks = max_ranks
         self._loads: dict[str, Load] = {}  # by request
         self._request_of: dict[PartKey, str] = {}
         self._failures: dict[str, KVTransferError] = {}  # by request
@@ -237,8 +240,16 @@ class Loads:
         """Keep a load until `remove`.
 
         Raises:
+            InvalidTransferParamsError: its offer names too many ranks.
             StaleLeaseError: its offer names a rank twice, or another request has claimed it.
         """
+        if len(load.parts) > self._max_ranks:
+            raise InvalidTransferParamsError(
+                f"the offer was not claimed: it names {len(load.parts)} addresses, and max_peer_ranks is {self._max_ranks}; "
+                "raise max_peer_ranks if its node has so many ranks",
+                key="remote_addresses",
+                value=len(load.parts),
+            )
         if len(set(load.keys)) != len(load.keys):
             raise StaleLeaseError("the offer names one address for two ranks")
         if others := [self._request_of[key] for key in load.keys if key in self._request_of]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...transports.errors import IncompatiblePeerError, ProtocolError
+from ...transports.errors import IncompatiblePeerError, ProtocolError, TransferTimeoutError
 from ..planning.compatibility import advisory_differences, require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
@@ -45,6 +45,15 @@ class PeerSession:
 
 
 @dataclass
+class _Waiting:
+    """Before a connection: as many as may be in progress are. It waits since `since`, until `deadline`."""
+
+    since: float
+    deadline: float
+    failures: int
+
+
+@dataclass
 class _Connecting:
     """Until `deadline`, a connection is made and hands are shaken."""
 
@@ -62,18 +71,24 @@ class _Resting:
     is_wanted: bool = False
 
 
+_State = _Waiting | _Connecting | PeerSession | _Resting
+
+
 class Peers:
     """Producers by address.
 
-    An address is unknown, connecting, ready (it has a session) or resting. A connection that fails rests
+    An address is unknown, waiting, connecting, ready (it has a session) or resting. A connection that fails rests
     for a time that doubles with each failure; whoever wants the address meanwhile waits for the next attempt,
     so a claim waits at most `max_backoff_s + connect_timeout_s` for its session.
+
+    Connections cost descriptors, and anyone who can send a request can name addresses. So at most `max_connecting` are in
+    progress at once; further addresses wait, the longest wait first. Waiting counts towards `connect_timeout_s`.
     """
 
     def __init__(self, identity: Identity, config: HandoffConfig) -> None:
         self._identity = identity
         self._config = config
-        self._states: dict[str, _Connecting | PeerSession | _Resting] = {}
+        self._states: dict[str, _State] = {}
         self._address_of: dict[int, str] = {}
         self._warned: set[tuple[str, int]] = set()  # engine id and epoch
 
@@ -154,13 +169,22 @@ class Peers:
         state = self._states.get(address)
         if state is None or isinstance(state, _Resting):
             return []
-        failures = 1 + (state.failures if isinstance(state, _Connecting) else 0)
+        failures = 1 + (0 if isinstance(state, PeerSession) else state.failures)
         rest = min(self._config.backoff_s * 2.0 ** min(failures - 1, 32), self._config.max_backoff_s)
         self._states[address] = _Resting(now + rest, failures)
-        if state.peer_id == _UNKNOWN:
+        if isinstance(state, _Waiting):
             return []
-        del self._address_of[state.peer_id]
-        return [Disconnect(state.peer_id)]
+        # Disconnect first: the next connection may need the descriptors of this one.
+        actions: list[Action] = []
+        if state.peer_id != _UNKNOWN:
+            del self._address_of[state.peer_id]
+            actions.append(Disconnect(state.peer_id))
+        return actions + self._start_waiting(now)
+
+    def forget(self, address: str) -> None:
+        """Let an address that rests be unknown again, so that the next attempt is made at once."""
+        if isinstance(self._states.get(address), _Resting):
+            del self._states[address]
 
     # -- all of them -----------------------------------------------------------------------------------
 
@@ -169,16 +193,28 @@ class Peers:
         return [
             address
             for address, state in self._states.items()
-            if isinstance(state, _Connecting) and state.deadline <= now
+            if isinstance(state, _Connecting | _Waiting) and state.deadline <= now
         ]
 
+    def lateness(self, address: str) -> TransferTimeoutError:
+        """What an overdue address has waited for too long."""
+        if isinstance(self._states.get(address), _Waiting):
+            busy = f"max_connecting={self._config.max_connecting} other connections were in progress"
+            return TransferTimeoutError(f"{address} was not connected to in time: {busy}")
+        return TransferTimeoutError(f"{address} did not shake hands in time")
+
     def advance(self, now: float) -> list[Action]:
-        """Connect to what is wanted and has rested; forget what nobody wanted."""
+        """Connect to what waits and may, and to what is wanted and has rested; forget what nobody wanted."""
+        actions = self._start_waiting(now)
         resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
-        return [action for address, state in resting for action in self._end_rest(address, state, now)]
+        return actions + [
+            action for address, state in resting for action in self._end_rest(address, state, now)
+        ]
 
     def next_deadline(self) -> float:
         """When `overdue`, `advance` or a heartbeat is due."""
+        if self._waiting() and self._num_free():
+            return -math.inf
         return min((self._deadline(state) for state in self._states.values()), default=math.inf)
 
     def close(self) -> list[Action]:
@@ -189,9 +225,25 @@ class Peers:
         return actions
 
     def _connect(self, address: str, failures: int, now: float) -> list[Action]:
-        timeout_s = self._config.connect_timeout_s
-        self._states[address] = _Connecting(now + timeout_s, failures)
-        return [Connect(address, timeout_s)]
+        self._states.pop(address, None)  # to the end of the line, also if it rested before
+        self._states[address] = _Waiting(now, now + self._config.connect_timeout_s, failures)
+        return self._start_waiting(now)
+
+    def _start_waiting(self, now: float) -> list[Action]:
+        """Connect to those that have waited longest, as many as may be connected to."""
+        actions: list[Action] = []
+        ready = [(key, state) for key, state in self._waiting() if now < state.deadline]
+        for address, state in ready[: self._num_free()]:
+            self._states[address] = _Connecting(state.deadline, state.failures)
+            actions.append(Connect(address, self._config.connect_timeout_s - (now - state.since)))
+        return actions
+
+    def _waiting(self) -> list[tuple[str, _Waiting]]:
+        return [(key, state) for key, state in self._states.items() if isinstance(state, _Waiting)]
+
+    def _num_free(self) -> int:
+        num_connecting = sum(isinstance(state, _Connecting) for state in self._states.values())
+        return max(0, self._config.max_connecting - num_connecting)
 
     def _end_rest(self, address: str, state: _Resting, now: float) -> list[Action]:
         if now < self._deadline(state):
@@ -201,9 +253,9 @@ class Peers:
         del self._states[address]
         return []
 
-    def _deadline(self, state: _Connecting | PeerSession | _Resting) -> float:
+    def _deadline(self, state: _State) -> float:
         match state:
-            case _Connecting():
+            case _Connecting() | _Waiting():
                 return state.deadline
             case PeerSession():
                 return state.next_heartbeat

@@ -235,6 +235,11 @@ class ProducerProtocol:
 
     # -- what happened -------------------------------------------------------------------------------
 
+    def guard_failed(self, index: int, why: str) -> list[Action]:
+        """A `SetGuard` failed: end its offer, which no consumer could check. A push whose guard failed ends as not written."""
+        held = [held for held in self._offers.values() if held.guard_index == index]
+        return [action for offer in held for action in self._revoke(offer, "aborted", f"was aborted: {why}")]
+
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
         """A consumer connected; it must say `Hello` within `connect_timeout_s`."""
         nobody = Speaker(peer_id, "", 0)

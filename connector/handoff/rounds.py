@@ -37,7 +37,6 @@ class Rounds:
         """Start what one rank of the producer has for us."""
         grant = part.grant
         assert grant is not None
-        part.state = PartState.READING
         read = StartRead(
             load.request_id,
             part.rank,
@@ -47,14 +46,19 @@ class Rounds:
             self._timeout_s,
             plan.num_regions_per_layer,
         )
+        # READING is set after all that can fail: nobody would ever report the end of a read that no action starts.
         if not self._prefers_push:
+            part.state = PartState.READING
             return [read]
         if refusal := self._refusal(plan.pairs):
+            part.state = PartState.READING
             return [replace(read, not_pushed=refusal)]
-        guard = Guard(self._free_guards.pop(), _ABOVE_LEASES | self._numbers.draw())
-        part.push = StartPush(read, self._reserve(load, guard, plan.pairs))
+        guard = Guard(self._free_guards[-1], _ABOVE_LEASES | self._numbers.draw())
+        push = StartPush(read, self._reserve(load, guard, plan.pairs))
+        self._free_guards.pop()
+        part.state, part.push = PartState.READING, push
         self._pushed[guard.value] = part
-        return [SetGuard(guard.index, guard.value), part.push]
+        return [SetGuard(guard.index, guard.value), push]
 
     def finish(self, push: StartPush, error: KVTransferError | None, mechanism: str) -> list[Action]:
         """Nothing is written for a push any more, or nothing ever was. Nothing is to be done if that was known."""

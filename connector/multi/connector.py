@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ...transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
 from ..base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
@@ -129,6 +129,14 @@ class MultiConnector(KVConnectorBase):
         for stats in figures:
             total = total.aggregate(stats) if isinstance(stats, KVConnectorStats) else total
         return None if total.is_empty() else total
+
+    @property
+    def failure(self) -> str:
+        return _join(self._children, "failure")
+
+    @property
+    def warning(self) -> str:
+        return _join(self._children, "warning")
 
     def shutdown(self) -> None:
         with ExitStack() as stack:  # every child is shut down, also after one that raised
@@ -324,6 +332,11 @@ class _Refused(ChildRequest):
     @property
     def finish_reason(self) -> str:
         return "abort"
+
+
+def _join(children: Mapping[str, KVConnectorBase], what: Literal["failure", "warning"]) -> str:
+    said = {name: getattr(child, what) for name, child in children.items()}
+    return "; ".join(f"{name}: {text}" for name, text in said.items() if text)
 
 
 def _parse(options: Mapping[str, Any]) -> list[ChildOptions]:

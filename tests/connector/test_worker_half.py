@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -43,17 +44,29 @@ def names(config: KVCacheConfig) -> tuple[str, ...]:
 class FaultyTransport(InProcTransport):
     """Works until it is told to break, and then raises what no transport should."""
 
-    is_broken = False
+    num_failures_left = 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        return self.num_failures_left > 0
 
     def wait_events(self, timeout_s: float) -> list[Event]:
-        events = super().wait_events(timeout_s)
         if self.is_broken:
+            self.num_failures_left -= 1
             raise ZeroDivisionError("a bug")
-        return events
+        return super().wait_events(timeout_s)
 
-    def break_down(self) -> None:
-        self.is_broken = True
+    def break_down(self, for_calls: float = math.inf) -> None:
+        self.num_failures_left = for_calls
         self.wake()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -168,11 +181,33 @@ class TestThreadThatDies:
                 )
             )
             transport.break_down()
+            wait_until(lambda: worker.failure != "")
             worker.shutdown()
             assert worker.get_finished() == ({"ours"}, {"d"})
             assert worker.get_block_ids_with_load_errors() == {3, 4}
-            assert "handoff thread died: ZeroDivisionError: a bug" in worker.take_load_errors()["d"]
+            assert "handoff thread died: waiting for events raised ZeroDivisionError: a bug" in worker.failure
+            assert worker.failure in worker.take_load_errors()["d"]
             assert "the handoff thread dies" in caplog.text
+            assert (
+                caplog.text.count("Traceback") <= 2
+            )  # of the transport, and of the end; not for each attempt
+            stats = worker.get_kv_connector_stats()
+            assert stats is not None
+            assert stats.counters["handoff_thread_deaths_total"] == 1
+
+    def test_orders_after_that_end_at_once(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
+        transport.break_down()
+        wait_until(lambda: worker.failure != "")
+        worker.start_load_kv(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
+        wait_until(lambda: "d" in worker.get_finished()[1])
+        assert worker.take_load_errors()["d"] != ""
+
+    def test_a_shortage_that_passes_is_survived(
+        self, worker: HandoffWorker, transport: FaultyTransport
+    ) -> None:
+        transport.break_down(for_calls=5)
+        wait_until(lambda: not transport.is_broken)
+        assert worker.failure == ""
 
     def test_no_peer_can_read_any_more(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
         def is_any_guard_set() -> bool:
@@ -184,6 +219,7 @@ class TestThreadThatDies:
             assert time.monotonic() < deadline
             worker.get_finished()
         transport.break_down()
+        wait_until(lambda: worker.failure != "")
         worker.shutdown()
         assert not is_any_guard_set()
 
