@@ -44,6 +44,8 @@ class KVOutputAggregator:
             joined.invalid_block_ids |= output.invalid_block_ids
             _merge_errors(joined.load_errors, output.load_errors)
             _merge_stats(joined, output)
+            joined.failure = joined.failure or output.failure  # the lowest rank's, as with errors
+            joined.warning = joined.warning or output.warning
         return joined
 
     def _count(self, said: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:

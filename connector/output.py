@@ -18,6 +18,8 @@ class KVConnectorOutput:
         invalid_block_ids: Local blocks that were to be loaded and whose contents are undefined.
         load_errors: Request → why its load failed, in words for its client.
         kv_connector_stats: Figures of the last interval.
+        failure: Why this rank transfers nothing any more; see `KVConnectorBase.failure`.
+        warning: What keeps some of its transfers from working; see `KVConnectorBase.warning`.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -25,6 +27,8 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)
     load_errors: dict[str, str] = field(default_factory=dict)
     kv_connector_stats: Any = None
+    failure: str = ""
+    warning: str = ""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
@@ -34,4 +38,6 @@ class KVConnectorOutput:
             or self.invalid_block_ids
             or self.load_errors
             or self.kv_connector_stats
+            or self.failure
+            or self.warning
         )

@@ -135,6 +135,7 @@ class KVConnectorModelRunnerMixin:
                 output.invalid_block_ids = connector.get_block_ids_with_load_errors()
                 output.load_errors = connector.take_load_errors()
                 output.kv_connector_stats = mixin.get_kv_connector_stats()
+                output.failure, output.warning = connector.failure, connector.warning
         finally:
             connector.clear_connector_metadata()
 

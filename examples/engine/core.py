@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.stats import KVConnectorStats
 from kvferry.transports.errors import KVTransferStateError
 
 from .answers import Answer
@@ -18,7 +20,7 @@ from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
 from .transfers import RankRecords
-from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams
+from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams, TransferHealth
 
 __all__ = ["EngineCore"]
 
@@ -40,6 +42,7 @@ class EngineCore:
         self._num_added = 0
         self._ledger = Ledger()
         self._records = RankRecords(self.parts.connector_name)
+        self._transfer_health = TransferHealth()
 
     @property
     def max_model_len(self) -> int:
@@ -140,12 +143,12 @@ class EngineCore:
         return bool(self.parts.scheduler.handoffs.loading)
 
     def check(self) -> None:
-        """Make sure, while there is nothing to do, that a step would work.
+        """Make sure, while there is nothing to do, that a step would work, and look whether transfers would.
 
         Raises:
             EngineDeadError: a worker process is gone.
         """
-        self.parts.executor.check()
+        self._note_transfer_health(self.parts.executor.check())
 
     def step(self) -> tuple[int, list[RequestOutput]]:
         """Run one step.
@@ -159,8 +162,9 @@ class EngineCore:
         """
         plan = self.parts.scheduler.plan()
         result = self.parts.executor.execute(plan)
-        if result.kv_connector_output is not None:
-            self._note_transfers(result.kv_connector_output)
+        report = result.kv_connector_output or KVConnectorOutput()
+        self._note_transfer_health(TransferHealth(report.failure, report.warning))
+        self._note_transfers(report)
         outcome = self.parts.scheduler.update(plan, result)
         outputs = [
             self._answers[request.source.request_id].early_piece(params)
@@ -181,7 +185,14 @@ class EngineCore:
             return answer.piece(text)
         return answer.last_piece(text, reason, self._finish(answer, reason))
 
+    def _note_transfer_health(self, health: TransferHealth) -> None:
+        # An error is for good; a worker process that reported it with a step has not yet said it by itself.
+        self._transfer_health = replace(health, error=self._transfer_health.error or health.error)
+
     def _note_transfers(self, report: KVConnectorOutput) -> None:
+        if isinstance(report.kv_connector_stats, KVConnectorStats):
+            counters = report.kv_connector_stats.counters
+            self._ledger.note_unreachable_peers(int(counters.get("unreachable_peers_total", 0)))
         loading = self.parts.scheduler.handoffs.loading
         for request_id, record in self._records.take_ended(report).items():
             self._ledger.note_transfer(record)
@@ -195,6 +206,8 @@ class EngineCore:
         scheduler, manager = self.parts.scheduler, self.parts.manager
         return EngineStats(
             healthy=True,
+            transfer_error=self._transfer_health.error,
+            transfer_warning=self._transfer_health.warning,
             num_waiting=len(scheduler.waiting),
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),

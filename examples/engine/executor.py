@@ -17,8 +17,9 @@ from kvferry.runner_mixin.outputs import ModelRunnerOutput
 from .runner import ModelRunner
 from .settings import Layout
 from .step import StepPlan
+from .types import TransferHealth
 
-__all__ = ["Executor", "SingleProcessExecutor", "start_runner"]
+__all__ = ["Executor", "SingleProcessExecutor", "own_transfer_health", "start_runner"]
 
 
 class Executor(Protocol):
@@ -35,8 +36,8 @@ class Executor(Protocol):
             EngineDeadError: a worker process is gone; there will be no further step.
         """
 
-    def check(self) -> None:
-        """Make sure, between two steps, that everything is still there.
+    def check(self) -> TransferHealth:
+        """Make sure, between two steps, that everything is still there; say how the connector is.
 
         Raises:
             EngineDeadError: a worker process is gone; there will be no further step.
@@ -69,11 +70,19 @@ class SingleProcessExecutor:
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
         return self.runner.execute(plan)
 
-    def check(self) -> None:
-        return
+    def check(self) -> TransferHealth:
+        return own_transfer_health()
 
     def close(self) -> None:
         self._resources.close()
+
+
+def own_transfer_health() -> TransferHealth:
+    """How this process's worker half is; well without one."""
+    if not state.has_kv_transfer_group():
+        return TransferHealth()
+    connector = state.get_kv_transfer_group()
+    return TransferHealth(connector.failure, connector.warning)
 
 
 def start_runner(

@@ -32,6 +32,10 @@ class Ledger:
         self._transfer_seconds += record.seconds
         self._exposed_seconds += record.exposed_seconds
 
+    def note_unreachable_peers(self, num: int) -> None:
+        """So many loads were refused because their peers run another transport."""
+        self._counts["unreachable_peers"] += num
+
     def note_finished(self, request: Request, reason: FinishReason) -> None:
         """A request is over."""
         self._finished[reason] += 1
@@ -50,6 +54,7 @@ class Ledger:
             num_output_tokens=self._counts["output_tokens"],
             num_transfers=self._counts["transfers"],
             num_failed_transfers=self._counts["failed_transfers"],
+            num_unreachable_peers=self._counts["unreachable_peers"],
             transferred_bytes=self._counts["bytes"],
             transfer_seconds=self._transfer_seconds,
             exposed_transfer_seconds=self._exposed_seconds,

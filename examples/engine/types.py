@@ -18,6 +18,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TransferHealth",
     "TransferRecord",
 ]
 
@@ -130,6 +131,19 @@ class TransferRecord:
 
 
 @dataclass(frozen=True)
+class TransferHealth:
+    """How the connector is, in words for operators.
+
+    Attributes:
+        error: Why it transfers nothing any more, empty while it does.
+        warning: What keeps some transfers from working, else empty.
+    """
+
+    error: str = ""
+    warning: str = ""
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Figures of one request, complete in its last output.
 
@@ -198,6 +212,7 @@ class EngineTotals:
         num_output_tokens: Tokens generated.
         num_transfers: Loads that ended well.
         num_failed_transfers: Loads that did not.
+        num_unreachable_peers: Loads that were refused because the other node runs another transport.
         transferred_bytes: Bytes that the loads brought.
         transfer_seconds: Time that they took.
         exposed_transfer_seconds: The part of it that nothing hid; see `TransferRecord`.
@@ -210,6 +225,7 @@ class EngineTotals:
     num_output_tokens: int = 0
     num_transfers: int = 0
     num_failed_transfers: int = 0
+    num_unreachable_peers: int = 0
     transferred_bytes: int = 0
     transfer_seconds: float = 0.0
     exposed_transfer_seconds: float = 0.0
@@ -223,6 +239,8 @@ class EngineStats:
     Attributes:
         healthy: The step loop runs.
         error: Why it does not, else empty.
+        transfer_error: Why the node hands nothing over any more although the step loop runs, else empty.
+        transfer_warning: What keeps some handoffs from working, else empty.
         num_waiting: Requests that have no blocks yet, or lost them.
         num_loading: Requests that wait for another node's KV cache.
         num_running: Requests that are being computed.
@@ -234,6 +252,8 @@ class EngineStats:
 
     healthy: bool
     error: str = ""
+    transfer_error: str = ""
+    transfer_warning: str = ""
     num_waiting: int = 0
     num_loading: int = 0
     num_running: int = 0

@@ -21,7 +21,15 @@ from web.json_body import MAX_BODY_BYTES, parse_json
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
 from .prompts import tokenize
-from .replies import ChatWording, CompletionWording, Envelope, Wording, failure
+from .replies import (
+    TRANSFER_HEADER,
+    ChatWording,
+    CompletionWording,
+    Envelope,
+    Wording,
+    failure,
+    transfer_outcome,
+)
 
 __all__ = ["NodeServer"]
 
@@ -67,7 +75,12 @@ class NodeServer:
         stats = self._engine.stats()
         if not stats.healthy:
             return web.json_response({"status": "dead", "error": stats.error}, status=503)
-        return web.json_response({"status": "ok"})
+        if (
+            stats.transfer_error
+        ):  # it could only compute or fail what another node offers: not what it is there for
+            return web.json_response({"status": "failing", "error": stats.transfer_error}, status=503)
+        warning = {"warning": stats.transfer_warning} if stats.transfer_warning else {}
+        return web.json_response({"status": "ok", **warning})
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
@@ -131,7 +144,8 @@ class NodeServer:
                 first = await anext(outputs)
             pieces = _uncut(_prepend(first, outputs))
             if client.stream:
-                return await self._stream(request, pieces, envelope, client.include_usage)
+                outcome = transfer_outcome(first.metrics)  # a load is over before the first piece comes
+                return await self._stream(request, pieces, envelope, client.include_usage, outcome)
             return await self._whole(pieces, envelope)
 
     async def _whole(self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope) -> web.Response:
@@ -145,9 +159,11 @@ class NodeServer:
                 last = output
         assert last is not None, "an answer has at least one piece"
         self._metrics.observe(last.metrics)
+        headers = {"X-Request-Id": envelope.request_id, TRANSFER_HEADER: transfer_outcome(last.metrics)}
         if last.finish_reason == "error":
-            raise failure(last)
-        headers = {"X-Request-Id": envelope.request_id}
+            refusal = failure(last).response()
+            refusal.headers.update(headers)
+            return refusal
         return web.json_response(envelope.whole("".join(texts), token_ids, last), headers=headers)
 
     async def _stream(
@@ -156,8 +172,10 @@ class NodeServer:
         outputs: AsyncGenerator[RequestOutput, None],
         envelope: Envelope,
         include_usage: bool,
+        outcome: str,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**SSE_HEADERS, "X-Request-Id": envelope.request_id})
+        headers = {**SSE_HEADERS, "X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
+        response = web.StreamResponse(headers=headers)
         try:
             async for event in self._events(outputs, envelope, include_usage):
                 if not response.prepared:

@@ -33,6 +33,10 @@ COUNTERS = {
     "kvferry_output_tokens": ("num_output_tokens", "Tokens generated"),
     "kvferry_transfers": ("num_transfers", "KV cache loads that ended well"),
     "kvferry_failed_transfers": ("num_failed_transfers", "KV cache loads that did not"),
+    "kvferry_unreachable_peers": (
+        "num_unreachable_peers",
+        "Loads refused because the other node runs another transport than this one",
+    ),
     "kvferry_transferred_bytes": ("transferred_bytes", "Bytes of KV cache that came from other nodes"),
     "kvferry_transfer_seconds": ("transfer_seconds", "Seconds those bytes took"),
     "kvferry_exposed_transfer_seconds": (
@@ -91,8 +95,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
+        is_healthy = stats.healthy and not stats.transfer_error
         yield GaugeMetricFamily(
-            "kvferry_healthy", "1 while the engine's step loop runs", value=float(stats.healthy)
+            "kvferry_healthy",
+            "1 while the engine's step loop runs and can hand over",
+            value=float(is_healthy),
         )
         for name, (field, text) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))

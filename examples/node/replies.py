@@ -16,7 +16,18 @@ from typing import Any
 from engine.types import RequestMetrics, RequestOutput
 from web.errors import ApiError
 
-__all__ = ["ChatWording", "CompletionWording", "Envelope", "Wording", "failure"]
+__all__ = [
+    "TRANSFER_HEADER",
+    "ChatWording",
+    "CompletionWording",
+    "Envelope",
+    "Wording",
+    "failure",
+    "transfer_outcome",
+]
+
+#: What became of the KV cache that another node offered, for routers: they need not read the answer to count it.
+TRANSFER_HEADER = "X-KV-Transfer"
 
 
 class Wording(ABC):
@@ -142,3 +153,10 @@ def ending(last: RequestOutput) -> dict[str, Any]:
 def failure(last: RequestOutput) -> ApiError:
     """The error of a request that was accepted and then failed."""
     return ApiError(500, last.error or "the request failed", kind="server_error", code="generation_failed")
+
+
+def transfer_outcome(metrics: RequestMetrics) -> str:
+    """The value of `TRANSFER_HEADER`: `"loaded"`; `"failed"`, whether it was computed here after that or not; `"none"`."""
+    if metrics.transfer is None:
+        return "none"
+    return "failed" if metrics.transfer.error else "loaded"

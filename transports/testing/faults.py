@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,9 +12,29 @@ from .. import errors
 from .._options import parse_options, require_int
 from ..errors import ConfigurationError, TransportError
 
-__all__ = ["Fault", "FaultOptions", "Script"]
+__all__ = ["CALLS", "Fault", "FaultOptions", "Script"]
 
-_KINDS = {"message": ("drop", "stall"), "transfer": ("drop", "stall", "fail", "corrupt")}
+#: Calls of a transport, and of its guard table, that can raise what they do not document.
+CALLS = (
+    "accept_writes",
+    "can_write",
+    "clear_guard",
+    "close",
+    "disconnect",
+    "route_of",
+    "send",
+    "set_guard",
+    "start_connect",
+    "start_read",
+    "start_write",
+    "wait_events",
+    "wake",
+)
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "message": ("drop", "stall"),
+    "transfer": ("drop", "stall", "fail", "corrupt"),
+    **dict.fromkeys(CALLS, ("raise", "raise_late")),
+}
 
 
 @dataclass(frozen=True)
@@ -22,9 +45,10 @@ class Fault:
         kind: `"drop"`: the connection to the peer breaks; a message is lost with it. `"stall"`: from here on nothing
             goes to the peer or comes from it, and transfers with it end at their deadlines. Of transfers only,
             `"fail"`: it ends with `error`, whatever it did; `"corrupt"`: other bytes arrive, which is noticed.
-        at: `"message"`, of those sent and received by this node, or `"transfer"`, of those begun by it.
+            Of calls only, `"raise"`: the call raises `error` instead of doing anything; `"raise_late"`: after all is done.
+        at: `"message"`, of those sent and received by this node, `"transfer"`, of those begun by it, or one of `CALLS`.
         nth: Which one, from 1.
-        error: Name of a `TransportError` in `transports.errors`.
+        error: Name of a `TransportError` in `transports.errors`; of a call, of one of Python's exceptions.
 
     Raises:
         ConfigurationError: there is no such fault.
@@ -39,14 +63,20 @@ class Fault:
         if self.kind not in _KINDS.get(self.at, ()):
             raise ConfigurationError(f"no fault {self.kind!r} at a {self.at}", key="kind", value=self.kind)
         require_int("nth", self.nth, 1, 1 << 30)
-        kind = getattr(errors, self.error, None)
-        if not (isinstance(kind, type) and issubclass(kind, TransportError)):
-            raise ConfigurationError(f"no transport error {self.error!r}", key="error", value=self.error)
+        of_call = self.at in CALLS
+        kind = getattr(builtins if of_call else errors, self.error, None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception if of_call else TransportError)):
+            raise ConfigurationError(f"no such error {self.error!r}", key="error", value=self.error)
 
     def make_error(self) -> TransportError:
         """The error that a failed transfer ends with."""
         error: TransportError = getattr(errors, self.error)("injected by a test")
         return error
+
+    def make_exception(self) -> Exception:
+        """What a call raises."""
+        exception: Exception = getattr(builtins, self.error)("injected by a test")
+        return exception
 
 
 @dataclass(frozen=True)
@@ -70,11 +100,13 @@ class Script:
         self._left = [
             f if isinstance(f, Fault) else parse_options(Fault, f, "faulty") for f in options.faults
         ]
-        self._counts = {"message": 0, "transfer": 0}
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # any thread may call `wake`
 
     def take(self, at: str) -> list[Fault]:
-        """Count one more message or transfer, and return what happens to it."""
-        self._counts[at] += 1
-        due = [fault for fault in self._left if (fault.at, fault.nth) == (at, self._counts[at])]
-        self._left = [fault for fault in self._left if fault not in due]
-        return due
+        """Count one more message, transfer or call, and return what happens to it."""
+        with self._lock:
+            self._counts[at] += 1
+            due = [fault for fault in self._left if (fault.at, fault.nth) == (at, self._counts[at])]
+            self._left = [fault for fault in self._left if fault not in due]
+            return due

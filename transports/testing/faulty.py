@@ -5,24 +5,26 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from .._options import parse_options
-from ..base import Event, MessageReceived, PeerLost, TransferEnded
+from ..base import Event, GuardTable, MessageReceived, PeerLost, Route, TransferEnded
 from ..errors import (
     ChecksumError,
     KVTransferError,
     PeerLostError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool, RegionPairs
+from ..regions import Guard, Pool, RegionPairs, Regions
 from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script
 from .wrapping import WrappedTransport
 
 __all__ = ["FaultyTransport"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -41,6 +43,21 @@ class _Transfer:
     ended: list[TransferEnded] = field(default_factory=list)
 
 
+class _FaultyGuards(GuardTable):
+    """Another transport's guards, whose calls raise by the script."""
+
+    def __init__(self, inner: GuardTable, script: Script) -> None:
+        self.num_guards = inner.num_guards
+        self._inner = inner
+        self._script = script
+
+    def set(self, index: int, value: int) -> None:
+        _call(self._script, "set_guard", lambda: self._inner.set(index, value))
+
+    def clear(self, index: int) -> None:
+        _call(self._script, "clear_guard", lambda: self._inner.clear(index))
+
+
 class FaultyTransport(WrappedTransport):
     """See `Fault` for what can go wrong, and `FaultOptions` for how to say so."""
 
@@ -50,6 +67,7 @@ class FaultyTransport(WrappedTransport):
         parsed = parse_options(FaultOptions, options, self.scheme)
         self._script = Script(parsed)
         super().__init__(create_transport(parsed.inner, parsed.options))
+        self.guards = _FaultyGuards(self._inner.guards, self._script)
         self._pools: list[Pool] = []
         self._transfers: dict[int, _Transfer] = {}
         self._stalled: set[int] = set()
@@ -61,13 +79,33 @@ class FaultyTransport(WrappedTransport):
 
     # -- peers ---------------------------------------------------------------------------------------
 
+    def start_connect(self, address: str, *, timeout_s: float) -> int:
+        connect = super().start_connect
+        return _call(self._script, "start_connect", lambda: connect(address, timeout_s=timeout_s))
+
     def disconnect(self, peer_id: int) -> None:
+        _call(self._script, "disconnect", lambda: self._disconnect(peer_id))
+
+    def _disconnect(self, peer_id: int) -> None:
         super().disconnect(peer_id)
         self._stalled.discard(peer_id)
         self._broken.discard(peer_id)
         self._fail_all(peer_id, "TransportClosedError")
 
+    def route_of(self, peer_id: int) -> Route:
+        route_of = super().route_of
+        return _call(self._script, "route_of", lambda: route_of(peer_id))
+
+    def wake(self) -> None:
+        _call(self._script, "wake", super().wake)
+
+    def close(self) -> None:
+        _call(self._script, "close", super().close)
+
     def send(self, peer_id: int, message: bytes) -> None:
+        _call(self._script, "send", lambda: self._send(peer_id, message))
+
+    def _send(self, peer_id: int, message: bytes) -> None:
         self._happen(self._script.take("message"), peer_id)
         if peer_id in self._broken:
             raise _broke()
@@ -81,19 +119,33 @@ class FaultyTransport(WrappedTransport):
             elif fault.kind == "drop":
                 self._broken.add(peer_id)
                 super().disconnect(peer_id)
-                self.wake()
+                super().wake()
 
     # -- transfers -----------------------------------------------------------------------------------
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        transfer_id = super().start_read(peer_id, pairs, guard, timeout_s=timeout_s)
-        self._begin(transfer_id, peer_id, (pairs,), timeout_s)
-        return transfer_id
+        def start() -> int:
+            transfer_id = self._inner.start_read(peer_id, pairs, guard, timeout_s=timeout_s)
+            self._begin(transfer_id, peer_id, (pairs,), timeout_s)
+            return transfer_id
+
+        return _call(self._script, "start_read", start)
+
+    def can_write(self, peer_id: int) -> bool:
+        can_write = super().can_write
+        return _call(self._script, "can_write", lambda: can_write(peer_id))
+
+    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
+        accept = super().accept_writes
+        _call(self._script, "accept_writes", lambda: accept(peer_id, guard, regions))
 
     def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        transfer_id = super().start_write(peer_id, pairs, guard, timeout_s=timeout_s)
-        self._begin(transfer_id, peer_id, (), timeout_s)
-        return transfer_id
+        def start() -> int:
+            transfer_id = self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
+            self._begin(transfer_id, peer_id, (), timeout_s)
+            return transfer_id
+
+        return _call(self._script, "start_write", start)
 
     def _begin(
         self, transfer_id: int, peer_id: int, reads_into: tuple[RegionPairs, ...], timeout_s: float
@@ -106,6 +158,8 @@ class FaultyTransport(WrappedTransport):
     # -- the owner's loop ----------------------------------------------------------------------------
 
     def wait_events(self, timeout_s: float) -> list[Event]:
+        for fault in self._script.take("wait_events"):
+            raise fault.make_exception()  # before anything is taken: no event is lost
         patience_s = min(self._deadlines(), default=math.inf) - time.monotonic()
         happened = super().wait_events(max(0.0, min(timeout_s, patience_s)))
         heard = [event for event in happened if self._passes(event)]
@@ -168,6 +222,18 @@ class FaultyTransport(WrappedTransport):
         gone = self._broken - busy
         self._broken &= busy
         return [PeerLost(peer_id, _broke()) for peer_id in gone]
+
+
+def _call(script: Script, name: str, call: Callable[[], T]) -> T:
+    """Make a call, which raises if the script says so."""
+    faults = script.take(name)
+    for fault in faults:
+        if fault.kind == "raise":
+            raise fault.make_exception()
+    result = call()
+    for fault in faults:
+        raise fault.make_exception()
+    return result
 
 
 def _broke() -> PeerLostError:

@@ -14,6 +14,7 @@ from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
 from ..settings import Layout
 from ..step import StepPlan
+from ..types import TransferHealth
 from .group import WorkerGroup
 from .messages import Ready, Start, StepDone
 from .steps import StepSender
@@ -70,8 +71,8 @@ class MultiProcessExecutor:
         # All ranks of the last stage computed the same logits; the first one's draw counts where tokens are drawn.
         return replace(replies[-self._stage_size].output, kv_connector_output=report)
 
-    def check(self) -> None:
-        self._group.check()
+    def check(self) -> TransferHealth:
+        return self._group.check()
 
     def close(self) -> None:
         self._group.stop()

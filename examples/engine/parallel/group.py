@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvferry.transports.errors import ConfigurationError
 
 from ..errors import EngineDeadError
+from ..types import TransferHealth
 from .channel import Channel
 from .messages import Failed, Stop
 
@@ -81,6 +82,9 @@ class WorkerGroup:
     def __init__(self, num_ranks: int) -> None:
         rendezvous_fd = os.memfd_create("kvferry-rendezvous")
         self.workers: list[WorkerProcess] = []
+        self._transfer_health: dict[
+            int, TransferHealth
+        ] = {}  # by rank; as they last said without being asked
         try:
             for rank in range(num_ranks):
                 self.workers.append(WorkerProcess(rank, rendezvous_fd))
@@ -108,16 +112,36 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def check(self) -> None:
-        """Make sure that all ranks are there.
+    def check(self) -> TransferHealth:
+        """Make sure that all ranks are there. Call it only while none owes a reply.
+
+        Returns:
+            How their connectors are: the lowest rank's words.
 
         Raises:
-            EngineDeadError: one is not. All ranks were killed.
+            EngineDeadError: one is not there. All ranks were killed.
         """
         for worker in self.workers:
             if (status := worker.exit_status(within_s=0.0)) is not None:
                 self.kill()
                 raise EngineDeadError(worker.obituary(status))
+        try:
+            self._hear()
+        except EngineDeadError:
+            self.kill()
+            raise
+        said = [health for _, health in sorted(self._transfer_health.items())]
+        errors, warnings = [health.error for health in said], [health.warning for health in said]
+        return TransferHealth(next(filter(None, errors), ""), next(filter(None, warnings), ""))
+
+    def _hear(self) -> None:
+        """Take what ranks said without being asked, and wait for nothing."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while ready := selector.select(0):
+                for key, _ in ready:
+                    self._receive(key.data, TransferHealth)
 
     def stop(self) -> None:
         """End all ranks: well where they can, within a few seconds. Idempotent."""
@@ -152,17 +176,23 @@ class WorkerGroup:
                     late = [worker.rank for worker in self.workers if worker.rank not in replies]
                     raise EngineDeadError(f"worker processes of ranks {late} did not reply in time")
                 for key, _ in ready:
-                    replies[key.data.rank] = self._receive(key.data, kind)
-                    selector.unregister(key.fileobj)
+                    reply = self._receive(key.data, kind)
+                    if reply is not None:
+                        replies[key.data.rank] = reply
+                        selector.unregister(key.fileobj)
         return [replies[worker.rank] for worker in self.workers]
 
-    def _receive(self, worker: WorkerProcess, kind: type[Reply]) -> Reply:
+    def _receive(self, worker: WorkerProcess, kind: type[Reply]) -> Reply | None:
+        """Receive a message; None if it was not the reply, which is still to come."""
         try:
             reply = worker.channel.receive()
         except (EOFError, OSError, ValueError) as error:
             raise self._lost(worker, error) from error
         if isinstance(reply, Failed):
             raise self._failed(worker, reply)
+        if isinstance(reply, TransferHealth):
+            self._transfer_health[worker.rank] = reply
+            return None
         assert isinstance(reply, kind), reply
         return reply
 

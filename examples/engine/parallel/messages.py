@@ -1,7 +1,8 @@
 """What the scheduler's process and its workers say to each other. Plain and frozen.
 
 scheduler → worker: `Start`, then any number of `Step`, then `Stop`
-worker → scheduler: `Ready`, then one `StepDone` for each `Step`; or `Failed`, and then nothing more
+worker → scheduler: `Ready`, then one `StepDone` for each `Step`; or `Failed`, and then nothing more; at any time
+                    after `Ready`, when it changed while there was nothing to do, a `TransferHealth`
 """
 
 from __future__ import annotations

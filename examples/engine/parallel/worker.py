@@ -22,9 +22,10 @@ from kvferry.connector.config import ParallelConfig
 from kvferry.runner_mixin import state
 
 from ..attention import IMPLEMENTATION
-from ..executor import start_runner
+from ..executor import own_transfer_health, start_runner
 from ..memory import plan_pool
 from ..runner import ModelRunner
+from ..types import TransferHealth
 from ..weights import load_model
 from .channel import Channel
 from .messages import Failed, Ready, Start, Step, StepDone
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 #: The ranks come to each of their meetings within this time, or something is wrong with one of them.
 MEETING_TIMEOUT_S = 300.0
 
+#: With nothing to do: between two looks whether the connector still works.
+HEALTH_INTERVAL_S = 0.5
+
 
 class Inbox:
     """Reads ahead, so that the end of the scheduler's process is noticed whatever this process does meanwhile."""
@@ -48,9 +52,13 @@ class Inbox:
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
-    def take(self) -> object:
-        """Wait for the next message."""
-        return self._messages.get()
+    def take(self, timeout_s: float | None = None) -> object:
+        """Wait for the next message.
+
+        Raises:
+            queue.Empty: none came in time.
+        """
+        return self._messages.get(timeout=timeout_s)
 
     def _read(self) -> None:
         try:
@@ -140,8 +148,19 @@ def _handshake_metadata() -> KVConnectorHandshakeMetadata | None:
 
 
 def _serve(runner: ModelRunner, inbox: Inbox, channel: Channel) -> None:
-    mirror = StepMirror()
-    while isinstance(step := inbox.take(), Step):
+    mirror, said = StepMirror(), TransferHealth()
+    while True:
+        try:
+            step = inbox.take(HEALTH_INTERVAL_S)
+        except queue.Empty:
+            if (
+                health := own_transfer_health()
+            ) != said:  # otherwise it would be told with the next step only
+                said = health
+                channel.send(said)
+            continue
+        if not isinstance(step, Step):
+            return
         channel.send(StepDone(runner.execute(mirror.plan(step))))
 
 
