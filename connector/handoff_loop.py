@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from ..transports.errors import (
     ConfigurationError,
     ForeignTransportError,
     KVTransferError,
+    KVTransferStateError,
     StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
@@ -336,17 +337,22 @@ class _Driver:
 
     @contextmanager
     def _failing_offer(self, request_id: str, lease: int = 0) -> Iterator[None]:
-        """Carry out an order about an offer; if the protocol has a bug there, end the offer as aborted."""
+        """Carry out an order about an offer; if the protocol has a bug there, end the offer as aborted.
+
+        Args:
+            lease: Of an offer that is made just now: whoever claims it is to be denied.
+        """
         try:
             with self._unexpected.typed("an order about an offer"):
                 yield
         except _FatalError:
             raise
         except KVTransferError as error:
-            ended = self._protocol.producer.abort(request_id, _now())
+            producer = self._protocol.producer
+            ended = producer.abort(request_id, _now())
             # Without actions there is nothing to take back: no guard was set, so no peer can have read.
             self._do(ended or [OfferEnded(request_id, "aborted", str(error))])
-            self._do(self._protocol.producer.withdraw(lease))  # if it was announced, and did not get any further
+            self._do(producer.withdraw(lease))
 
     @contextmanager
     def _failing_load(self, request_id: str, blocks: LocalBlocks | None = None) -> Iterator[None]:
@@ -618,10 +624,13 @@ class _Driver:
             with self._unexpected.typed("dropping a peer"):
                 self._transport.disconnect(peer_id)
         except KVTransferError as error:
-            # Only when it has returned does the peer write nothing here any more, and the blocks that it may write to are
-            # reused next. A peer that was never allowed to write can do no harm: what it says is ignored.
+            # Only when that has returned does the peer write nothing here any more, and the blocks that it may write to
+            # are reused next. Once more proves nothing: the transport may know the peer no longer.
             if peer_id in self._writers:
                 raise _FatalError(str(error)) from error
+            # One that was never allowed to write can do no harm: what it says is ignored.
+            with self._unexpected.logged("dropping a peer once more"):
+                self._transport.disconnect(peer_id)
         self._writers.discard(peer_id)
 
     def _start_read(self, read: StartRead) -> list[Action]:
@@ -684,8 +693,17 @@ class _Driver:
         read, route = self._reads.pop(ended.transfer_id)
         with self._unexpected.logged("recording a read"):
             self._outcomes.read_ended(read, ended, route, _now())
-        with self._failing_load(read.request_id):
-            return self._protocol.consumer.read_ended(read, ended.error, _now())
+        consumer = self._protocol.consumer
+        try:
+            with self._unexpected.typed("the protocol, with the end of a read,"):
+                return consumer.read_ended(read, ended.error, _now())
+        except KVTransferError as bug:
+            error = bug
+        with suppress(
+            KVTransferStateError
+        ):  # the bug came after the protocol had taken note that the read is over
+            self._do(consumer.read_ended(read, error, _now()))
+        self._fail_load(read.request_id, None, error)
         return []
 
     def _start_write(self, write: StartWrite) -> list[Action]:
@@ -746,7 +764,7 @@ class _Unreachable:
         self._latest = text, _now() + _WARNING_S
         if len(self._schemes) < self._MAX_SCHEMES:
             self._schemes.add(scheme)
-        self._log.log(logging.WARNING, scheme if scheme in self._schemes else "", text)
+        self._log.log(logging.WARNING, scheme if scheme in self._schemes else "", lambda: text)
 
 
 def _now() -> float:

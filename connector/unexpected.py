@@ -39,15 +39,15 @@ class RepeatLog:
         self._now = now
         self._seen: dict[Hashable, _Seen] = {}
 
-    def log(self, level: int, key: Hashable, message: str) -> None:
-        """Log `message`, unless something of the same key was logged within the last minute."""
+    def log(self, level: int, key: Hashable, message: Callable[[], str]) -> None:
+        """Log what `message` returns, unless something of the same key was logged within the last minute."""
         seen, now = self._seen.get(key), self._now()
         if seen is not None and now < seen.logged + _REPEAT_S:
             seen.num_since += 1
             return
         repeats = f" ({seen.num_since} more since it was last logged)" if seen and seen.num_since else ""
         self._seen[key] = _Seen(now)
-        logger.log(level, "%s%s", message, repeats)
+        logger.log(level, "%s%s", message(), repeats)
 
 
 class Unexpected:
@@ -94,5 +94,9 @@ class Unexpected:
 
     def log(self, what: str, bug: Exception) -> None:
         """Log an exception with its traceback."""
-        trace = "".join(traceback.format_exception(bug)).rstrip()
-        self._log.log(logging.ERROR, (what, type(bug)), f"unexpected error: {what} raised this:\n{trace}")
+
+        def message() -> str:
+            trace = "".join(traceback.format_exception(bug)).rstrip()
+            return f"unexpected error: {what} raised this:\n{trace}"
+
+        self._log.log(logging.ERROR, (what, type(bug)), message)

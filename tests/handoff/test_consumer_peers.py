@@ -17,6 +17,7 @@ from kvferry.connector.handoff.events import (
     Identity,
     LoadEnded,
     PeerDiffers,
+    RemoteOffer,
     Send,
     StartRead,
 )
@@ -47,7 +48,9 @@ from kvferry.connector.handoff.testing.stages import (
 from kvferry.connector.planning.layout import uniform_layout
 from kvferry.transports.errors import (
     ConfigurationError,
+    ForeignTransportError,
     IncompatiblePeerError,
+    InvalidTransferParamsError,
     KVTransferError,
     KVTransferStateError,
     PeerLostError,
@@ -314,3 +317,66 @@ def test_shutdown_ends_every_load_and_drops_every_peer(
         assert ended.outcome == ("dropped" if reach is draining else "failed")
     assert consumer.num_loads == 0
     assert consumer.next_deadline() == math.inf
+
+
+# -- many addresses ------------------------------------------------------------------------------------
+
+
+def offer_at(name: str, *addresses: str) -> RemoteOffer:
+    return replace(OFFER, request_id=name, lease=1 + len(name), addresses=addresses)
+
+
+def test_an_offer_of_more_ranks_than_allowed_is_not_claimed(
+    identity: Identity, config: HandoffConfig
+) -> None:
+    consumer = ConsumerProtocol(identity, replace(config, max_peer_ranks=2))
+    assert len(consumer.claim("fits", offer_at("a", "sim://1", "sim://2"), 0.0)) == 2
+    assert consumer.claim("ours", offer_at("b", "sim://3", "sim://4", "sim://5"), 0.0) == []
+    error = only_end(consumer.load("ours", BLOCKS, 0.0)).error
+    assert isinstance(error, InvalidTransferParamsError)
+    assert "names 3 addresses, and max_peer_ranks is 2" in str(error)
+
+
+class TestConnectionsInProgress:
+    @pytest.fixture
+    def consumer(self, identity: Identity, config: HandoffConfig) -> ConsumerProtocol:
+        return ConsumerProtocol(identity, replace(config, max_connecting=2))
+
+    def test_others_wait_for_their_turn_and_the_time_counts(self, consumer: ConsumerProtocol) -> None:
+        many = offer_at("many", *(f"sim://{number}" for number in range(4)))
+        assert consumer.claim("many", many, 0.0) == [Connect("sim://0", 4.0), Connect("sim://1", 4.0)]
+        consumer.connecting("sim://0", 1, 0.0)
+        consumer.connecting("sim://1", 2, 0.0)
+        assert consumer.peer_lost(1, PeerLostError("nobody there"), 1.0) == [
+            Disconnect(1),
+            Connect("sim://2", 3.0),
+        ]
+        assert consumer.connect_failed("sim://2", PeerLostError("nobody there"), 1.0) == [
+            Connect("sim://3", 3.0)
+        ]
+
+    def test_a_finished_handshake_makes_room(self, consumer: ConsumerProtocol, welcome: Welcome) -> None:
+        assert consumer.claim("ours", replace(OFFER, addresses=(ADDRESS,)), 0.0) == [Connect(ADDRESS, 4.0)]
+        consumer.connecting(ADDRESS, PEER, 0.0)
+        assert len(consumer.claim("more", offer_at("more", "sim://1", "sim://2"), 0.0)) == 1
+        assert consumer.advance(0.5) == []
+        consumer.receive(PEER, welcome, 1.0)
+        assert consumer.next_deadline() <= 1.0
+        assert consumer.advance(1.0) == [Connect("sim://2", 3.0)]
+
+    def test_whoever_waits_too_long_is_told_why(self, consumer: ConsumerProtocol) -> None:
+        consumer.claim("first", offer_at("first", "sim://1", "sim://2"), 0.0)
+        assert consumer.claim("late", offer_at("late", "sim://3"), 0.0) == []
+        consumer.load("late", BLOCKS, 0.0)
+        ends = [action for action in consumer.advance(4.0) if isinstance(action, LoadEnded)]
+        (late,) = [end for end in ends if end.request_id == "late"]
+        assert "max_connecting=2 other connections were in progress" in str(late.error)
+        assert consumer.next_deadline() > 4.0
+
+
+def test_another_transports_address_is_tried_again_at_once(consumer: ConsumerProtocol) -> None:
+    for number in range(3):
+        assert consumer.claim(f"request {number}", OFFER, 0.0) == [Connect(ADDRESS, 4.0)]
+        error = ForeignTransportError(local="other://here", remote=ADDRESS)
+        consumer.connect_failed(ADDRESS, error, 0.0)
+        assert only_end(consumer.load(f"request {number}", BLOCKS, 0.0)).error is error

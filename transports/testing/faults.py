@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -97,9 +97,10 @@ class Script:
     """The faults that have not happened yet, and how far a node has come."""
 
     def __init__(self, options: FaultOptions) -> None:
-        self._left = [
-            f if isinstance(f, Fault) else parse_options(Fault, f, "faulty") for f in options.faults
-        ]
+        self._left: defaultdict[tuple[str, int], list[Fault]] = defaultdict(list)
+        for f in options.faults:
+            fault = f if isinstance(f, Fault) else parse_options(Fault, f, "faulty")
+            self._left[fault.at, fault.nth].append(fault)
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # any thread may call `wake`
 
@@ -107,6 +108,4 @@ class Script:
         """Count one more message, transfer or call, and return what happens to it."""
         with self._lock:
             self._counts[at] += 1
-            due = [fault for fault in self._left if (fault.at, fault.nth) == (at, self._counts[at])]
-            self._left = [fault for fault in self._left if fault not in due]
-            return due
+            return self._left.pop((at, self._counts[at]), [])

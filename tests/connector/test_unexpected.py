@@ -1,0 +1,335 @@
+"""An exception that no call documents, raised by each call that the handoff thread makes: one thing ends, no more.
+
+Two requests are under way between different pairs of nodes whenever it happens, and others follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector import handoff_loop, worker_half
+from kvferry.connector.handoff import node as handoff_node
+from kvferry.connector.handoff.consumer import ConsumerProtocol
+from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.connector.outcomes import Outcomes
+from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
+from kvferry.connector.unexpected import RepeatLog
+
+#: Deadlines that a busy machine does not reach, and rests that nobody has to wait out.
+OPTIONS: Mapping[str, object] = {
+    **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s"), 20.0),
+    "early_claim_wait_s": 10.0,
+    "lease_s": 1.5,
+    "heartbeat_s": 0.1,
+    "backoff_s": 0.02,
+    "max_backoff_s": 0.05,
+}
+INJECTED = "injected by a test"
+
+Pair = tuple[ModelFreeNode, ModelFreeNode]  # consumer, producer
+
+
+def make_node(stack: ExitStack, *faults: Mapping[str, object], **options: object) -> ModelFreeNode:
+    """A node whose transport has these faults."""
+    transport = {"inner": "inproc", "faults": faults}
+    config = engine_config(
+        "FaultyConnector",
+        kv_connector_module_path="kvferry.connector.testing",
+        kv_connector_extra_config={**OPTIONS, **options, "transport": transport},
+    )
+    return stack.enter_context(ModelFreeNode(config, CacheShape()))
+
+
+@contextmanager
+def around(faulty: str, *faults: Mapping[str, object], **options: object) -> Iterator[list[Pair]]:
+    """Two pairs of nodes with one of them in common, the one that has the faults."""
+    with ExitStack() as stack:
+        middle = make_node(stack, *faults, **options)
+        others = [make_node(stack, **options) for _ in range(2)]
+        yield [(middle, other) if faulty == "consumer" else (other, middle) for other in others]
+
+
+def raising(at: str, nth: int, kind: str = "raise") -> Mapping[str, object]:
+    return {"kind": kind, "at": at, "nth": nth, "error": "ZeroDivisionError"}
+
+
+def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
+    """Hand one prompt over in each pair, all at the same time.
+
+    Returns:
+        For each why it failed, or nothing. Those that did not have the right bytes.
+    """
+    expected: list[torch.Tensor] = []
+    tables: list[list[int]] = []
+    requests: list[Request] = []
+    nodes = {id(node): node for pair in pairs for node in pair}
+    for number, (consumer, producer) in enumerate(pairs):
+        offered, params = producer.prefill(f"{name}-p{number}", 9 + number, seed=number)
+        producer.step()  # so that each request's orders come in a step of their own
+        expected.append(producer.contents(offered))
+        requests.append(Request(f"{name}-d{number}", 9 + number, params))
+        consumer.scheduler.on_new_request(requests[-1])
+        consumer.step()
+    for (consumer, _), request in zip(pairs, requests, strict=True):
+        tables.append(consumer.start_load(request)[0])
+        consumer.step()
+    for (consumer, _), request in zip(pairs, requests, strict=True):
+        consumer.step_until(
+            lambda consumer=consumer, request=request: (
+                consumer.num_reports(request.request_id, "recving") > 0
+            ),  # type: ignore[misc]
+            *nodes.values(),
+        )
+    errors = []
+    for (consumer, _), request, table, right in zip(pairs, requests, tables, expected, strict=True):
+        errors.append(consumer.load_error(request.request_id))
+        if errors[-1]:
+            assert set(table) <= consumer.invalid_block_ids
+        else:
+            assert torch.equal(consumer.contents(table), right)
+        consumer.finish(request, table, "stop")
+    for node in nodes.values():
+        node.step_until(lambda node=node: not node.held, *nodes.values())  # type: ignore[misc]
+    for (consumer, _), request in zip(pairs, requests, strict=True):
+        assert consumer.num_reports(request.request_id, "recving") == 1
+    for node in nodes.values():
+        assert_whole(node)
+    return errors
+
+
+def assert_one_thing_ends(
+    pairs: Sequence[Pair], caplog: pytest.LogCaptureFixture, num_ended: Sequence[int]
+) -> None:
+    """Hand over twice: at most one load fails, and none of those after it; the log says why, and health the truth."""
+    first = hand_over(pairs, "first")
+    second = hand_over(pairs, "second")
+    assert len([error for error in first + second if error]) in num_ended, first + second
+    assert not any(hand_over(pairs, "third"))
+    assert "Traceback" in caplog.text
+    assert INJECTED in caplog.text
+    assert all(node.worker.failure == "" for pair in pairs for node in pair)
+
+
+class TestTransport:
+    """Each call to the transport and to its guards: the first one, and a later one."""
+
+    @pytest.mark.parametrize("nth", [1, 3])
+    @pytest.mark.parametrize(
+        ("call", "num_ended"),
+        [
+            ("start_connect", [1]),
+            ("send", [0, 1]),  # what a release loses was loaded before
+            ("start_read", [1]),
+            ("route_of", [0]),
+            ("wait_events", [0]),
+            ("wake", [0]),
+        ],
+    )
+    def test_at_the_consumer(
+        self, call: str, num_ended: list[int], nth: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if call == "start_connect":
+            nth = min(nth, 2)  # each of the two peers is connected to once
+        with around("consumer", raising(call, nth)) as pairs:
+            assert_one_thing_ends(pairs, caplog, num_ended)
+
+    @pytest.mark.parametrize("nth", [1, 3])
+    @pytest.mark.parametrize(
+        ("call", "num_ended"),
+        [
+            ("accept_writes", [1]),
+            ("can_write", [0]),  # it is read instead
+            ("set_guard", [0, 1]),
+            ("clear_guard", [0]),  # once more does it
+            ("route_of", [0]),
+        ],
+    )
+    def test_at_the_consumer_of_pushes(
+        self, call: str, num_ended: list[int], nth: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with around("consumer", raising(call, nth), transfer="push") as pairs:
+            assert_one_thing_ends(pairs, caplog, num_ended)
+
+    @pytest.mark.parametrize("nth", [1, 3])
+    @pytest.mark.parametrize(
+        ("call", "num_ended"),
+        [
+            ("send", [1]),
+            ("set_guard", [1]),
+            ("clear_guard", [0]),
+            ("wait_events", [0]),
+            ("wake", [0]),
+        ],
+    )
+    def test_at_the_producer(
+        self, call: str, num_ended: list[int], nth: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with around("producer", raising(call, nth)) as pairs:
+            assert_one_thing_ends(pairs, caplog, num_ended)
+
+    @pytest.mark.parametrize("nth", [1, 2])
+    def test_a_write_at_the_producer(self, nth: int, caplog: pytest.LogCaptureFixture) -> None:
+        with around("producer", raising("start_write", nth), transfer="push") as pairs:
+            assert_one_thing_ends(pairs, caplog, [1])
+
+    @pytest.mark.parametrize("faulty", ["consumer", "producer"])
+    def test_a_peer_that_cannot_be_dropped(self, faulty: str, caplog: pytest.LogCaptureFixture) -> None:
+        with around(faulty, raising("send", 2), raising("disconnect", 1)) as pairs:
+            assert_one_thing_ends(pairs, caplog, [1])
+
+    def test_a_read_that_began_all_the_same(self, caplog: pytest.LogCaptureFixture) -> None:
+        with around("consumer", raising("start_read", 1, "raise_late")) as pairs:
+            assert_one_thing_ends(pairs, caplog, [1])
+
+    def test_a_write_that_began_all_the_same(self, caplog: pytest.LogCaptureFixture) -> None:
+        with around("producer", raising("start_write", 1, "raise_late"), transfer="push") as pairs:
+            assert_one_thing_ends(pairs, caplog, [1])
+
+    def test_a_transport_that_cannot_be_closed(self, caplog: pytest.LogCaptureFixture) -> None:
+        with around("consumer", raising("close", 1, "raise_late")) as pairs:
+            assert not any(hand_over(pairs, "r"))
+        assert INJECTED in caplog.text
+
+    def test_the_same_again_and_again_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        with around("consumer", *(raising("wake", nth) for nth in range(1, 10))) as pairs:
+            assert not any(hand_over(pairs, "r"))
+        assert caplog.text.count("Traceback") == 1
+
+
+#: What the thread calls of this project, by where it is looked up, and how many loads may end.
+CALLS: list[tuple[Any, str, list[int]]] = [
+    (handoff_loop, "encode", [0, 1]),
+    (handoff_node, "decode", [0, 1]),
+    (ConsumerProtocol, "claim", [1]),
+    (ConsumerProtocol, "load", [1]),
+    (ConsumerProtocol, "peer_connected", [1]),
+    (ConsumerProtocol, "receive", [0, 1]),
+    (ConsumerProtocol, "read_ended", [1]),
+    (ConsumerProtocol, "advance", [0]),
+    (ConsumerProtocol, "next_deadline", [0]),
+    (ProducerProtocol, "offer", [1]),
+    (ProducerProtocol, "receive", [0, 1]),
+    (ProducerProtocol, "advance", [0]),
+    (Outcomes, "read_ended", [0]),
+    (Outcomes, "offer_ended", [0]),
+    (Outcomes, "load_ended", [0]),
+]
+
+
+def break_nth_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int) -> None:
+    """Have a function raise once, when it is called for the nth time."""
+    original: Callable[..., Any] = getattr(owner, name)
+    lock, calls = threading.Lock(), [0]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            calls[0] += 1
+            is_nth = calls[0] == nth
+        if is_nth:
+            raise ZeroDivisionError(INJECTED)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    ("owner", "name", "num_ended"), CALLS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_own_code(
+    owner: Any,
+    name: str,
+    num_ended: list[int],
+    nth: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with around("consumer") as pairs:
+        break_nth_call(monkeypatch, owner, name, nth)
+        if name == "peer_connected" and nth == 2:
+            num_ended = [0, 1]  # the other side's, which knows of no load
+        assert_one_thing_ends(pairs, caplog, num_ended)
+
+
+@pytest.mark.parametrize("faulty", ["consumer", "producer"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_gpu_that_cannot_tell_what_has_run(
+    faulty: str, nth: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of a step is handed over if it cannot be told whether its blocks are written."""
+    asked = []
+
+    def has_run() -> bool:
+        asked.append(True)
+        if len(asked) == nth:
+            raise ZeroDivisionError(INJECTED)
+        return True
+
+    with ExitStack() as stack:
+        monkeypatch.setattr(worker_half, "mark_computed", lambda device: has_run)
+        middle = make_node(stack)
+        monkeypatch.undo()
+        others = [make_node(stack) for _ in range(2)]
+        pairs = [(middle, other) if faulty == "consumer" else (other, middle) for other in others]
+        # The consumer's first two orders are claims, which are about no memory.
+        assert_one_thing_ends(pairs, caplog, [0] if faulty == "consumer" else [1])
+
+
+class TestTheThreadEnds:
+    """Where nothing less makes the blocks safe to reuse, it says so, and nothing waits for it."""
+
+    def fail(self, pairs: Sequence[Pair]) -> list[str]:
+        consumer, producer = pairs[0]
+        _, params = producer.prefill("p", 9)
+        producer.step()
+        request = Request("d", 9, params)
+        consumer.scheduler.on_new_request(request)
+        table, _ = consumer.start_load(request)
+        consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
+        consumer.finish(request, table, "error" if consumer.load_error("d") else "stop")
+        return table
+
+    def test_if_no_event_can_be_waited_for(self) -> None:
+        with around("consumer", *(raising("wait_events", nth) for nth in range(1, 100))) as pairs:
+            self.fail(pairs)
+            consumer, producer = pairs[0]
+            assert INJECTED in consumer.worker.failure
+            assert "restart the node" in consumer.worker.failure
+            assert consumer.worker.failure in consumer.load_error("d")
+            assert producer.worker.failure == ""
+            assert_whole(consumer)
+
+    def test_if_a_guard_cannot_be_cleared_its_blocks_stay_held(self) -> None:
+        with around("producer", *(raising("clear_guard", nth) for nth in range(1, 5000))) as pairs:
+            self.fail(pairs)
+            consumer, producer = pairs[0]
+            producer.step_until(lambda: producer.worker.failure != "", consumer)
+            for _ in range(5):
+                producer.step()
+            assert producer.held  # peers would accept what they read there, whatever is written there next
+            assert consumer.worker.failure == ""
+
+    def test_if_a_peer_that_may_write_here_cannot_be_dropped(self) -> None:
+        faults = [raising("send", 3), raising("disconnect", 1)]
+        with around("consumer", *faults, transfer="push") as pairs:
+            self.fail(pairs)
+            consumer, _ = pairs[0]
+            consumer.step_until(lambda: consumer.worker.failure != "")
+
+
+def test_repeats_are_counted_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = RepeatLog(lambda: now[0])
+    for second in (0.0, 1.0, 59.0, 60.0, 61.0):
+        now[0] = second
+        log.log(logging.WARNING, "one", lambda: "it happened")
+        log.log(logging.WARNING, second, lambda: "another")
+    said = [record.getMessage() for record in caplog.records if "it happened" in record.getMessage()]
+    assert said == ["it happened", "it happened (2 more since it was last logged)"]
