@@ -239,7 +239,7 @@ class HandoffLoop:
         """Say goodbye to every peer, and wait for transfers: until then their blocks are not the engine's."""
         self._driver.shut_down()
         while self._driver.num_transfers:
-            self._driver.react(self._driver.wait(_MAX_WAIT_S))
+            self._driver.turn(_MAX_WAIT_S)
 
 
 class _Driver:
