@@ -16,8 +16,10 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from demo import near_tie
 from demo.client import Answer, ask
 from demo.launcher import LaunchedProcess, Launcher, LaunchError
+from demo.testing import Client
 from engine.default_model import default_model_folder
 from web.serving import bind, serving
 
@@ -45,25 +47,31 @@ class Comparison:
 
     Attributes:
         front: What stood in front of the pair.
+        tokens: How the two compare; None if one of them failed.
     """
 
     front: str
     prompt: str
     pair: Answer
     single: Answer
+    tokens: near_tie.Comparison | None
 
     @property
     def is_identical(self) -> bool:
-        whole = self.pair.token_ids and not self.pair.error and not self.single.error
-        return bool(whole) and self.pair.token_ids == self.single.token_ids
+        return self.tokens is not None and self.tokens.is_identical
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the pair answered as the single node may: with its tokens, near-ties of logits apart."""
+        return self.tokens is not None and self.tokens.mismatch is None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison.
 
     Returns:
-        The exit status: 0 when the pair answered every prompt with the single node's tokens, 1 when not, 2 when
-        something could not start.
+        The exit status: 0 when the pair answered every prompt with the single node's tokens, near-ties of logits apart,
+        1 when not, 2 when something could not start.
     """
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -76,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         _write_json(options.json, comparisons, transfers)
     has_moved = transfers.num_loads >= len(comparisons)
-    return 0 if has_moved and all(comparison.is_identical for comparison in comparisons) else 1
+    return 0 if has_moved and all(comparison.is_right for comparison in comparisons) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,8 +143,28 @@ async def _compare(
                     pair = await ask(session, url, prompt, options.max_tokens, _echo)
                     print(pair.error)
                     alone = await ask(session, single.url, prompt, options.max_tokens, _ignore)
-                    comparisons.append(Comparison(front, prompt, pair, alone))
+                    tokens = await asyncio.to_thread(_compare_tokens, prompt, pair, alone, single)
+                    comparisons.append(Comparison(front, prompt, pair, alone, tokens))
         return comparisons, await read_transfers(session, decode.url)
+
+
+def _compare_tokens(
+    prompt: str, pair: Answer, alone: Answer, single: LaunchedProcess
+) -> near_tie.Comparison | None:
+    """Compare two answers; None if there are not two."""
+    if pair.error or alone.error or not pair.token_ids:
+        return None
+
+    def ask_alone(prompt: str | Sequence[int], max_tokens: int) -> near_tie.Expectation:
+        # Log-probabilities differ as the logits do.
+        told = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        choice = Client(single).complete(prompt, max_tokens=max_tokens, **told).body["choices"][0]
+        likely = choice["logprobs"]["top_logprobs"][0].items()
+        pairs = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in likely]
+        top_logits = sorted(pairs, key=lambda pair: -pair[1])[:2]
+        return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
+
+    return near_tie.compare(prompt, pair.token_ids, alone.token_ids, ask_alone)
 
 
 @contextlib.asynccontextmanager
@@ -171,8 +199,10 @@ def _show(comparisons: Sequence[Comparison], transfers: Transfers) -> None:
         pair, single = comparison.pair, comparison.single
         print(
             f"{comparison.front:>6}  {pair.prompt_tokens:>13}  {pair.ttft_s * 1e3:>13.0f}  {single.ttft_s * 1e3:>8.0f}  "
-            f"{'yes' if comparison.is_identical else 'NO'}"
+            f"{'yes' if comparison.is_identical else 'near-tie' if comparison.is_right else 'NO'}"
         )
+        if comparison.tokens is not None and not comparison.is_identical:
+            print(comparison.tokens)
     print(f"the decode node: {transfers}", flush=True)
 
 
