@@ -24,6 +24,7 @@ from .config import (
     EngineConfig,
     KVTransferConfig,
     ModelConfig,
+    ModelIdentity,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "KVTransferConfig",
     "MambaSpec",
     "ModelConfig",
+    "ModelIdentity",
     "MultiConnector",
     "ParallelConfig",
     "PeerToPeerConnector",

@@ -114,7 +114,7 @@ class Client:
     def _exchange(self, method: str, path: str, body: bytes) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, body, {"Content-Type": "application/json"})
             with connection.getresponse() as response:
                 yield response
         finally:

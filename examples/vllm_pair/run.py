@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 import aiohttp
@@ -151,7 +152,7 @@ async def _compare(
 def _compare_tokens(
     prompt: str, pair: Answer, alone: Answer, single: LaunchedProcess
 ) -> near_tie.Comparison | None:
-    """Compare two answers; None if there are not two."""
+    """Compare two answers; None if there are not two, or the single node cannot be asked any more."""
     if pair.error or alone.error or not pair.token_ids:
         return None
 
@@ -164,7 +165,11 @@ def _compare_tokens(
         top_logits = sorted(pairs, key=lambda pair: -pair[1])[:2]
         return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
 
-    return near_tie.compare(prompt, pair.token_ids, alone.token_ids, ask_alone)
+    try:
+        return near_tie.compare(prompt, pair.token_ids, alone.token_ids, ask_alone)
+    except (OSError, HTTPException, ValueError, LookupError) as error:
+        print(f"cannot ask the single node for its logits: {type(error).__name__}: {error}")
+        return None
 
 
 @contextlib.asynccontextmanager
