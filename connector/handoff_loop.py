@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -54,6 +55,8 @@ from .unexpected import RepeatLog, Unexpected
 __all__ = ["HandoffLoop"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.
 _MAX_WAIT_S = 1.0
@@ -117,6 +120,7 @@ class HandoffLoop:
         self._unexpected = Unexpected()
         self._driver = _Driver(transport, protocol, outcomes, address, self._unexpected)
         self._failure = ""
+        self._is_unsafe = False  # a guard could not be cleared
         self._orders: deque[_Order] = deque()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
@@ -148,7 +152,11 @@ class HandoffLoop:
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
 
     def retract(self, request_ids: set[str], timeout_s: float) -> None:
-        """End offers now; when this returns, no bytes of their blocks are accepted by anybody any more."""
+        """End offers now; when this returns, no bytes of their blocks are accepted by anybody any more.
+
+        Raises:
+            UnexpectedError: their guards cannot be cleared. The blocks must not be reused.
+        """
         is_done = threading.Event()
 
         def retract() -> None:
@@ -161,8 +169,13 @@ class HandoffLoop:
         while not is_done.wait(_RETRACT_POLL_S) and not self._has_ended.is_set():
             if _now() > deadline:
                 logger.error("the handoff thread does not answer; every offer of this node ends")
-                self._driver.clear_guards()
-                return
+                self._is_unsafe = not self._driver.clear_guards()
+                break
+        if self._is_unsafe:
+            raise UnexpectedError(
+                f"the guards of open offers cannot be cleared: peers would accept what is written into the blocks of "
+                f"{', '.join(sorted(request_ids))} next; restart the node"
+            )
 
     def close(self, timeout_s: float) -> None:
         """End every handoff, close the transport and wait for the thread. Idempotent.
@@ -211,6 +224,7 @@ class HandoffLoop:
         self._outcomes.count("handoff_thread_deaths_total")
         if not self._driver.clear_guards():
             # Peers would still accept what they read of these blocks, so the engine must not reuse them.
+            self._is_unsafe = True
             self._outcomes.forget_offers()
         return TransportClosedError(self._failure)
 
@@ -304,7 +318,7 @@ class _Driver:
             with self._failing_offer(request_id):
                 self._do(producer.complete(request_id, block_ids, _now()))
         for lease in orders.withdrawals:
-            self._do(producer.withdraw(lease))
+            self._do(self._must("withdrawing an offer", partial(producer.withdraw, lease)))
         self.abort(orders.aborts)
         for request_id, lease in orders.releases:
             self._do(producer.give_up(request_id, lease))
@@ -315,7 +329,8 @@ class _Driver:
             with self._failing_load(request_id, blocks):
                 self._do(consumer.load(request_id, blocks, _now()))
         for request_id in orders.drops:
-            self._do(consumer.drop(request_id, _now()))
+            with self._failing_load(request_id):
+                self._do(consumer.drop(request_id, _now()))
             self._bugs.pop(request_id, None)
 
     def refuse(self, orders: HandoffMetadata, error: KVTransferError) -> None:
@@ -378,8 +393,9 @@ class _Driver:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End offers that are still there."""
+        abort = self._protocol.producer.abort
         for request_id in request_ids:
-            self._do(self._protocol.producer.abort(request_id, _now()))
+            self._do(self._must("aborting an offer", partial(abort, request_id, _now())))
 
     def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
         producer = self._protocol.producer
@@ -523,6 +539,9 @@ class _Driver:
                 raise
             except Exception as bug:  # noqa: BLE001 - the protocol has one: the action's own failure was dealt with
                 error = self._unexpected.as_typed(f"the protocol, after {type(action).__name__},", bug)
+                if isinstance(action, Connect):
+                    todo.extend(self._protocol.consumer.connect_failed(action.address, error, _now()))
+                    continue
                 if not isinstance(action, Send | StartRead | StartPush | StartWrite):
                     raise _FatalError(str(error)) from error
                 peer_id = action.read.peer_id if isinstance(action, StartPush) else action.peer_id
@@ -577,20 +596,19 @@ class _Driver:
         # read there. So there is no going on without it; the end of the thread keeps such blocks from being reused.
         self._must("clearing a guard", partial(self._transport.guards.clear, index))
 
-    def _must(self, what: str, call: Callable[[], None]) -> None:
+    def _must(self, what: str, call: Callable[[], T]) -> T:
         """Make a call that nothing can go on without. It can be repeated, and is, once.
 
         Raises:
             _FatalError: it failed twice.
         """
-        for is_last in (False, True):
-            try:
-                with self._unexpected.typed(what):
-                    call()
-                return
-            except KVTransferError as error:
-                if is_last:
-                    raise _FatalError(f"{error}, twice") from error
+        with suppress(KVTransferError), self._unexpected.typed(what):
+            return call()
+        try:
+            with self._unexpected.typed(what):
+                return call()
+        except KVTransferError as error:
+            raise _FatalError(f"{error}, twice") from error
 
     def _send(self, send: Send) -> list[Action]:
         try:
@@ -725,7 +743,9 @@ class _Driver:
         error = ended.error
         if error is None and num_clearings != self._num_clearings:
             error = StaleRegionError("the offer ended while it was written")
-        return self._protocol.producer.write_ended(write, error, ended.mechanism)
+        write_ended = self._protocol.producer.write_ended
+        # An offer whose request has finished may wait for this, and its blocks with it.
+        return self._must("the end of a write", partial(write_ended, write, error, ended.mechanism))
 
     def _end_offer(self, ended: OfferEnded) -> None:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO

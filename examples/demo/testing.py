@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Reply:
 
     status: int
     body: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,7 +72,7 @@ class Client:
         """POST JSON, or bytes that pretend to be."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self._exchange("POST", path, raw) as response:
-            return Reply(response.status, json.loads(response.read()))
+            return Reply(response.status, json.loads(response.read()), dict(response.getheaders()))
 
     def complete(self, prompt: str | Sequence[int], **fields: Any) -> Reply:
         """Ask for a greedy completion; `fields` go into the body."""

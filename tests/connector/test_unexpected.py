@@ -208,6 +208,7 @@ CALLS: list[tuple[Any, str, list[int]]] = [
     (handoff_node, "decode", [0, 1]),
     (ConsumerProtocol, "claim", [1]),
     (ConsumerProtocol, "load", [1]),
+    (ConsumerProtocol, "connecting", [1]),
     (ConsumerProtocol, "peer_connected", [1]),
     (ConsumerProtocol, "receive", [0, 1]),
     (ConsumerProtocol, "read_ended", [1]),

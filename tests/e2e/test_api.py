@@ -193,3 +193,17 @@ def test_metrics_are_prometheus_text(server: Any) -> None:
     }
     assert names
     assert all(name.startswith("kvferry_") for name in names)
+
+
+def test_a_header_says_what_became_of_the_offer(tiny_fleet: Any) -> None:
+    outcomes = []
+    for name, change in (("loaded", {}), ("of an earlier start", {"remote_epoch": "1"})):
+        prompt = f"An offer that is {name}, of a prompt that no node has seen before"
+        offer = tiny_fleet.prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+        assert offer.headers["X-KV-Transfer"] == "none"
+        params = {**offer.body["kv_transfer_params"], **change}
+        reply = tiny_fleet.decode.complete(prompt, max_tokens=2, kv_transfer_params=params)
+        assert reply.status == 200
+        outcomes.append(reply.headers["X-KV-Transfer"])
+    assert outcomes == ["loaded", "failed"]
+    wait_until(tiny_fleet.prefill.is_whole)
