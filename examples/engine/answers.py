@@ -8,9 +8,9 @@ from typing import Any
 
 from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
 from .request import Request
-from .types import FinishReason, NextToken, RequestMetrics, RequestOutput
+from .types import FinishReason, GenerationRequest, NextToken, RequestMetrics, RequestOutput
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "failed_answer"]
 
 
 class Answer:
@@ -103,3 +103,10 @@ class Answer:
             ttft_s=figures.ttft_s,
             transfer=figures.transfer,
         )
+
+
+def failed_answer(source: GenerationRequest, why: str) -> RequestOutput:
+    """The only output of a request that could not even be admitted."""
+    num_prompt_tokens = len(source.prompt_token_ids)
+    metrics = RequestMetrics(num_prompt_tokens, 0, 0, 0, num_preemptions=0, ttft_s=0.0, transfer=None)
+    return RequestOutput(source.request_id, (), "", "error", why, None, metrics)

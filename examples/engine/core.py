@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,12 +16,20 @@ from kvferry.transports.errors import KVTransferStateError
 
 from .answers import Answer
 from .assembly import assemble
-from .errors import InvalidRequestError, PromptTooLongError
+from .errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+    StepFailedError,
+    reason_of,
+)
 from .ledger import Ledger
 from .prompt_items import check_items
 from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
+from .step import StepOutcome, StepPlan
 from .transfers import RankRecords
 from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams, TransferHealth
 
@@ -26,9 +37,21 @@ __all__ = ["EngineCore"]
 
 logger = logging.getLogger(__name__)
 
+#: Requests that may fail alone, one after the other, without a step that succeeds in between. More of them are taken
+#: for a model that computes nothing any more, although its check on a few tokens still passes.
+MAX_FAILED_STEPS_IN_A_ROW = 8
+#: What it takes to tell another node that its offer is not wanted: a step, a handshake and a message.
+SETTLE_S = 1.0
+
 
 class EngineCore:
     """The engine without its thread: `add`, `abort` and `step` are called one at a time.
+
+    One request's trouble is its own. Whatever raises on behalf of one request (block hasher, detokenizer, a hook of the
+    connector's scheduler half) ends it with `finish_reason` `"error"`, and it gives back what it holds as any request
+    does. A step that fails concerns all its requests; see `executor`. What is raised beyond that ends the engine: a
+    model that no longer runs, a worker process that is gone, a block manager that contradicts itself, or a connector
+    that fails to say which blocks it uses.
 
     Raises:
         ConfigurationError: a setting, the model or a connector option cannot work. Nothing is left over.
@@ -43,6 +66,8 @@ class EngineCore:
         self._ledger = Ledger()
         self._records = RankRecords(self.parts.connector_name)
         self._transfer_health = TransferHealth()
+        self._gave_up_s = -math.inf  # when a request last ended whose prompt another node offered
+        self._num_failed_in_a_row = 0
 
     @property
     def max_model_len(self) -> int:
@@ -60,6 +85,7 @@ class EngineCore:
         Raises:
             InvalidRequestError: it cannot be served.
             ConnectorError: its `kv_transfer_params` are malformed.
+            Exception: whatever else went wrong with it; it was not accepted.
         """
         self._check(source)
         if self.parts.config.model.recurrent_layers:
@@ -68,11 +94,11 @@ class EngineCore:
         # A client may use an id again while the blocks of its first use are still on offer to another node.
         unique_id = f"{source.request_id}-{self._num_added}"
         request = Request(unique_id, source, self.parts.hasher, arrival_s)
-        self.parts.scheduler.add(request)
         model = self.parts.model
-        self._answers[source.request_id] = Answer(
-            request, model.tokenizer, model.eos_token_ids, self.max_model_len
-        )
+        answer = Answer(request, model.tokenizer, model.eos_token_ids, self.max_model_len)
+        # The scheduler is last, so that nothing is to be undone when any of this raises.
+        self.parts.scheduler.add(request)
+        self._answers[source.request_id] = answer
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """A request was refused: let go of what another node holds for it.
@@ -82,9 +108,12 @@ class EngineCore:
         """
         self._num_added += 1
         source = GenerationRequest("declined", (0,), SamplingParams(), kv_transfer_params)
-        request = Request(f"declined-{self._num_added}", source, self.parts.hasher, 0.0)
+        # Nothing of it is computed, so it needs no hashes; the hasher may be why the request was refused.
+        request = Request(f"declined-{self._num_added}", source, lambda _: [], 0.0)
         self.parts.scheduler.add(request)
-        self.parts.scheduler.finish(request, "abort")
+        with contextlib.suppress(RequestFailedError):  # it was logged
+            self.parts.scheduler.finish(request, "abort")
+        self._gave_up_s = time.monotonic()
 
     def _check(self, source: GenerationRequest) -> None:
         if source.request_id in self._answers:
@@ -121,14 +150,26 @@ class EngineCore:
         answer = self._answers.get(request_id)
         if answer is None:
             return []
-        self._finish(answer, "abort")
-        return [answer.cut_off("abort")]
+        return [self._cut_off(answer, "abort")]
+
+    def _cut_off(self, answer: Answer, reason: FinishReason, why: str = "") -> RequestOutput:
+        """End a request from outside; returns its last output."""
+        with contextlib.suppress(RequestFailedError):  # it was logged, and the request ends anyway
+            self._finish(answer, reason)
+        return answer.cut_off(reason, why)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> Mapping[str, Any] | None:
         request = answer.request
         del self._answers[request.source.request_id]
+        if reason in ("abort", "error") and (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._gave_up_s = time.monotonic()
+        try:
+            params = self.parts.scheduler.finish(request, reason)
+        except RequestFailedError:
+            self._ledger.note_finished(request, "error")
+            raise
         self._ledger.note_finished(request, reason)
-        return self.parts.scheduler.finish(request, reason)
+        return params
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -158,32 +199,64 @@ class EngineCore:
             only looked after transfers, and the next one may wait a moment.
 
         Raises:
-            EngineDeadError: a worker process is gone.
+            EngineDeadError: a worker process is gone, or the model no longer runs.
         """
         plan = self.parts.scheduler.plan()
-        result = self.parts.executor.execute(plan)
-        report = result.kv_connector_output or KVConnectorOutput()
-        self._note_transfer_health(TransferHealth(report.failure, report.warning))
-        self._note_transfers(report)
-        outcome = self.parts.scheduler.update(plan, result)
+        try:
+            result = self.parts.executor.execute(plan)
+        except StepFailedError as failure:
+            outcome = self._step_failed(plan, failure)
+        else:
+            if plan.scheduled:
+                self._num_failed_in_a_row = 0
+            self._note_report(result.kv_connector_output or KVConnectorOutput())
+            outcome = self.parts.scheduler.update(plan, result)
+        return plan.total_num_scheduled_tokens, self._outputs(outcome)
+
+    def _step_failed(self, plan: StepPlan, failure: StepFailedError) -> StepOutcome:
+        logger.error("a step of %d requests failed: %s", len(plan.scheduled), failure, exc_info=failure)
+        if len(plan.scheduled) == 1:
+            self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row > MAX_FAILED_STEPS_IN_A_ROW:
+            raise EngineDeadError(
+                f"{self._num_failed_in_a_row} requests failed one after the other, the latest with {failure}"
+            ) from failure
+        if failure.report is not None:
+            self._note_report(failure.report)
+        return self.parts.scheduler.step_failed(plan, failure.report, f"its computation failed: {failure}")
+
+    def _outputs(self, outcome: StepOutcome) -> list[RequestOutput]:
         outputs = [
             self._answers[request.source.request_id].early_piece(params)
             for request, params in outcome.early_params
         ]
         outputs += [self._piece(request) for request in outcome.new_tokens]
         for request, why in outcome.failed:
-            answer = self._answers[request.source.request_id]
-            self._finish(answer, "error")
-            outputs.append(answer.cut_off("error", why))
-        return plan.total_num_scheduled_tokens, outputs
+            answer = self._answers.get(request.source.request_id)
+            if (
+                answer is not None and answer.request is request
+            ):  # else it is over: it failed twice in this step
+                outputs.append(self._cut_off(answer, "error", why))
+        return outputs
 
     def _piece(self, request: Request) -> RequestOutput:
         answer = self._answers[request.source.request_id]
-        text, reason = answer.push_last_token()
+        try:
+            text, reason = answer.push_last_token()
+        except Exception as error:
+            logger.exception("%s: its newest token cannot be answered; the request fails", request)
+            return self._cut_off(answer, "error", reason_of(error))
         self._ledger.note_token()
         if reason is None:
             return answer.piece(text)
-        return answer.last_piece(text, reason, self._finish(answer, reason))
+        try:
+            return answer.last_piece(text, reason, self._finish(answer, reason))
+        except RequestFailedError as error:
+            return answer.cut_off("error", str(error))
+
+    def _note_report(self, report: KVConnectorOutput) -> None:
+        self._note_transfer_health(TransferHealth(report.failure, report.warning))
+        self._note_transfers(report)
 
     def _note_transfer_health(self, health: TransferHealth) -> None:
         # An error is for good; a worker process that reported it with a step has not yet said it by itself.
@@ -221,6 +294,16 @@ class EngineCore:
     def abort_all(self) -> list[RequestOutput]:
         """End every request; returns their last outputs."""
         return [output for request_id in list(self._answers) for output in self.abort(request_id)]
+
+    def settle(self) -> None:
+        """Run steps until the nodes have heard of it whose offers were given up here a moment ago.
+
+        Without these the connector would be shut down with its last orders not carried out, and the offers would hold
+        their blocks until their leases run out.
+        """
+        while self.parts.connector_name and time.monotonic() < self._gave_up_s + SETTLE_S:
+            self.step()
+            time.sleep(SETTLE_S / 100)
 
     def close(self) -> None:
         """Shut the connector down. Idempotent; handoffs that are not over end as aborted.

@@ -16,8 +16,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvferry.transports.errors import ConnectorError
 
+from .answers import failed_answer
 from .core import EngineCore
-from .errors import EngineDeadError, InvalidRequestError
+from .errors import EngineDeadError, InvalidRequestError, reason_of
 from .settings import EngineSettings
 from .types import EngineStats, GenerationRequest, RequestOutput
 
@@ -43,8 +44,12 @@ class _Client:
 
     def put(self, item: RequestOutput | Exception) -> None:
         """Deliver from any thread. A loop that was closed has nobody left who waits."""
-        with contextlib.suppress(RuntimeError):
+        try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+        except RuntimeError:
+            return
+        except Exception:
+            logger.exception("an output could not be delivered; its client will not get it")
 
 
 class Engine:
@@ -53,13 +58,20 @@ class Engine:
     Life: construct (cheap) → `start` → any number of `generate` → `close`. `generate` belongs to an asyncio
     loop, any loop; every other method may be called from any thread.
 
+    An engine that cannot continue tells every request, says so in `stats`, and calls `on_death`. It cannot be started
+    again: its process should exit.
+
+    Args:
+        on_death: Called once, in the engine's thread, after every request has been told; not after `close`.
+
     Attributes:
         settings: As given.
         model_name: What clients call the model.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, on_death: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
+        self._on_death = on_death
         self.model_name = settings.served_model_name or Path(settings.model).name
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
@@ -103,7 +115,8 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Answer a request, piece by piece. Closing the generator, or cancelling its task, aborts the request.
 
-        The first item tells that the request was admitted; a refusal is raised instead of it.
+        The first item tells that the request was admitted; a refusal is raised instead of it. Whatever else goes wrong
+        with this request ends it with `finish_reason` `"error"`, and leaves the others alone.
 
         Raises:
             InvalidRequestError: a field is wrong, the id is in use; nothing was allocated.
@@ -136,12 +149,8 @@ class Engine:
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """A request was refused: let go of what another node holds for it. Malformed params are ignored."""
 
-        def order(core: EngineCore) -> None:
-            with contextlib.suppress(ConnectorError):
-                core.decline(kv_transfer_params)
-
         with contextlib.suppress(EngineDeadError):
-            self._submit(order)
+            self._submit(lambda core: _decline(core, kv_transfer_params))
 
     def stats(self) -> EngineStats:
         """The engine's figures as of its latest step. Works before `start` and after `close`, too."""
@@ -191,17 +200,27 @@ class Engine:
         with self._changed:
             self._stats = replace(self._stats, healthy=False, error=str(error))
             self._inbox.clear()
-        self._shut_down(core, error)
+        # Before the connector shuts down, which can take seconds: clients learn the reason at once, and the process may
+        # end as soon as `on_death` was called.
+        for client in list(self._listening):
+            client.put(error)
+        try:
+            if not self._closing:
+                self._on_death()
+        finally:
+            self._shut_down(core)
 
     def _loop(self, core: EngineCore) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            orders = self._take_orders(pause_s if core.has_work else _CHECK_INTERVAL_S)
-            if self._closing:
-                self._deliver(core.abort_all())
-                return
+            orders, is_last = self._take_orders(pause_s if core.has_work else _CHECK_INTERVAL_S)
             for order in orders:
                 order(core)
+            if is_last:
+                # Orders are carried out before: a request among them may name an offer that must be let go of.
+                self._deliver(core.abort_all())
+                core.settle()
+                return
             if not core.has_work:
                 core.check()
             num_tokens, outputs = core.step() if core.has_work else (0, [])
@@ -213,18 +232,23 @@ class Engine:
                 longest = _LONGEST_PAUSE_LOADING_S if core.is_loading else _LONGEST_PAUSE_S
                 pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), longest)
 
-    def _take_orders(self, timeout_s: float) -> list[Callable[[EngineCore], None]]:
-        """Take what other threads asked for; wait for it up to `timeout_s`."""
+    def _take_orders(self, timeout_s: float) -> tuple[list[Callable[[EngineCore], None]], bool]:
+        """Take what other threads asked for; wait for it up to `timeout_s`. The second value: nothing will follow."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s)
             orders, self._inbox = self._inbox, []
-            return orders
+            return orders, self._closing
 
     def _admit(self, core: EngineCore, request: GenerationRequest, client: _Client, arrival_s: float) -> None:
         try:
             core.add(request, arrival_s)
         except (InvalidRequestError, ConnectorError) as refusal:
             client.put(refusal)
+        except Exception as error:
+            logger.exception("request %s cannot be admitted; it fails", request.request_id)
+            if request.kv_transfer_params is not None:
+                _decline(core, request.kv_transfer_params)
+            client.put(failed_answer(request, reason_of(error)))
         else:
             self._admitted[request.request_id] = client
 
@@ -235,10 +259,17 @@ class Engine:
                 del self._admitted[output.request_id]
             client.put(output)
 
-    def _shut_down(self, core: EngineCore, error: EngineDeadError) -> None:
+    def _shut_down(self, core: EngineCore) -> None:
         try:
             core.close()
         except Exception:
             logger.exception("the connector did not shut down cleanly")
-        for client in list(self._listening):
-            client.put(error)
+
+
+def _decline(core: EngineCore, kv_transfer_params: Mapping[str, Any]) -> None:
+    try:
+        core.decline(kv_transfer_params)
+    except ConnectorError:
+        return  # malformed params name nothing that is held
+    except Exception:
+        logger.exception("an offer of another node could not be declined; it holds until its lease runs out")

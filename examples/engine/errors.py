@@ -3,6 +3,8 @@
     EngineError
     ├─ InvalidRequestError(ValueError)   the request cannot be served; nothing was allocated for it
     │  └─ PromptTooLongError             names the lengths
+    ├─ RequestFailedError                one request cannot go on; the engine goes on
+    ├─ StepFailedError                   a step computed nothing, but the model still runs
     └─ EngineDeadError(RuntimeError)     the engine is closed, its step loop died, or a worker process did
 
 A setting that cannot work is a `ConfigurationError`; malformed `kv_transfer_params` are a `ConnectorError`.
@@ -10,7 +12,17 @@ A setting that cannot work is a `ConfigurationError`; malformed `kv_transfer_par
 
 from __future__ import annotations
 
-__all__ = ["EngineDeadError", "EngineError", "InvalidRequestError", "PromptTooLongError"]
+from kvferry.connector.output import KVConnectorOutput
+
+__all__ = [
+    "EngineDeadError",
+    "EngineError",
+    "InvalidRequestError",
+    "PromptTooLongError",
+    "RequestFailedError",
+    "StepFailedError",
+    "reason_of",
+]
 
 
 class EngineError(Exception):
@@ -43,5 +55,26 @@ class PromptTooLongError(InvalidRequestError):
         self.max_prompt_tokens = max_prompt_tokens
 
 
+class RequestFailedError(EngineError):
+    """One request cannot go on. It holds nothing any more, and the engine goes on serving the others."""
+
+
+class StepFailedError(EngineError):
+    """The computation of a step raised. No token of it counts, and the model still runs.
+
+    Attributes:
+        report: What the connector's worker half reported in this step. It is reported once, so it must not be lost.
+    """
+
+    def __init__(self, message: str, report: KVConnectorOutput | None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class EngineDeadError(EngineError, RuntimeError):
     """The engine no longer runs: it was closed, its step loop died of the error given as cause, or a worker is gone."""
+
+
+def reason_of(error: Exception) -> str:
+    """What a client is told of an unexpected error."""
+    return f"{type(error).__name__}: {error}"

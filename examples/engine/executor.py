@@ -1,4 +1,15 @@
-"""Who runs the steps: a model in this process, or (`parallel/`) one that is spread over several."""
+"""Who runs the steps: a model in this process, or (`parallel/`) one that is spread over several.
+
+A step fails when the computation raises. What that means depends on whether the model still runs:
+
+- It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and only a request that fails
+  alone fails. See `Scheduler.step_failed`.
+- It does not (the device is lost, a worker process is gone), or the connector's worker half raised: any other error.
+  The engine ends, and its process exits so that a supervisor can start it again.
+
+With worker processes, every failed step ends the engine: the other ranks wait in the middle of a collective operation
+for the rank that failed, and cannot be called back from there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
+import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from kvferry.connector.base import KVConnectorHandshakeMetadata
@@ -14,6 +26,7 @@ from kvferry.connector.kv_cache_specs import KVCacheConfig
 from kvferry.runner_mixin import state
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
+from .errors import EngineDeadError, StepFailedError, reason_of
 from .runner import ModelRunner
 from .settings import Layout
 from .step import StepPlan
@@ -33,7 +46,8 @@ class Executor(Protocol):
         """Run one step on every rank: the tokens, and one report of all connectors.
 
         Raises:
-            EngineDeadError: a worker process is gone; there will be no further step.
+            StepFailedError: nothing was computed, and the next step can be run.
+            EngineDeadError: a worker process is gone, or the model no longer runs; there will be no further step.
         """
 
     def check(self) -> TransferHealth:
@@ -68,7 +82,28 @@ class SingleProcessExecutor:
             self._resources = resources.pop_all()
 
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
-        return self.runner.execute(plan)
+        try:
+            return self.runner.execute(plan)
+        except StepFailedError as failure:
+            self._require_working_model(failure)
+            raise
+
+    def _require_working_model(self, failure: StepFailedError) -> None:
+        """Tell a step that cannot be computed from a model, or a device, that cannot compute anything any more.
+
+        Raises:
+            EngineDeadError: the model fails on a few tokens of no request as well.
+        """
+        try:
+            self.runner.warm_up()
+            if self.runner.device.type == "cuda":
+                torch.cuda.synchronize(
+                    self.runner.device
+                )  # a kernel's error shows only when it is waited for
+        except Exception as error:
+            raise EngineDeadError(
+                f"the model no longer runs: {failure}; then, on a few tokens of no request, {reason_of(error)}"
+            ) from error
 
     def check(self) -> TransferHealth:
         return own_transfer_health()

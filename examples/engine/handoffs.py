@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, SchedulerOutput
 from kvferry.connector.output import KVConnectorOutput
 
+from .errors import EngineDeadError, reason_of
 from .request import Request
 
 __all__ = ["EndedLoads", "Handoffs"]
@@ -36,6 +37,9 @@ class EndedLoads:
 
 class Handoffs:
     """Speaks to the scheduler half of the connector, or stands for its absence.
+
+    What a hook raises about one request is passed on, and ends that request alone. What the connector raises about a
+    whole step ends nothing, unless it does so twice.
 
     Every transfer that is under way is in exactly one of three places: `loading` (a live request), `draining` (the
     request was aborted, its blocks may still be written), `offered` (a finished request's blocks, for another node).
@@ -93,25 +97,42 @@ class Handoffs:
 
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
         """What the worker half must do in this step."""
-        return None if self._connector is None else self._connector.build_connector_meta(output)
+        if self._connector is None:
+            return None
+        try:
+            return self._connector.build_connector_meta(output)
+        except Exception:
+            # A step cannot run without it. What was ordered is still with the connector, so the second call tells it.
+            logger.exception("the connector's build_connector_meta failed; it is asked once more")
+        try:
+            return self._connector.build_connector_meta(output)
+        except Exception as error:
+            raise EngineDeadError(
+                f"the connector's build_connector_meta failed twice in a row: {reason_of(error)}"
+            ) from error
 
     def on_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, Mapping[str, Any] | None]:
+    ) -> tuple[bool, Mapping[str, Any] | None, Exception | None]:
         """The request is over.
 
         Returns:
-            `(keep_blocks, kv_transfer_params)`. Blocks that are kept are needed until `apply` releases them.
+            `(keep_blocks, kv_transfer_params, error)`. Blocks that are kept are needed until `apply` releases them.
+            `error` is what the connector raised instead of an answer; then nothing is offered.
         """
         is_loading = self.loading.pop(request.request_id, None) is not None
         if is_loading:
             self.draining.add(request.request_id)
         if self._connector is None:
-            return False, None
-        is_offered, params = self._connector.request_finished(request, block_ids)
+            return False, None, None
+        try:
+            is_offered, params = self._connector.request_finished(request, block_ids)
+        except Exception as error:
+            logger.exception("%s: the connector's request_finished failed; nothing of it is offered", request)
+            return is_loading, None, error
         if is_offered and any(block_ids):
             self.offered.add(request.request_id)
-        return request.request_id in self.draining | self.offered, params
+        return request.request_id in self.draining | self.offered, params, None
 
     def apply(self, report: KVConnectorOutput, block_ids_of: Mapping[str, Iterable[int]]) -> EndedLoads:
         """Take in what the worker half reported.
@@ -120,9 +141,7 @@ class Handoffs:
             block_ids_of: Blocks of each request that is loading; see `loading`.
         """
         if self._connector is not None:
-            self._connector.update_connector_output(report)
-            for event in self._connector.take_events():
-                logger.debug("the connector tells of %s", event)
+            self._tell_outcomes(self._connector, report)
         ended = EndedLoads(released=self._take_released(report))
         invalid = report.invalid_block_ids | self._invalid_while_loading
         for request_id in report.finished_recving & self.loading.keys():
@@ -136,6 +155,15 @@ class Handoffs:
         self._invalid_while_loading = invalid & still_loading
         ended.invalid_block_ids.update(invalid - still_loading)
         return ended
+
+    def _tell_outcomes(self, connector: KVConnectorBase, report: KVConnectorOutput) -> None:
+        try:
+            connector.update_connector_output(report)
+            for event in connector.take_events():
+                logger.debug("the connector tells of %s", event)
+        except Exception:
+            # The transfers have ended whatever the connector makes of it, so their requests go on.
+            logger.exception("the connector failed to take in a step's report")
 
     def _take_released(self, report: KVConnectorOutput) -> set[str]:
         released = (self.offered & report.finished_sending) | (self.draining & report.finished_recving)

@@ -21,6 +21,7 @@ from kvferry.transports.errors import ConfigurationError
 
 from .attention import PagedLayer
 from .batch import InputBatch, StepInputs
+from .errors import StepFailedError, reason_of
 from .lora import set_step_adapters
 from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
@@ -116,17 +117,35 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             )
 
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
-        """Run one step."""
+        """Run one step.
+
+        Raises:
+            StepFailedError: its inputs, the forward pass or the sampler raised. The connector's worker half did its
+                part all the same: its orders come once, and what it reports is in the error. Whatever the worker half
+                itself raises is not caught: nothing would then say which blocks are still written or read.
+        """
         self._batch.forget(plan)
         if not plan.scheduled:
             return self.kv_connector_no_forward(plan, self.config)
-        inputs = self._batch.make_inputs(plan)
+        try:
+            inputs = self._batch.make_inputs(plan)
+            context = self._context(inputs)
+        except Exception as error:
+            done = self.kv_connector_no_forward(plan, self.config)
+            raise StepFailedError(reason_of(error), done.kv_connector_output) from error
+        failure: Exception | None = None
         with (
-            set_forward_context(self._context(inputs)),
+            set_forward_context(context),
             set_step_adapters(plan),
             self.maybe_get_kv_connector_output(plan) as report,
         ):
-            sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+            # Caught inside, so that leaving the block fills `report`.
+            try:
+                sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+            except Exception as error:  # noqa: BLE001 - raised again below
+                failure = error
+        if failure is not None:
+            raise StepFailedError(reason_of(failure), report) from failure
         tokens, yielding = iter(sampled), (item for item in plan.scheduled if item.yields_token)
         return ModelRunnerOutput(
             req_ids=tuple(item.request.request_id for item in plan.scheduled),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from itertools import islice
 
@@ -21,10 +22,8 @@ class TokenSampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.generator = torch.Generator(device="cpu")
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed)
+        # Not `generator.seed()`: it opens /dev/urandom, which fails when the process is out of file descriptors.
+        self.generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
 
     @property
     def is_greedy(self) -> bool:
@@ -76,8 +75,20 @@ def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> to
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
     # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p, one request's stream a row.
-    races = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in samplers])
+    races = _draw_races(logits.shape[-1], samplers)
     return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
+
+
+def _draw_races(vocab_size: int, samplers: Sequence[TokenSampler]) -> torch.Tensor:
+    """Draw `(num_requests, vocab_size)` numbers from Exp(1); from all streams or, if that fails, from none."""
+    states = [sampler.generator.get_state() for sampler in samplers]
+    try:
+        return torch.stack([torch.empty(vocab_size).exponential_(generator=s.generator) for s in samplers])
+    except Exception:
+        # The step is run again without the request at fault; the others must then draw the same numbers.
+        for sampler, state in zip(samplers, states, strict=True):
+            sampler.generator.set_state(state)
+        raise
 
 
 def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

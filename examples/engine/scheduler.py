@@ -4,13 +4,18 @@ A request holds blocks while it is *loading*, *ready* or *running*; together at 
 that compete for blocks the oldest wins: it takes them from the newest, which is recomputed later. The newest itself
 waits for blocks rather than give up its own, so the oldest can always go on, unless blocks are on loan to another
 node; those come back by themselves, at the latest when their lease runs out.
+
+After a step that failed, its requests are *suspects*: each is computed again, from its first token and with nothing
+else in its steps, until it is past the place where that step was. So a request that makes every step fail fails
+alone, and the others lose time only.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +24,9 @@ from kvferry.connector.config import EngineConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache.kv_cache_manager import KVCacheManager
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from kvferry.transports.errors import ConnectorError
 
+from .errors import RequestFailedError, reason_of
 from .handoffs import Handoffs
 from .request import Request, RequestStatus
 from .step import ScheduledRequest, StepOutcome, StepPlan
@@ -32,11 +39,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Draft:
-    """A step while it is being put together."""
+    """A step while it is being put together.
+
+    Attributes:
+        suspect: The only request that may be part of it; None: any that is not a suspect.
+    """
 
     num_free_tokens: int
+    preempted: set[str]
+    suspect: str | None
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
-    preempted: set[str] = field(default_factory=set)
     pool_is_full: bool = False
 
     def add(self, item: ScheduledRequest) -> None:
@@ -69,6 +81,11 @@ class Scheduler:
         self.ready: list[Request] = []
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()
+        self._suspects: dict[str, int] = {}  # by request: up to which token it is computed alone
+        self._lost_blocks: set[str] = set()  # requests that lost their blocks since the latest plan
+        self._failed: dict[
+            str, tuple[Request, str]
+        ] = {}  # by request: failed in `plan`, still to be finished
 
     @property
     def has_work(self) -> bool:
@@ -87,8 +104,17 @@ class Scheduler:
 
         Raises:
             ConnectorError: its `kv_transfer_params` are malformed; it was not accepted.
+            Exception: whatever the connector raised; it was not accepted.
         """
-        self.handoffs.on_new_request(request)
+        try:
+            self.handoffs.on_new_request(request)
+        except ConnectorError:
+            raise
+        except Exception:
+            # The connector may remember the request up to the line that failed, so let it forget.
+            request.finish_reason = "error"
+            self.handoffs.on_finished(request, ())
+            raise
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
@@ -96,16 +122,26 @@ class Scheduler:
 
         Returns:
             `kv_transfer_params` for the client.
+
+        Raises:
+            RequestFailedError: the connector failed to say what becomes of the blocks. The request is over all the same.
         """
         self._forget(request)
+        self._suspects.pop(request.request_id, None)
         request.finish_reason = reason
         request.status = RequestStatus.FINISHED
         block_ids = self._manager.get_block_ids(request.request_id)
-        keep_blocks, params = self.handoffs.on_finished(request, block_ids)
+        keep_blocks, params, error = self.handoffs.on_finished(request, block_ids)
         if keep_blocks:
             self._manager.pin(request.request_id)
         self._manager.free(request.request_id)
         self._finished_ids.add(request.request_id)
+        if error is not None:
+            # An early offer of these blocks may still be open; the worker half ends it before they are written again.
+            self._lost_blocks.add(request.request_id)
+            raise RequestFailedError(
+                f"the connector's request_finished failed: {reason_of(error)}"
+            ) from error
         return params
 
     def _forget(self, request: Request) -> None:
@@ -120,14 +156,30 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Decide the next step, and allocate the slots that it needs."""
-        draft = _Draft(self._limits.max_num_batched_tokens)
+        lost, self._lost_blocks = self._lost_blocks, set()
+        suspect = next(iter(self._suspects), None)
+        draft = _Draft(self._limits.max_num_batched_tokens, lost, suspect)
+        self._plan_all(draft)
+        if suspect is not None and not draft.scheduled:
+            # It waits for blocks, or for a load. The others go on meanwhile, or those blocks would never come free.
+            draft.suspect = None
+            self._plan_all(draft)
+        finished, self._finished_ids = self._finished_ids, set()
+        plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
+        return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
+
+    def _plan_all(self, draft: _Draft) -> None:
         self._plan_running(draft)
         self._plan_ready(draft)
         if not draft.pool_is_full:
             self._plan_waiting(draft)
-        finished, self._finished_ids = self._finished_ids, set()
-        plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
-        return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
+
+    def _admits(self, draft: _Draft, request: Request) -> bool:
+        if request.request_id in self._failed:
+            return False
+        if draft.suspect is not None:
+            return request.request_id == draft.suspect
+        return request.request_id not in self._suspects
 
     def _plan_running(self, draft: _Draft) -> None:
         # A long prompt must not keep those waiting that need one token each.
@@ -135,17 +187,21 @@ class Scheduler:
         for request in decodes_first:
             if draft.num_free_tokens == 0:
                 return
-            if request.status is RequestStatus.RUNNING:  # it was not preempted for one before it
+            # It may have been preempted for one before it.
+            if request.status is RequestStatus.RUNNING and self._admits(draft, request):
                 self._try_schedule(request, draft)
 
     def _plan_ready(self, draft: _Draft) -> None:
         for request in list(self.ready):
             if draft.num_free_tokens == 0:
                 return
-            if request.status is RequestStatus.READY and self._try_schedule(request, draft):
+            if request.status is not RequestStatus.READY or not self._admits(draft, request):
+                continue
+            if self._try_schedule(request, draft):
                 self.ready.remove(request)
                 self._run(request)
-                self.handoffs.on_allocated(request, self._manager.get_block_ids(request.request_id), 0)
+                if not self._tell_allocated(request, 0):
+                    del draft.scheduled[request.request_id]
 
     def _try_schedule(self, request: Request, draft: _Draft) -> bool:
         """Schedule a request that holds blocks; takes blocks from newer ones if it must."""
@@ -169,8 +225,12 @@ class Scheduler:
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         logger.debug("preempt %s: the pool is full", request)
-        self._forget(request)
         draft.remove(request.request_id)
+        self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Take a request's blocks, and let it wait for new ones."""
+        self._forget(request)
         self._manager.free(request.request_id)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
@@ -183,8 +243,11 @@ class Scheduler:
         not_yet: list[Request] = []
         while self.waiting and draft.num_free_tokens > 0 and self._num_holders < self._limits.max_num_seqs:
             request = self.waiting[0]
+            if not self._admits(draft, request):
+                not_yet.append(self.waiting.popleft())
+                continue
             local_blocks, num_local = self._manager.get_computed_blocks(request)
-            num_external, is_async = self.handoffs.num_loadable_tokens(request, num_local)
+            num_external, is_async = self._num_loadable_tokens(request, num_local)
             if num_external is None:
                 not_yet.append(self.waiting.popleft())
                 continue
@@ -202,11 +265,12 @@ class Scheduler:
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: _Draft
     ) -> None:
         """A request has its first blocks: it loads, if there is nothing to compute for it yet, or runs."""
+        if not self._tell_allocated(request, num_external):
+            self._run(request)  # until it is finished as failed, so that it is in a queue
+            return
         if request.figures.num_preemptions == 0:
             request.figures.num_cached_tokens = num_local
         request.num_computed_tokens = num_local
-        block_ids = self._manager.get_block_ids(request.request_id)
-        self.handoffs.on_allocated(request, block_ids, num_external)
         request.figures.num_loaded_tokens += num_external
         if num_new_tokens == 0:
             request.status = RequestStatus.LOADING
@@ -216,6 +280,28 @@ class Scheduler:
         self._run(request)
         self._draft(request, num_new_tokens, draft)
 
+    def _num_loadable_tokens(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+        try:
+            return self.handoffs.num_loadable_tokens(request, num_local)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._note_failure(request, "get_num_new_matched_tokens", error)
+            return None, False  # it stays where it is until it is finished as failed
+
+    def _tell_allocated(self, request: Request, num_external: int) -> bool:
+        """Tell the connector of a request's blocks; False when it failed to take them in."""
+        try:
+            block_ids = self._manager.get_block_ids(request.request_id)
+            self.handoffs.on_allocated(request, block_ids, num_external)
+        except Exception as error:  # noqa: BLE001 - logged there
+            # We take it that a load was not ordered then: the blocks go back to the pool.
+            self._note_failure(request, "update_state_after_alloc", error)
+            return False
+        return True
+
+    def _note_failure(self, request: Request, hook: str, error: Exception) -> None:
+        logger.error("%s: the connector's %s failed; the request fails", request, hook, exc_info=error)
+        self._failed[request.request_id] = request, f"the connector's {hook} failed: {reason_of(error)}"
+
     @property
     def _num_holders(self) -> int:
         return len(self.running) + len(self.ready) + len(self.handoffs.loading)
@@ -224,7 +310,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: ModelRunnerOutput) -> StepOutcome:
         """Take in what came of a step: the tokens sampled, and what the connector's worker half reported."""
-        outcome = StepOutcome()
+        outcome = StepOutcome(failed=self._take_failed())
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         report = result.kv_connector_output
         cut = self._apply_report(report, outcome) if report is not None else set()
@@ -233,14 +319,50 @@ class Scheduler:
             if request.request_id in cut:
                 continue  # it was computed on top of blocks that hold nothing
             request.num_computed_tokens += item.num_new_tokens
+            # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine must end.
             self._manager.cache_blocks(request, request.num_computed_tokens)
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                self._tell_progress(request, outcome)
+            if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
+                del self._suspects[request.request_id]
             request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
-            for token_id in sampled[request.request_id]:
-                request.append_token(token_id)
-                outcome.new_tokens.append(request)
+            try:
+                self._take_in(request, sampled[request.request_id], outcome)
+            except Exception as error:
+                logger.exception("%s: what a step brought cannot be taken in; the request fails", request)
+                outcome.failed.append((request, reason_of(error)))
         return outcome
+
+    def _take_in(self, request: Request, token_ids: Sequence[int], outcome: StepOutcome) -> None:
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            self._tell_progress(request, outcome)
+        for token_id in token_ids:
+            request.append_token(token_id)
+            outcome.new_tokens.append(request)
+
+    def step_failed(self, plan: StepPlan, report: KVConnectorOutput | None, why: str) -> StepOutcome:
+        """Take in that a step computed nothing.
+
+        A request that was alone in it fails. Several become suspects. They start over, since nothing is known of the
+        contents of their blocks; the prefix cache has only what earlier steps put there.
+
+        Args:
+            report: What the connector's worker half reported, if anything.
+        """
+        outcome = StepOutcome(failed=self._take_failed())
+        if report is not None:
+            self._apply_report(report, outcome)
+        if len(plan.scheduled) == 1:
+            outcome.failed.append((plan.scheduled[0].request, why))
+            return outcome
+        for item in reversed(plan.scheduled):  # each goes to the head of the queue
+            request = item.request
+            self._suspects[request.request_id] = request.num_computed_tokens + item.num_new_tokens
+            self._lost_blocks.add(request.request_id)
+            self._start_over(request)
+        return outcome
+
+    def _take_failed(self) -> list[tuple[Request, str]]:
+        failed, self._failed = self._failed, {}
+        return list(failed.values())
 
     def _tell_progress(self, request: Request, outcome: StepOutcome) -> None:
         params = self.handoffs.on_progress(request, self._manager.get_block_ids(request.request_id))

@@ -1,0 +1,473 @@
+"""One failure ends one request: whatever raises on behalf of a request ends that one, and the others get their answers.
+
+Each test raises from one call that the engine makes to the outside, while three requests run together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.batch
+import engine.runner
+from engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
+from engine.engine import Engine
+from engine.errors import EngineDeadError
+from engine.settings import EngineSettings
+from engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.connector.base import KVConnectorBase
+from kvferry.connector.config import KVTransferConfig
+from kvferry.runner_mixin import state
+
+DEADLINE_S = 30.0
+VICTIM = "victim"
+#: Only the victim's prompt has it, among its last tokens, and only the victim has this seed.
+MARK, VICTIM_SEED = 250, 777
+PROMPTS = {"a": tuple(range(1, 21)), VICTIM: (*range(40, 58), MARK, 3), "b": tuple(range(90, 115))}
+SAMPLING = {
+    "a": SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
+    VICTIM: SamplingParams(max_tokens=8, temperature=0.7, seed=VICTIM_SEED, ignore_eos=True),
+    "b": SamplingParams(max_tokens=8, temperature=0.9, seed=5, ignore_eos=True),
+}
+
+Sabotage = Callable[[EngineCore, pytest.MonkeyPatch], None]
+
+
+class Boom(Exception):
+    """What nobody expects."""
+
+
+def is_victim(request: Any) -> bool:
+    return bool(request.request_id.startswith(VICTIM))
+
+
+@pytest.fixture
+def settings(tiny_model: Callable[[str], Path]) -> EngineSettings:
+    return EngineSettings(
+        model=str(tiny_model("llama")),
+        block_size=4,
+        num_blocks=120,
+        max_model_len=400,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        kv_transfer=KVTransferConfig("shm", "kv_both"),
+    )
+
+
+@pytest.fixture
+def deaths() -> list[str]:
+    """What engines that died said of it."""
+    return []
+
+
+@pytest.fixture
+def engine_(settings: EngineSettings, deaths: list[str]) -> Iterator[Engine]:
+    with running(settings, deaths) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def running(settings: EngineSettings, deaths: list[str]) -> Iterator[Engine]:
+    engine = Engine(settings, on_death=lambda: deaths.append(engine.stats().error))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def request_of(name: str, params: Any = None) -> GenerationRequest:
+    return GenerationRequest(name, PROMPTS[name], SAMPLING[name], params)
+
+
+async def answer(engine: Engine, request: GenerationRequest) -> list[RequestOutput]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [output async for output in engine.generate(request)]
+
+
+def ask_all(engine: Engine, params: Any = None) -> dict[str, list[RequestOutput]]:
+    async def ask() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(answer(engine, request_of(name, params)) for name in PROMPTS))
+
+    return dict(zip(PROMPTS, asyncio.run(ask()), strict=True))
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def is_whole(engine: Engine) -> bool:
+    stats = engine.stats()
+    busy = stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered
+    return busy == 0 and stats.num_free_blocks == stats.num_blocks
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
+    """What each request is answered when it is alone."""
+    settings = EngineSettings(model=str(tiny_model("llama")), block_size=4, num_blocks=120)
+    with running(settings, []) as engine:
+        return {name: tokens(asyncio.run(answer(engine, request_of(name)))) for name in PROMPTS}
+
+
+# -- what raises ---------------------------------------------------------------------------------------------
+
+
+def hasher_at(num_tokens: int) -> Sabotage:
+    """The block hasher, once the victim has so many tokens."""
+
+    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        hasher = core.parts.hasher
+
+        def raising(request: Any) -> Any:
+            if is_victim(request) and request.num_tokens >= num_tokens:
+                raise Boom
+            return hasher(request)
+
+        monkeypatch.setattr(core, "parts", replace(core.parts, hasher=raising))
+
+    return sabotage
+
+
+def tokenizer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = core.parts.model.tokenizer.decode
+
+    def raising(token_ids: list[int], **options: Any) -> Any:
+        if MARK in token_ids:
+            raise Boom
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(core.parts.model.tokenizer, "decode", raising)
+
+
+def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = engine.runner.sample
+
+    def raising(logits: Any, samplers: Any) -> list[int]:
+        tokens = sample(logits, samplers)
+        if any(one.params.seed == VICTIM_SEED for one in samplers):
+            raise Boom
+        return tokens
+
+    monkeypatch.setattr(engine.runner, "sample", raising)
+
+
+def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The victim's stream of random numbers, after those of the requests before it in the batch were drawn."""
+    make = engine.batch.TokenSampler
+
+    class BrokenStream:
+        def __init__(self, stream: Any) -> None:
+            self.get_state, self.set_state = stream.get_state, stream.set_state
+
+    def making(params: SamplingParams) -> Any:
+        one = make(params)
+        if params.seed == VICTIM_SEED:
+            one.generator = BrokenStream(one.generator)  # type: ignore[assignment]
+        return one
+
+    monkeypatch.setattr(engine.batch, "TokenSampler", making)
+
+
+def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = engine.batch.TokenSampler
+
+    def raising(params: SamplingParams) -> Any:
+        if params.seed == VICTIM_SEED:
+            raise OSError(24, "Unable to open /dev/urandom: Boom")
+        return make(params)
+
+    monkeypatch.setattr(engine.batch, "TokenSampler", raising)
+
+
+def inputs_from(num_computed_tokens: int) -> Sabotage:
+    """The making of a step's inputs, once so many of the victim's tokens are computed."""
+
+    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        batch = core.parts.executor.runner._batch  # type: ignore[attr-defined]
+        make_inputs = batch.make_inputs
+
+        def raising(plan: Any) -> Any:
+            for item in plan.scheduled:
+                if is_victim(item.request) and item.request.num_computed_tokens >= num_computed_tokens:
+                    raise Boom
+            return make_inputs(plan)
+
+        monkeypatch.setattr(batch, "make_inputs", raising)
+
+    return sabotage
+
+
+def forward_pass(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = core.parts.executor.runner  # type: ignore[attr-defined]
+    forward = runner._forward
+
+    def raising(inputs: Any, embedded: Any = None) -> Any:
+        tokens = forward(inputs, embedded)
+        if MARK in inputs.input_ids.tolist()[0]:
+            raise Boom
+        return tokens
+
+    monkeypatch.setattr(runner, "_forward", raising)
+
+
+def connector_of(core: EngineCore) -> KVConnectorBase:
+    connector = core.parts.scheduler.handoffs._connector
+    assert connector is not None
+    return connector
+
+
+def hook(name: str) -> Sabotage:
+    """A hook of the connector's scheduler half, for the victim."""
+
+    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        connector = connector_of(core)
+        real = getattr(connector, name)
+
+        def raising(request: Any, *more: Any) -> Any:
+            if is_victim(request):
+                raise Boom
+            return real(request, *more)
+
+        monkeypatch.setattr(connector, name, raising)
+
+    return sabotage
+
+
+def once(name: str) -> Sabotage:
+    """A hook of the connector's scheduler half that is called for whole steps: its first call."""
+
+    def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        connector = connector_of(core)
+        real, left = getattr(connector, name), [True]
+
+        def raising(*arguments: Any) -> Any:
+            if left.pop() if left else False:
+                raise Boom
+            return real(*arguments)
+
+        monkeypatch.setattr(connector, name, raising)
+
+    return sabotage
+
+
+PLACES: dict[str, Sabotage] = {
+    "block hasher at admission": hasher_at(0),
+    "block hasher of a generated token": hasher_at(23),
+    "tokenizer while text is made of tokens": tokenizer,
+    "sampler": sampler,
+    "random numbers": draws,
+    "sampling parameters": sampler_parameters,
+    "inputs of the first step": inputs_from(0),
+    "inputs of a late step": inputs_from(24),
+    "forward pass": forward_pass,
+    "on_new_request": hook("on_new_request"),
+    "get_num_new_matched_tokens": hook("get_num_new_matched_tokens"),
+    "update_state_after_alloc": hook("update_state_after_alloc"),
+    "request_progressed": hook("request_progressed"),
+    "request_finished": hook("request_finished"),
+}
+STEP_PLACES: dict[str, Sabotage] = {
+    name: once(name) for name in ("build_connector_meta", "update_connector_output", "take_events")
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_raises_for_one_request_ends_that_request_alone(
+    place: str,
+    engine_: Engine,
+    deaths: list[str],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patches:
+        PLACES[place](engine_._started(), patches)
+        answers = ask_all(engine_)
+    *_, last = answers[VICTIM]
+    assert last.finish_reason == "error"
+    assert "Boom" in last.error or place == "random numbers"
+    assert tokens(answers["a"]) == expected["a"]
+    assert tokens(answers["b"]) == expected["b"]
+    assert [one[-1].finish_reason for one in (answers["a"], answers["b"])] == ["length", "length"]
+    assert any(record.exc_info for record in caplog.records)  # the traceback was logged
+    asyncio.run(until(lambda: is_whole(engine_)))
+    assert engine_.stats().healthy
+    assert deaths == []
+    assert tokens(asyncio.run(answer(engine_, request_of(VICTIM)))) == expected[VICTIM]
+
+
+@pytest.mark.parametrize("place", STEP_PLACES)
+def test_what_raises_once_for_a_whole_step_ends_nothing(
+    place: str, engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STEP_PLACES[place](engine_._started(), monkeypatch)
+    answers = ask_all(engine_)
+    assert {name: tokens(outputs) for name, outputs in answers.items()} == expected
+    assert engine_.stats().healthy
+
+
+def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
+    engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = engine_._started().parts.executor.runner  # type: ignore[attr-defined]
+    forward, calls = runner._forward, []
+
+    def raising(inputs: Any, embedded: Any = None) -> Any:
+        calls.append(len(inputs.samplers))
+        if calls.count(3) == 1 and calls[-1] == 3:  # the first step in which each of the three gets a token
+            raise Boom
+        return forward(inputs, embedded)
+
+    monkeypatch.setattr(runner, "_forward", raising)
+    assert {name: tokens(outputs) for name, outputs in ask_all(engine_).items()} == expected
+    assert 3 in calls
+
+
+def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed_again(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(model=str(tiny_model("bamba")), block_size=16, num_blocks=60)
+    with running(settings, []) as hybrid:
+        alone = {name: tokens(asyncio.run(answer(hybrid, request_of(name)))) for name in "ab"}
+        forward_pass(hybrid._started(), monkeypatch)
+        answers = ask_all(hybrid)
+    assert answers[VICTIM][-1].finish_reason == "error"
+    assert {name: tokens(answers[name]) for name in "ab"} == alone
+
+
+@pytest.mark.parametrize(
+    "name", ["request_finished", "update_state_after_alloc", "get_num_new_matched_tokens"]
+)
+def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blocks_back(
+    name: str, engine_: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook(name)(engine_._started(), monkeypatch)
+    answers = ask_all(engine_, {"do_remote_decode": True, "overlap": True})
+    assert answers[VICTIM][-1].kv_transfer_params is None
+    for other in "ab":
+        assert answers[other][-1].kv_transfer_params is not None
+    stats = engine_.stats()
+    assert stats.num_offered == 2
+    held = sum(-(-len(PROMPTS[other]) // 4) + 2 for other in "ab")
+    assert stats.num_blocks - stats.num_free_blocks <= held
+
+
+def test_requests_are_answered_while_no_file_can_be_opened(engine_: Engine) -> None:
+    """A sampled request without a seed draws one; that took a file descriptor once."""
+
+    async def ask() -> list[RequestOutput]:
+        unseeded = replace(SAMPLING["b"], seed=None)
+        with no_more_descriptors():
+            return await answer(engine_, GenerationRequest("b", PROMPTS["b"], unseeded))
+
+    asyncio.run(answer(engine_, request_of("a")))  # whatever is opened at first is
+    outputs = asyncio.run(ask())
+    assert len(tokens(outputs)) == 8
+    assert engine_.stats().healthy
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- what the engine does not survive --------------------------------------------------------------------------
+
+
+def worker_half(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*arguments: Any) -> Any:
+        raise Boom
+
+    monkeypatch.setattr(state.get_kv_transfer_group(), "get_finished", raising)
+
+
+def block_manager(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*arguments: Any) -> Any:
+        raise Boom
+
+    monkeypatch.setattr(core.parts.manager, "cache_blocks", raising)
+
+
+def model(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*arguments: Any, **options: Any) -> Any:
+        raise Boom
+
+    monkeypatch.setattr(core.parts.executor.runner._model, "forward", raising)  # type: ignore[attr-defined]
+
+
+def metadata(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*arguments: Any) -> Any:
+        raise Boom
+
+    monkeypatch.setattr(connector_of(core), "build_connector_meta", raising)
+
+
+@pytest.mark.parametrize("sabotage", [worker_half, block_manager, model, metadata])
+def test_an_engine_that_cannot_continue_says_why_to_every_request_and_then_to_its_process(
+    sabotage: Sabotage, engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> list[str]:
+        requests = [asyncio.create_task(answer(engine_, request_of(name))) for name in PROMPTS]
+        await asyncio.wait(requests)
+        return [str(task.exception()) for task in requests]
+
+    sabotage(engine_._started(), monkeypatch)
+    errors = asyncio.run(ask())
+    assert len(errors) == 3
+    asyncio.run(until(lambda: bool(deaths)))
+    assert set(errors) == set(deaths)
+    assert "Boom" in deaths[0]
+    assert len(deaths) == 1
+    assert not engine_.stats().healthy
+    with pytest.raises(EngineDeadError, match="Boom"):
+        asyncio.run(answer(engine_, request_of("a")))
+
+
+def test_requests_that_all_fail_one_after_the_other_end_the_engine(
+    engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own check passes, but no request can be computed: an engine that is well says so in vain."""
+
+    def raising(*arguments: Any) -> Any:
+        raise Boom
+
+    runner = engine_._started().parts.executor.runner  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner._batch, "make_inputs", raising)
+    for _ in range(MAX_FAILED_STEPS_IN_A_ROW):
+        assert asyncio.run(answer(engine_, request_of("a")))[-1].finish_reason == "error"
+        assert engine_.stats().healthy
+    with pytest.raises(EngineDeadError, match=f"{MAX_FAILED_STEPS_IN_A_ROW + 1} requests failed"):
+        asyncio.run(answer(engine_, request_of("a")))
+    asyncio.run(until(lambda: bool(deaths)))
+
+
+def test_closing_is_no_death(settings: EngineSettings, deaths: list[str]) -> None:
+    with running(settings, deaths):
+        pass
+    assert deaths == []
+    assert "kvferry-engine" not in {thread.name for thread in threading.enumerate()}
