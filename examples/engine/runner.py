@@ -25,7 +25,7 @@ from .errors import StepFailedError, reason_of
 from .lora import set_step_adapters
 from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
-from .sampling import sample, top_logits
+from .sampling import same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
 
@@ -141,7 +141,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         ):
             # Caught inside, so that leaving the block fills `report`.
             try:
-                sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+                with same_numbers_after_failure(inputs.samplers):
+                    sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
             except Exception as error:  # noqa: BLE001 - raised again below
                 failure = error
         if failure is not None:

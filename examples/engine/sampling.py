@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
 
 from .types import SamplingParams
 
-__all__ = ["TokenSampler", "sample", "top_logits"]
+__all__ = ["TokenSampler", "same_numbers_after_failure", "sample", "top_logits"]
 
 
 class TokenSampler:
@@ -28,6 +29,18 @@ class TokenSampler:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0.0
+
+
+@contextmanager
+def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[None]:
+    """If the body raises, set each stream back: the step is run again, and must then draw the same numbers."""
+    states = [(one.generator, one.generator.get_state()) for one in samplers if not one.is_greedy]
+    try:
+        yield
+    except Exception:
+        for generator, before in states:
+            generator.set_state(before)
+        raise
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
@@ -75,20 +88,8 @@ def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> to
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
     # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p, one request's stream a row.
-    races = _draw_races(logits.shape[-1], samplers)
+    races = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in samplers])
     return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
-
-
-def _draw_races(vocab_size: int, samplers: Sequence[TokenSampler]) -> torch.Tensor:
-    """Draw `(num_requests, vocab_size)` numbers from Exp(1); from all streams or, if that fails, from none."""
-    states = [sampler.generator.get_state() for sampler in samplers]
-    try:
-        return torch.stack([torch.empty(vocab_size).exponential_(generator=s.generator) for s in samplers])
-    except Exception:
-        # The step is run again without the request at fault; the others must then draw the same numbers.
-        for sampler, state in zip(samplers, states, strict=True):
-            sampler.generator.set_state(state)
-        raise
 
 
 def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
