@@ -140,7 +140,8 @@ class Fleet:
         folder = self._folder / name
         folder.mkdir()
         address = _option_words(self._address(folder))
-        words = ("--role", role, *arguments, *address)
+        # A peer that is paused meanwhile takes nothing, and a run must not wait for the node as long as users would.
+        words = ("--role", role, "--drain-timeout-s", "5", *arguments, *address)
         return Place(name, self._spawn, "serve.py", words, self._port(), folder)
 
     def _router(self, name: str, arguments: Sequence[str]) -> Place:

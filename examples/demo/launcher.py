@@ -27,6 +27,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 #: Between the polite signal and the other one.
 STOP_GRACE_S = 5.0
 LOG_TAIL_BYTES = 4000
+#: What people are shown of a log.
+LAST_LINES = 15
 
 Watcher = Callable[["LaunchedProcess", float], None]
 
@@ -102,6 +104,29 @@ class LaunchedProcess:
         tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
         return tail.decode(errors="replace")
 
+    def obituary(self, within_s: float = 0.0) -> str:
+        """How it ended, in words, with the end of its log; empty while it runs.
+
+        Args:
+            within_s: How long to wait for the end of a process that has said that it fails.
+        """
+        self._read_failure()
+        try:
+            status = self._process.wait(within_s if self._failure else 0.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        why = f": {self._failure}" if self._failure else ""
+        last_lines = "\n".join(self.log_tail.splitlines()[-LAST_LINES:]) or "(nothing)"
+        return f"the {self.name} {how}{why}; the end of its log:\n{last_lines}"
+
+    def _read_failure(self) -> None:
+        """Take in what the process said of its end, if anything."""
+        with contextlib.suppress(LaunchError, OSError):
+            self._link.setblocking(False)
+            while True:
+                self.read_report()
+
     def fileno(self) -> int:
         """Readable when there is something for `read_report`."""
         return self._link.fileno()
@@ -120,8 +145,15 @@ class LaunchedProcess:
             self.is_ready = facts.get("ready", self.is_ready)
             self._failure = facts.get("failed", self._failure)
         if self._failure or not data:
-            why = self._failure or f"it ended; its log:\n{self.log_tail}"
+            why = self._failure or f"it ended{self._status()}; its log:\n{self.log_tail}"
             raise LaunchError(f"{self.name} did not start: {why}")
+
+    def _status(self) -> str:
+        """Its exit status for a message; a process whose link broke is about to have one."""
+        try:
+            return f" with status {self._process.wait(1.0)}"
+        except subprocess.TimeoutExpired:
+            return ""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and whatever it started."""
@@ -219,6 +251,9 @@ class Launcher:
     def close(self) -> None:
         """End everything that was started, politely at first. Idempotent."""
         for process in self._processes:
+            # Its launcher's end stops a process at once; the signal alone would let it finish its answers first. That
+            # signal ends one that still imports, and does not listen to its launcher yet.
+            process.hang_up()
             process.terminate()
             process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first one
         deadline = time.monotonic() + STOP_GRACE_S

@@ -26,6 +26,8 @@ from .testing import Client, ask_alone
 
 __all__ = ["main"]
 
+#: A process that says that it fails ends within this time.
+DYING_S = 10.0
 WARM_UP_PROMPT = (
     "Nothing to see here yet: this text only wakes both nodes up before anyone looks at the clock."
 )
@@ -69,8 +71,8 @@ def _run(options: DemoOptions) -> int:
             for prompt, answer, reference in zip(options.prompts, answers, references, strict=True)
         ]
         for process in launcher.processes:
-            if not process.is_running:
-                say(f"the {process.name} ended on its own; the end of its log:\n{process.log_tail}")
+            if obituary := process.obituary(DYING_S):
+                say(obituary)
     return _show(options, answers, references, comparisons)
 
 

@@ -263,6 +263,11 @@ class EngineStats:
     prefix_cache_hit_rate: float = 0.0
     totals: EngineTotals = field(default_factory=EngineTotals)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive, and no other node needs blocks of this one."""
+        return not (self.num_waiting or self.num_loading or self.num_running or self.num_offered)
+
 
 def _require(holds: bool, param: str, value: object, allowed: str) -> None:
     if not holds:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
@@ -35,13 +36,24 @@ __all__ = ["NodeServer"]
 
 #: What a client may put into `X-Request-Id`; longer ones are cut.
 MAX_REQUEST_ID_CHARS = 128
+#: When a client may ask a node again that is about to stop: by then another one may have its place.
+RETRY_AFTER_S = 1
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+logger = logging.getLogger(__name__)
 
 Parser = Callable[[Mapping[str, Any]], ClientRequest]
 
 
 class NodeServer:
     """OpenAI's API over one engine. It can be asked before the engine runs; it then says so.
+
+    `/health` answers `{"status": ...}` and, where there is something to say, `"error"`. The status is one of
+
+        starting   503   the model is loaded
+        ok         200
+        draining   503   the node was told to stop; it finishes what it began, and refuses what is new
+        dead       503   the engine ended; `"error"` says why, and the process is about to exit
 
     Args:
         engine: Started by someone else, who then calls `engine_is_ready`.
@@ -51,11 +63,22 @@ class NodeServer:
         self._engine = engine
         self._metrics = NodeMetrics(engine.stats)
         self._is_ready = False
+        self._is_draining = False
+        self._num_answering = 0
         self._created = int(time.time())
 
     def engine_is_ready(self) -> None:
         """From now on requests are served."""
         self._is_ready = True
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that were begun go on."""
+        self._is_draining = True
+
+    @property
+    def num_answering(self) -> int:
+        """Requests that were let in and whose answers are not wholly written."""
+        return self._num_answering
 
     def application(self) -> web.Application:
         """The routes, for aiohttp."""
@@ -72,6 +95,8 @@ class NodeServer:
     async def _health(self, request: web.Request) -> web.Response:
         if not self._is_ready:
             return web.json_response({"status": "starting"}, status=503)
+        if self._is_draining:
+            return web.json_response({"status": "draining"}, status=503)
         stats = self._engine.stats()
         if not stats.healthy:
             return web.json_response({"status": "dead", "error": stats.error}, status=503)
@@ -102,19 +127,38 @@ class NodeServer:
     # -- answers -------------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion, CompletionWording())
+        return await self._admit(request, parse_completion, CompletionWording())
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat, ChatWording())
+        return await self._admit(request, parse_chat, ChatWording())
+
+    async def _admit(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
+        """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
+        if self._is_draining:
+            # An offer that the request names is not declined: a router may try it on another node.
+            refusal = unavailable("the node was told to stop, and takes no new requests").response()
+            refusal.headers["Retry-After"] = str(RETRY_AFTER_S)
+            return refusal
+        self._num_answering += 1
+        try:
+            response = await self._answer(request, parse, wording)
+            if not response.prepared:
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        finally:
+            self._num_answering -= 1
 
     async def _answer(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
         engine = self._running_engine()
         body = parse_json(await request.read())
         try:
             return await self._answer_to(request, body, parse, wording)
-        except ApiError as refusal:
+        except Exception as error:
+            # The engine has not seen the request, or has ended it as failed. In either case the other node is to know.
+            is_elsewhere = isinstance(error, ApiError) and error.status >= 500
             params = body.get("kv_transfer_params")
-            if refusal.status < 500 and isinstance(params, dict):
+            if not is_elsewhere and isinstance(params, dict):
                 engine.decline(params)
             raise
 
@@ -185,6 +229,15 @@ class NodeServer:
             if not response.prepared:
                 raise _engine_ended(error) from error
             await response.write(_event(_engine_ended(error).body()))
+        except ClientConnectionResetError:
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            # Another answer cannot begin in the middle of this one, so the error is its last event.
+            logger.exception("%s %s failed in the middle of its answer", request.method, request.path)
+            failed = ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
+            await response.write(_event(failed.body()))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -252,7 +305,7 @@ async def _uncut(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator
     """
     async for output in outputs:
         if output.finish_reason == "abort":
-            raise EngineDeadError("it was closed before the answer was complete")
+            raise EngineDeadError("the node stopped before the answer was complete")
         yield output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class NodeOptions:
     Attributes:
         role: `prefill`, `decode`, `both` or `single`, for people.
         launcher_fd: The launcher's socket, negative without one.
+        drain_timeout_s: For how long answers may be finished, and offers delivered, after a signal to stop.
     """
 
     role: str
@@ -44,6 +46,7 @@ class NodeOptions:
     port: int
     log_level: str
     launcher_fd: int
+    drain_timeout_s: float
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
@@ -60,7 +63,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
     role = options.role or (kv_transfer.kv_role if kv_transfer else SINGLE)
-    return NodeOptions(role, settings, options.host, options.port, options.log_level, options.launcher_fd)
+    if not 0 <= options.drain_timeout_s < math.inf:
+        raise StartupError(f"--drain-timeout-s {options.drain_timeout_s:g}: it must be 0 or more")
+    return NodeOptions(
+        role,
+        settings,
+        options.host,
+        options.port,
+        options.log_level,
+        options.launcher_fd,
+        options.drain_timeout_s,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_serving_arguments(parser, port=DEFAULT_PORT)
+    parser.add_argument_group("stopping").add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time in seconds to finish answers and to deliver offers after SIGTERM or SIGINT; what is left then ends as "
+        "aborted, and a second signal ends the node at once (default: %(default)g)",
+    )
     _add_transfer_arguments(parser.add_argument_group("KV cache transfer"))
     model = parser.add_argument_group("model")
     _add_model_arguments(model)

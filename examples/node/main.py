@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from web.launcher_link import open_link
-from web.serving import StartupError, bind, exit_status_of, set_up_logging
+from web.serving import BrokenError, StartupError, bind, exit_status_of, set_up_logging
 
 from .cli import parse_arguments
 
@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is told to stop.
 
     Returns:
-        The exit status: 0, or 2 when it could not start as asked.
+        The exit status: 0 when it was told to stop, 1 when its engine could not go on or did not close, 2 when it could
+        not start as asked.
     """
     return exit_status_of("serve.py", lambda: _run(arguments))
 
@@ -33,7 +34,7 @@ def _run(arguments: Sequence[str] | None) -> None:
             from .lifecycle import serve
 
             asyncio.run(serve(options, listener, link))
-    except StartupError as error:
+    except (BrokenError, StartupError) as error:
         link.report(failed=str(error))
         raise
     finally:

@@ -16,6 +16,7 @@ from web.serving import (
     add_serving_arguments,
     bind,
     exit_status_of,
+    say,
     serving,
     set_up_logging,
     stop_event,
@@ -102,7 +103,7 @@ async def _serve(router: Router, listener: socket.socket, link: Link) -> None:
     host, port = listener.getsockname()[:2]
     async with serving(router.application(), listener):
         link.report(listening=port)
-        print(f"router listening on http://{host}:{port}", flush=True)
+        say(f"router listening on http://{host}:{port}")
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
         await stop.wait()

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from aiohttp import web
 
@@ -19,16 +19,21 @@ from .launcher_link import Link
 
 __all__ = [
     "EXIT_BAD_START",
+    "EXIT_BROKEN",
+    "BrokenError",
     "StartupError",
     "add_serving_arguments",
     "bind",
     "exit_status_of",
     "leave_now",
+    "say",
     "serving",
     "set_up_logging",
     "stop_event",
 ]
 
+#: Exit status of a process that cannot go on and should be started again.
+EXIT_BROKEN = 1
 #: Exit status of a process that could not start because of how it was asked to.
 EXIT_BAD_START = 2
 MAX_PORT = 65535
@@ -42,6 +47,10 @@ logger = logging.getLogger(__name__)
 
 class StartupError(Exception):
     """The process cannot start as asked. The message is one line for the user."""
+
+
+class BrokenError(Exception):
+    """The process ran and cannot go on. The message is one line for the user."""
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -126,7 +135,7 @@ async def serving(app: web.Application, listener: socket.socket) -> AsyncIterato
 
 
 def exit_status_of(program: str, run: Callable[[], None]) -> int:
-    """Run a process's whole life; say in one line why it could not start.
+    """Run a process's whole life; say in one line why it could not start, or go on.
 
     Returns:
         The exit status.
@@ -134,15 +143,41 @@ def exit_status_of(program: str, run: Callable[[], None]) -> int:
     try:
         run()
     except StartupError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        say(f"{program}: error: {error}", sys.stderr)
         return EXIT_BAD_START
+    except BrokenError as error:
+        say(f"{program}: error: {error}", sys.stderr)
+        return EXIT_BROKEN
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        _give_up_unwritten()
     return 0
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Write a line, to stdout by default, at once. One that cannot be written is dropped: a full disk ends nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stdout if stream is None else stream, flush=True)
+
+
+def _give_up_unwritten() -> None:
+    """Drop what stdout and stderr still cannot write.
+
+    Otherwise the interpreter tries once more when it ends, and changes the exit status to 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 def leave_now(status: int) -> NoReturn:
     """End the process without unwinding: for a step that cannot be interrupted, such as a model that loads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _give_up_unwritten()
     os._exit(status)

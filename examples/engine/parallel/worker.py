@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -166,6 +167,7 @@ def _serve(runner: ModelRunner, inbox: Inbox, channel: Channel) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # a full disk
+        sys.stderr.flush()
     # Without the libraries' own ends, which wait for ranks that may be gone.
     os._exit(status)

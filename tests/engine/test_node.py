@@ -1,0 +1,277 @@
+"""A node around an engine: its states, and that what fails for one request fails for no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, web
+from aiohttp.test_utils import TestClient, TestServer
+
+import node.app
+from demo.testing import wait_until
+from engine.engine import Engine
+from engine.settings import EngineSettings
+from kvferry.runner_mixin.kv_cache import KVCacheManager
+from node.app import NodeServer
+from node.main import main
+
+DEADLINE_S = 30.0
+PROMPTS = {"a": "the first one", "victim": "the victim's", "b": "another one"}
+
+Client = TestClient[web.Request, web.Application]
+Sabotage = Callable[[Engine, pytest.MonkeyPatch], None]
+
+
+class Boom(Exception):
+    """What nobody expects."""
+
+
+@pytest.fixture
+def settings(tiny_model: Callable[[str], Path]) -> EngineSettings:
+    return EngineSettings(model=str(tiny_model("llama")), num_blocks=60, max_model_len=256, num_threads=1)
+
+
+@asynccontextmanager
+async def running(settings: EngineSettings) -> AsyncIterator[tuple[Engine, NodeServer, Client]]:
+    engine = Engine(settings)
+    server = NodeServer(engine)
+    await asyncio.to_thread(engine.start)
+    server.engine_is_ready()
+    try:
+        async with asyncio.timeout(DEADLINE_S), TestClient(TestServer(server.application())) as client:
+            yield engine, server, client
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+def body_of(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": PROMPTS[name],
+        "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        **more,
+    }
+
+
+def ask(client: Client, name: str, **more: Any) -> Awaitable[ClientResponse]:
+    headers = {"X-Request-Id": name}
+    return client.post("/v1/completions", json=body_of(name, **more), headers=headers)
+
+
+async def health(client: Client) -> tuple[int, Mapping[str, Any]]:
+    async with client.get("/health") as response:
+        return response.status, await response.json()
+
+
+def events_of(text: str) -> list[Mapping[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def token_ids(events: list[Mapping[str, Any]]) -> list[int]:
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+
+# -- one request ---------------------------------------------------------------------------------------------
+
+
+def tokenizer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = engine.tokenizer.encode
+
+    def raising(text: Any, **options: Any) -> Any:
+        if text == PROMPTS["victim"]:
+            raise Boom
+        return encode(text, **options)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", raising)
+
+
+def engine_admission(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = engine._started()._check
+
+    def raising(source: Any) -> None:
+        if "victim" in source.request_id:
+            raise Boom
+        check(source)
+
+    monkeypatch.setattr(engine._started(), "_check", raising)
+
+
+def wording(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("whole", "chunk"):
+        monkeypatch.setattr(node.app.Envelope, name, _raising_for_victim(getattr(node.app.Envelope, name)))
+
+
+def _raising_for_victim(method: Any) -> Any:
+    def raising(self: Any, *arguments: Any, **options: Any) -> Any:
+        if "victim" in self.request_id:
+            raise Boom
+        return method(self, *arguments, **options)
+
+    return raising
+
+
+def second_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second write to the victim's socket, in the middle of its stream."""
+    write, num_writes = web.StreamResponse.write, [0]
+
+    async def raising(self: web.StreamResponse, data: Any) -> None:
+        if "victim" in self.headers.get("X-Request-Id", ""):
+            num_writes[0] += 1
+            if num_writes[0] == 2:
+                raise Boom
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", raising)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sabotage", [tokenizer, engine_admission, wording, second_write])
+def test_what_raises_for_one_request_is_that_request_s_error(
+    sabotage: Sabotage, stream: bool, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with running(settings) as (engine, server, client):
+            expected = {}
+            for name in PROMPTS:
+                expected[name] = (await (await ask(client, name)).json())["choices"][0]["token_ids"]
+            with monkeypatch.context() as patches:
+                sabotage(engine, patches)
+                answers = await asyncio.gather(*(ask(client, name, stream=stream) for name in PROMPTS))
+                texts = dict(zip(PROMPTS, [await one.text() for one in answers], strict=True))
+            victim = answers[list(PROMPTS).index("victim")]
+            if sabotage is second_write and not stream:
+                assert victim.status == 200  # whole answers are written otherwise
+            elif victim.status == 200:
+                assert "Boom" in events_of(texts["victim"])[-1]["error"]["message"]
+            else:
+                assert victim.status == 500
+                assert "Boom" in json.loads(texts["victim"])["error"]["message"]
+            for name in "ab":
+                if stream:
+                    assert token_ids(events_of(texts[name])) == expected[name]
+                else:
+                    assert json.loads(texts[name])["choices"][0]["token_ids"] == expected[name]
+            assert await health(client) == (200, {"status": "ok"})
+            again = await (await ask(client, "victim")).json()
+            assert again["choices"][0]["token_ids"] == expected["victim"]
+            while not engine.stats().is_idle or server.num_answering:
+                await asyncio.sleep(0.005)
+            assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+    asyncio.run(run())
+
+
+# -- states --------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(settings: EngineSettings) -> None:
+    async def run() -> None:
+        async with running(settings) as (_, server, client):
+            expected = (await (await ask(client, "a", max_tokens=100)).json())["choices"][0]["token_ids"]
+            streamed = await ask(client, "a", max_tokens=100, stream=True)
+            whole = asyncio.ensure_future(ask(client, "a", max_tokens=100))
+            while server.num_answering < 2:
+                await asyncio.sleep(0)
+            server.drain()
+            assert await health(client) == (503, {"status": "draining"})
+            refused = await ask(client, "b")
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+            assert "told to stop" in (await refused.json())["error"]["message"]
+            assert token_ids(events_of(await streamed.text())) == expected
+            assert (await (await whole).json())["choices"][0]["token_ids"] == expected
+            while server.num_answering:
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_health_says_that_a_node_starts(settings: EngineSettings) -> None:
+    async def run() -> None:
+        server = NodeServer(Engine(settings))
+        async with TestClient(TestServer(server.application())) as client:
+            assert await health(client) == (503, {"status": "starting"})
+
+    asyncio.run(run())
+
+
+def fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the block manager contradict itself once something longer than a prompt is cached."""
+    cache_blocks = KVCacheManager.cache_blocks
+
+    def raising(self: KVCacheManager, request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens > 40:
+            raise Boom("the blocks are in a mess")
+        cache_blocks(self, request, num_computed_tokens)
+
+    monkeypatch.setattr(KVCacheManager, "cache_blocks", raising)
+
+
+def test_streams_whole_answers_and_health_say_why_the_engine_ended(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with running(settings) as (_, _, client):
+            fatal(monkeypatch)
+            streamed, whole = await asyncio.gather(
+                ask(client, "a", max_tokens=100, stream=True), ask(client, "b", max_tokens=100)
+            )
+            assert "in a mess" in events_of(await streamed.text())[-1]["error"]["message"]
+            assert whole.status == 503
+            assert "in a mess" in (await whole.json())["error"]["message"]
+            status, state = await health(client)
+            assert (status, state["status"]) == (503, "dead")
+            assert "in a mess" in state["error"]
+            late = await ask(client, "b")
+            assert late.status == 503
+            assert "in a mess" in (await late.json())["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_a_node_whose_engine_ended_exits_with_a_status_for_its_supervisor(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fatal(monkeypatch)
+    told: list[str] = []
+    client = threading.Thread(target=lambda: told.append(_ask_until_the_end(port)))
+    client.start()
+    arguments = ["--port", str(port), "--model", str(tiny_model("llama")), "--num-blocks", "60"]
+    try:
+        assert main([*arguments, "--threads", "1", "--log-level", "error"]) == 1
+    finally:
+        client.join()
+    assert "in a mess" in told[0]
+    assert "serve.py: error: the engine ended" in capsys.readouterr().err
+
+
+def _ask_until_the_end(port: int) -> str:
+    """Wait until a node serves, and read a stream to its end."""
+    import http.client
+
+    def is_ready() -> bool:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().read() == b'{"status": "ok"}'
+        except OSError:
+            connection.close()
+            return False
+
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    try:
+        wait_until(is_ready, timeout_s=DEADLINE_S)
+        connection.request("POST", "/v1/completions", json.dumps(body_of("a", max_tokens=200, stream=True)))
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
