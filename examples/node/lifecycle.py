@@ -80,13 +80,14 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
         if not died.is_set():
             server.drain()
             await _drain(server, engine, stop, died, options.drain_timeout_s)
+        why = f"the engine ended: {engine.stats().error}"
         if died.is_set():
+            link.report(failed=why)
             await _tell_death(server, stop)
-        why = engine.stats().error
         # The engine is closed while HTTP is still served: it ends what is left as aborted, and that has to be answered.
         await _close(engine)
     if died.is_set():
-        raise BrokenError(f"the engine ended: {why}")
+        raise BrokenError(why)
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -122,8 +123,9 @@ def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
 
 
 @pytest.mark.slow
-def test_a_node_ends_quickly_and_cleanly_when_told_to_and_with_its_launcher(
-    launcher: Launcher, tiny_arguments: Sequence[str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_ends_quickly_and_cleanly_at_a_second_signal_and_with_its_launcher(
+    number: signal.Signals, launcher: Launcher, tiny_arguments: Sequence[str]
 ) -> None:
     told, left = (launcher.start_node("decode", "decode", *tiny_arguments) for _ in range(2))
     launcher.wait_ready([told, left], 110)
@@ -134,6 +136,8 @@ def test_a_node_ends_quickly_and_cleanly_when_told_to_and_with_its_launcher(
         whole = background.submit(client.complete, "Another one", **long)
         wait_until(lambda: client.metric("kvferry_running_requests") == 2)
         told.terminate()
+        wait_until(lambda: client.get("/health")[0] == 503)
+        told.send_signal(number)
         assert "error" in list(events)[-1]
         # Of this one nothing was told yet, so that a router can have another node answer it.
         assert whole.result().status == 503

@@ -55,7 +55,10 @@ async def running(settings: EngineSettings) -> AsyncIterator[tuple[Engine, NodeS
 def body_of(name: str, **more: Any) -> dict[str, Any]:
     return {
         "prompt": PROMPTS[name],
-        "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
         **more,
     }
 

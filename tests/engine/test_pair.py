@@ -172,3 +172,22 @@ def test_what_is_refused_here_is_let_go_of_there(make_pair: Any, drive: Any) -> 
             core.decline({"do_remote_prefill": True})
     drive(prefill, decode, until=lambda: prefill.is_whole)  # its lease is 30 s
     assert not decode.core.has_work
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_decode_node_that_closes_lets_go_of_offers_that_it_has_not_read(
+    num_steps: int, make_pair: Any, drive: Any
+) -> None:
+    """Also of those that it had not claimed yet; their leases run longer than the test waits."""
+    prefill, decode = make_pair(connector="shm", max_num_seqs=1)
+    params = [_prefill(drive, prefill, f"r{i}", prompt) for i, prompt in enumerate(_prompts([40, 30]))]
+    decode.add("busy", [1, 2, 3], max_tokens=300)
+    drive(decode, until=lambda: decode.outputs.get("busy"))
+    for index, prompt in enumerate(_prompts([40, 30])):
+        decode.add(f"r{index}", prompt, max_tokens=20, kv_transfer_params=params[index])
+    for _ in range(num_steps):
+        decode.step()
+    with decode.at_work() as core:
+        core.abort_all()
+        core.settle()
+    drive(prefill, until=lambda: prefill.is_whole)

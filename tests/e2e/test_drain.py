@@ -1,0 +1,169 @@
+"""Nodes that are told to stop: what they began ends well, what they hold for others is let go of, and they exit in time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from demo.launcher import Launcher, Spawn
+from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+
+pytestmark = pytest.mark.slow
+
+START_TIMEOUT_S = 110.0
+DRAIN_S = 40.0
+#: To end once there is nothing left to wait for, on a busy machine.
+END_S = 20.0
+LONG = {"max_tokens": 300, "ignore_eos": True}
+PROMPT = (
+    "The last ferry of the day takes everyone who waits at the pier, and only then the crew goes home. " * 2
+)
+OTHER_PROMPT = PROMPT[::-1]
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Two processes that do nothing but keep a core busy each."""
+    context = multiprocessing.get_context("spawn")
+    burners = [context.Process(target=_burn, daemon=True) for _ in range(2)]
+    for burner in burners:
+        burner.start()
+    yield
+    for burner in burners:
+        burner.kill()
+        burner.join()
+        burner.close()
+
+
+def _burn() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def start(launcher: Launcher, tiny_arguments: Sequence[str]) -> Callable[..., Client]:
+    """Start a node of a role with options of its own."""
+
+    def started(role: str, *arguments: str) -> Client:
+        node = launcher.start_node(role, role, *tiny_arguments, *arguments)
+        launcher.wait_ready([node], START_TIMEOUT_S)
+        return Client(node)
+
+    return started
+
+
+def offer(prefill: Client, prompt: str) -> Mapping[str, Any]:
+    reply = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
+    params: Mapping[str, Any] = reply.body["kv_transfer_params"]
+    return params
+
+
+def token_ids(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+
+def is_draining(client: Client) -> bool:
+    return client.get("/health") == (503, b'{"status": "draining"}')
+
+
+def retry_after(client: Client) -> str | None:
+    """What a request that is refused with 503 is told of when to come again."""
+    connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=END_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "too late"}))
+        with connection.getresponse() as response:
+            assert response.status == 503
+            assert "told to stop" in json.loads(response.read())["error"]["message"]
+            return response.headers["Retry-After"]
+    finally:
+        connection.close()
+
+
+@pytest.mark.usefixtures("busy_machine")
+@pytest.mark.timeout(300)
+def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_their_offers(
+    start: Callable[..., Client], tiny_single: Client
+) -> None:
+    arguments = ("--drain-timeout-s", f"{DRAIN_S:g}")
+    prefill, decode = start("prefill", *arguments), start("decode", *arguments)
+    expected = tiny_single.complete(PROMPT, **LONG).token_ids
+    other_expected = tiny_single.complete(OTHER_PROMPT, max_tokens=4).token_ids
+    held = offer(prefill, OTHER_PROMPT)
+    taken = offer(prefill, PROMPT)
+    with (
+        ThreadPoolExecutor(1) as background,
+        decode.streaming(PROMPT, kv_transfer_params=taken, **LONG) as events,
+    ):
+        first = next(events)
+        whole = background.submit(decode.complete, PROMPT, **LONG)
+        wait_until(lambda: decode.metric("kvferry_running_requests") == 2)
+        prefill.process.terminate()
+        wait_until(lambda: is_draining(prefill))
+        assert retry_after(prefill) == "1"
+        # An offer is delivered while its node drains.
+        late = decode.complete(OTHER_PROMPT, max_tokens=4, kv_transfer_params=held)
+        assert late.token_ids == other_expected
+        assert (late.transfer["error"], late.transfer["num_bytes"] > 0) == ("", True)
+        began = time.monotonic()
+        decode.process.terminate()
+        wait_until(lambda: is_draining(decode))
+        assert retry_after(decode) == "1"
+        assert token_ids([first, *events]) == expected
+        assert whole.result().token_ids == expected
+    assert decode.process.wait(DRAIN_S) == 0
+    assert prefill.process.wait(END_S) == 0
+    assert time.monotonic() - began < DRAIN_S
+    assert "aborted" not in prefill.process.log_tail + decode.process.log_tail
+
+
+def test_what_is_left_at_the_deadline_ends_as_aborted_and_offers_go_back_at_once(
+    start: Callable[..., Client],
+) -> None:
+    """A decode node that has a request in work and others in its queue, whose offers are claimed or about to be."""
+    prefill = start("prefill")  # with leases of the default length, which is longer than the test waits
+    decode = start("decode", "--drain-timeout-s", "0.5", "--max-num-seqs", "1")
+    held = [offer(prefill, f"{index} {PROMPT}") for index in range(3)]
+    with ThreadPoolExecutor(3) as background, decode.streaming("0", **LONG) as events:
+        next(events)
+        decode.process.send_signal(
+            signal.SIGSTOP
+        )  # so that the answer in work does not end before the deadline
+        waiting = [
+            background.submit(decode.complete, f"{index} {PROMPT}", kv_transfer_params=params, **LONG)
+            for index, params in enumerate(held)
+        ]
+        decode.process.terminate()
+        decode.process.send_signal(signal.SIGCONT)
+        ends = [reply.result().status for reply in waiting]
+        _ = list(events)
+    assert set(ends) <= {200, 503}
+    assert decode.process.wait(END_S) == 0
+    if 503 in ends:
+        wait_until(prefill.is_whole, timeout_s=10.0)
+
+
+def test_a_node_whose_output_cannot_be_written_serves_and_ends_as_told(
+    spawn: Spawn, tiny_single_arguments: Sequence[str]
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with Launcher(lambda script, arguments, _, link: spawn(script, arguments, full, link)) as launcher:
+            node = launcher.start_node("node", "single", *tiny_single_arguments, "--log-level", "debug")
+            launcher.wait_ready([node], START_TIMEOUT_S)
+            client = Client(node)
+            assert client.complete(PROMPT, max_tokens=4).status == 200
+            assert client.post("/v1/completions", b"{").status == 400
+            assert client.get("/health") == (200, b'{"status": "ok"}')
+            node.terminate()
+            assert node.wait(END_S) == 0
+    finally:
+        os.close(full)

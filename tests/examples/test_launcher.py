@@ -1,0 +1,80 @@
+"""What a launcher says of a process that ended by itself, and that it ends the others quickly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from demo.launcher import Child, Launcher
+from demo.testing import wait_until
+
+#: It speaks as a node does: it listens, is ready, and then ends in one way or another.
+SCRIPT = """
+import os, signal, socket, sys, time
+link = socket.socket(fileno=int(sys.argv[2]))
+for index in range(40):
+    print(f"line {index}", flush=True)
+link.send(b'{"listening": 1}\\n{"ready": true}\\n')
+if sys.argv[1] == "fails":
+    print("the last words", flush=True)
+    link.send(b'{"failed": "the engine ended: worker 1 was lost"}\\n')
+    sys.exit(1)
+if sys.argv[1] == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a node that drains
+link.recv(1)
+"""
+
+
+def spawn(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, script, str(link)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(link,),
+        process_group=0,
+    )
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    with Launcher(spawn) as launcher:
+        yield launcher
+
+
+def test_an_obituary_names_the_status_the_cause_and_the_last_lines(launcher: Launcher) -> None:
+    node = launcher.start("decode node", "fails")
+    launcher.wait_ready([node], 20)
+    wait_until(lambda: node.obituary(within_s=20) != "")
+    said = node.obituary()
+    assert said.startswith(
+        "the decode node ended with status 1: the engine ended: worker 1 was lost; the end of"
+    )
+    assert said.endswith("line 39\nthe last words")
+    assert "line 20" not in said
+
+
+def test_an_obituary_names_the_signal(launcher: Launcher) -> None:
+    node = launcher.start("decode node", "is killed")
+    launcher.wait_ready([node], 20)
+    wait_until(lambda: not node.is_running)
+    assert node.obituary().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
+
+
+def test_there_is_no_obituary_of_one_that_runs(launcher: Launcher) -> None:
+    node = launcher.start("decode node", "runs")
+    launcher.wait_ready([node], 20)
+    assert node.obituary() == ""
+
+
+def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_first() -> None:
+    with Launcher(spawn) as launcher:
+        node = launcher.start("decode node", "runs")
+        launcher.wait_ready([node], 20)
+        began = time.monotonic()
+    assert time.monotonic() - began < 4.0
