@@ -353,11 +353,12 @@ class Scheduler:
         if len(plan.scheduled) == 1:
             outcome.failed.append((plan.scheduled[0].request, why))
             return outcome
-        for item in reversed(plan.scheduled):  # each goes to the head of the queue
+        for item in plan.scheduled:
             request = item.request
             self._suspects[request.request_id] = request.num_computed_tokens + item.num_new_tokens
             self._lost_blocks.add(request.request_id)
-            self._start_over(request)
+        for item in reversed(plan.scheduled):  # each goes to the head of the queue
+            self._start_over(item.request)
         return outcome
 
     def _take_failed(self) -> list[tuple[Request, str]]:

@@ -148,6 +148,21 @@ def test_nothing_remains_when_it_is_interrupted(
     assert not sockets_of(children)
 
 
+def test_the_demo_says_how_a_node_ended(arguments: list[str]) -> None:
+    command = [sys.executable, SCRIPT, *arguments, "--prompt", "g" * 100, "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stderr is not None
+        children = wait_for_stage(demo, "ready", demo.stderr)
+        (decode,) = (
+            pid for pid in children if "decode" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        )
+        os.kill(decode, signal.SIGKILL)
+        said = demo.stderr.read()
+        assert demo.wait(20) == 1
+    assert "the request failed" in said
+    assert "the decode node was killed by SIGKILL; the end of its log:" in said
+
+
 def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]) -> list[int]:
     """Read the demo's status lines until `stage`; the processes that it started by then."""
     num_ready = 0
