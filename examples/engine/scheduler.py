@@ -16,7 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.base import KVConnectorBase
@@ -29,36 +29,12 @@ from kvferry.transports.errors import ConnectorError
 from .errors import RequestFailedError, reason_of
 from .handoffs import Handoffs
 from .request import Request, RequestStatus
-from .step import ScheduledRequest, StepOutcome, StepPlan
+from .step import ScheduledRequest, StepDraft, StepOutcome, StepPlan
 from .types import FinishReason
 
 __all__ = ["Scheduler"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Draft:
-    """A step while it is being put together.
-
-    Attributes:
-        suspect: The only request that may be part of it; None: any that is not a suspect.
-    """
-
-    num_free_tokens: int
-    preempted: set[str]
-    suspect: str | None
-    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
-    pool_is_full: bool = False
-
-    def add(self, item: ScheduledRequest) -> None:
-        self.scheduled[item.request.request_id] = item
-        self.num_free_tokens -= item.num_new_tokens
-
-    def remove(self, request_id: str) -> None:
-        self.preempted.add(request_id)
-        if item := self.scheduled.pop(request_id, None):
-            self.num_free_tokens += item.num_new_tokens
 
 
 class Scheduler:
@@ -158,7 +134,7 @@ class Scheduler:
         """Decide the next step, and allocate the slots that it needs."""
         lost, self._lost_blocks = self._lost_blocks, set()
         suspect = next(iter(self._suspects), None)
-        draft = _Draft(self._limits.max_num_batched_tokens, lost, suspect)
+        draft = StepDraft(self._limits.max_num_batched_tokens, lost, suspect)
         self._plan_all(draft)
         if suspect is not None and not draft.scheduled:
             # It waits for blocks, or for a load. The others go on meanwhile, or those blocks would never come free.
@@ -168,20 +144,20 @@ class Scheduler:
         plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
         return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
 
-    def _plan_all(self, draft: _Draft) -> None:
+    def _plan_all(self, draft: StepDraft) -> None:
         self._plan_running(draft)
         self._plan_ready(draft)
         if not draft.pool_is_full:
             self._plan_waiting(draft)
 
-    def _admits(self, draft: _Draft, request: Request) -> bool:
+    def _admits(self, draft: StepDraft, request: Request) -> bool:
         if request.request_id in self._failed:
             return False
         if draft.suspect is not None:
             return request.request_id == draft.suspect
         return request.request_id not in self._suspects
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: StepDraft) -> None:
         # A long prompt must not keep those waiting that need one token each.
         decodes_first = sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1)
         for request in decodes_first:
@@ -191,7 +167,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING and self._admits(draft, request):
                 self._try_schedule(request, draft)
 
-    def _plan_ready(self, draft: _Draft) -> None:
+    def _plan_ready(self, draft: StepDraft) -> None:
         for request in list(self.ready):
             if draft.num_free_tokens == 0:
                 return
@@ -203,7 +179,7 @@ class Scheduler:
                 if not self._tell_allocated(request, 0):
                     del draft.scheduled[request.request_id]
 
-    def _try_schedule(self, request: Request, draft: _Draft) -> bool:
+    def _try_schedule(self, request: Request, draft: StepDraft) -> bool:
         """Schedule a request that holds blocks; takes blocks from newer ones if it must."""
         num_new_tokens = min(request.num_uncomputed_tokens, draft.num_free_tokens)
         while self._manager.allocate_slots(request, num_new_tokens) is None:
@@ -215,7 +191,7 @@ class Scheduler:
         self._draft(request, num_new_tokens, draft)
         return True
 
-    def _draft(self, request: Request, num_new_tokens: int, draft: _Draft) -> None:
+    def _draft(self, request: Request, num_new_tokens: int, draft: StepDraft) -> None:
         block_ids = self._manager.get_block_ids(request.request_id)
         draft.add(ScheduledRequest(request, num_new_tokens, block_ids))
 
@@ -223,7 +199,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _preempt(self, request: Request, draft: StepDraft) -> None:
         logger.debug("preempt %s: the pool is full", request)
         draft.remove(request.request_id)
         self._start_over(request)
@@ -239,7 +215,7 @@ class Scheduler:
 
     # -- requests without blocks ---------------------------------------------------------------------
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_waiting(self, draft: StepDraft) -> None:
         not_yet: list[Request] = []
         while self.waiting and draft.num_free_tokens > 0 and self._num_holders < self._limits.max_num_seqs:
             request = self.waiting[0]
@@ -262,7 +238,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(not_yet))
 
     def _start(
-        self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: _Draft
+        self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft
     ) -> None:
         """A request has its first blocks: it loads, if there is nothing to compute for it yet, or runs."""
         if not self._tell_allocated(request, num_external):

@@ -10,7 +10,7 @@ from kvferry.connector.base import KVConnectorMetadata
 
 from .request import Request
 
-__all__ = ["ScheduledRequest", "StepOutcome", "StepPlan"]
+__all__ = ["ScheduledRequest", "StepDraft", "StepOutcome", "StepPlan"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,30 @@ class StepPlan:
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(item.num_new_tokens for item in self.scheduled)
+
+
+@dataclass
+class StepDraft:
+    """A step while it is being put together.
+
+    Attributes:
+        suspect: The only request that may be part of it; None: any that is not a suspect.
+    """
+
+    num_free_tokens: int
+    preempted: set[str]
+    suspect: str | None
+    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
+    pool_is_full: bool = False
+
+    def add(self, item: ScheduledRequest) -> None:
+        self.scheduled[item.request.request_id] = item
+        self.num_free_tokens -= item.num_new_tokens
+
+    def remove(self, request_id: str) -> None:
+        self.preempted.add(request_id)
+        if item := self.scheduled.pop(request_id, None):
+            self.num_free_tokens += item.num_new_tokens
 
 
 @dataclass(frozen=True)
