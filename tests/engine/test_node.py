@@ -180,19 +180,19 @@ def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(settings: 
     async def run() -> None:
         async with running(settings) as (_, server, client):
             expected = (await (await ask(client, "a", max_tokens=100)).json())["choices"][0]["token_ids"]
-            streamed = await ask(client, "a", max_tokens=100, stream=True)
-            whole = asyncio.ensure_future(ask(client, "a", max_tokens=100))
+            begun = [asyncio.ensure_future(ask(client, "a", max_tokens=100, stream=s)) for s in (True, False)]
             while server.num_answering < 2:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.002)
             server.drain()
             assert await health(client) == (503, {"status": "draining"})
             refused = await ask(client, "b")
             assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
             assert "told to stop" in (await refused.json())["error"]["message"]
+            streamed, whole = await asyncio.gather(*begun)
             assert token_ids(events_of(await streamed.text())) == expected
-            assert (await (await whole).json())["choices"][0]["token_ids"] == expected
+            assert (await whole.json())["choices"][0]["token_ids"] == expected
             while server.num_answering:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.002)
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,10 @@ import os, signal, socket, sys, time
 link = socket.socket(fileno=int(sys.argv[2]))
 for index in range(40):
     print(f"line {index}", flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 link.send(b'{"listening": 1}\\n{"ready": true}\\n')
+if sys.argv[1] != "runs":
+    signal.sigwait([signal.SIGUSR1])
 if sys.argv[1] == "fails":
     print("the last words", flush=True)
     link.send(b'{"failed": "the engine ended: worker 1 was lost"}\\n')
@@ -50,6 +54,7 @@ def launcher() -> Iterator[Launcher]:
 def test_an_obituary_names_the_status_the_cause_and_the_last_lines(launcher: Launcher) -> None:
     node = launcher.start("decode node", "fails")
     launcher.wait_ready([node], 20)
+    node.send_signal(signal.SIGUSR1)
     wait_until(lambda: node.obituary(within_s=20) != "")
     said = node.obituary()
     assert said.startswith(
@@ -62,6 +67,7 @@ def test_an_obituary_names_the_status_the_cause_and_the_last_lines(launcher: Lau
 def test_an_obituary_names_the_signal(launcher: Launcher) -> None:
     node = launcher.start("decode node", "is killed")
     launcher.wait_ready([node], 20)
+    node.send_signal(signal.SIGUSR1)
     wait_until(lambda: not node.is_running)
     assert node.obituary().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
 
