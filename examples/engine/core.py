@@ -233,9 +233,8 @@ class EngineCore:
         outputs += [self._piece(request) for request in outcome.new_tokens]
         for request, why in outcome.failed:
             answer = self._answers.get(request.source.request_id)
-            if (
-                answer is not None and answer.request is request
-            ):  # else it is over: it failed twice in this step
+            # Otherwise it is over already: it failed twice in this step.
+            if answer is not None and answer.request is request:
                 outputs.append(self._cut_off(answer, "error", why))
         return outputs
 
