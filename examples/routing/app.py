@@ -5,28 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
+import socket
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Literal
 
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from web.errors import error_middleware
+from web.errors import ApiError, error_middleware
 from web.json_body import MAX_BODY_BYTES, parse_json
 
+from .handoffs import Handoff, Handoffs
 from .metrics import RouterMetrics
-from .nodes import Node, NodePool
-from .prefills import Call, OverlappedPrefill, Prefill, WholePrefill
-from .stages import NodeGoneError, check_body, copy_answer, decode_body, open_answer
+from .nodes import Node, NodeGoneError, NodePool, NodeState, NoNodeError, Tried
+from .prefills import OverlappedPrefill, Prefill, WholePrefill
+from .reply import Reply
+from .stages import Call, check_body, decode_body, open_answer
 
-__all__ = ["Router"]
+__all__ = ["DecodeAlone", "Router", "kept_alive_socket"]
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+#: A connection whose other end vanished is found broken after IDLE + COUNT * INTERVAL seconds without a byte, also if the
+#: host came back meanwhile and answers health checks again.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
+
+DecodeAlone = Literal["auto", "always", "never"]
 
 
 class Router:
@@ -37,8 +44,11 @@ class Router:
 
     Args:
         overlap: A decode begins while its prefill still runs, where the prefill node can say so early.
-        silence_timeout_s: A node that sends nothing for so long is taken for gone.
-        check_interval_s: Between two questions for a node's health.
+        answer_timeout_s: An answer that takes longer ends with an error; 0: no limit.
+        check_interval_s: Time between two health checks of a node.
+        check_timeout_s: A health check that takes longer has failed.
+        decode_alone: Whether a decode node gets a request that no prefill node can take: `auto` if the node says that
+            its policy is `recompute`.
     """
 
     def __init__(
@@ -47,20 +57,23 @@ class Router:
         decode_pool: NodePool,
         *,
         overlap: bool,
-        silence_timeout_s: float,
+        answer_timeout_s: float,
         check_interval_s: float,
+        check_timeout_s: float,
+        decode_alone: DecodeAlone,
     ) -> None:
         self._prefill_pool = prefill_pool
         self._decode_pool = decode_pool
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_timeout_s
-        )
-        self._check_interval_s = check_interval_s
-        self._metrics = RouterMetrics(self._nodes)
+        self._answer_timeout_s = answer_timeout_s
+        self._check_times_s = check_interval_s, check_timeout_s
+        self._decode_alone_mode = decode_alone
+        self._handoffs = Handoffs()
+        self._metrics = RouterMetrics(self._nodes, self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession
-        self._answers: set[aiohttp.ClientResponse] = set()
+        self._is_draining = False
+        self._num_under_way = 0
 
     @property
     def _nodes(self) -> tuple[Node, ...]:
@@ -78,33 +91,36 @@ class Router:
         return app
 
     async def wait_until_ready(self) -> None:
-        """Return once there is a healthy node of either role."""
-        while not self._is_ready:
-            await asyncio.sleep(self._check_interval_s / 4)
+        """Return once there is a ready node of either role."""
+        while not self._has_pair:
+            await asyncio.sleep(self._check_times_s[0] / 4)
 
-    async def stop(self, grace_s: float) -> None:
-        """Let what is under way go on for so long, and then end it: each client is told so by an error."""
-        deadline = time.monotonic() + grace_s
-        while any(node.in_flight for node in self._nodes) and time.monotonic() < deadline:
-            await asyncio.sleep(grace_s / 20)
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait for those under way, for at most so long."""
+        self._is_draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._num_under_way and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(min(0.05, timeout_s))
+
+    def stop(self) -> None:
+        """End what is under way: each client is told so by an error."""
+        self._is_draining = True
         for pool in (self._prefill_pool, self._decode_pool):
             pool.close()
-        for answer in self._answers:
-            answer.close()
-        await self._session.close()
 
     @property
-    def _is_ready(self) -> bool:
-        return self._prefill_pool.has_healthy_node and self._decode_pool.has_healthy_node
+    def _has_pair(self) -> bool:
+        return self._prefill_pool.has_ready_node and self._decode_pool.has_ready_node
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=self._timeout, connector=connector) as self._session:
-            pools = (self._prefill_pool, self._decode_pool)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=kept_alive_socket)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
             watchers = [
-                asyncio.create_task(pool.watch(self._session, self._check_interval_s)) for pool in pools
+                asyncio.create_task(node.watch(self._session, *self._check_times_s)) for node in self._nodes
             ]
             yield
+            await self._handoffs.close()
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
@@ -113,60 +129,121 @@ class Router:
 
     async def _health(self, request: web.Request) -> web.Response:
         nodes = [
-            {"role": node.role, "url": node.url, "healthy": node.is_healthy, "error": node.last_error}
+            {
+                "role": node.role,
+                "url": node.url,
+                "state": node.state.value,
+                "healthy": node.state is NodeState.READY,
+                "error": node.last_error,
+            }
             for node in self._nodes
         ]
-        status = "ok" if self._is_ready else "no healthy pair of nodes"
-        return web.json_response({"status": status, "nodes": nodes}, status=200 if self._is_ready else 503)
+        status, is_ready = self._status()
+        body = {"status": status, "nodes": nodes, "handoffs": self._handoffs.report()}
+        return web.json_response(body, status=200 if is_ready else 503)
+
+    def _status(self) -> tuple[str, bool]:
+        """What `/health` says in a line, and whether requests can be answered."""
+        if self._is_draining:
+            return "draining", False
+        problems = list(self._handoffs.problems())
+        if not self._has_pair:
+            if self._prefill_pool.has_ready_node or not self._can_decode_alone({}):
+                return "no healthy pair of nodes", False
+            problems.append("no prefill node is ready: decode nodes compute prompts themselves")
+        return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        tried: set[Node] = set()
+        tried: Tried = {}
         while True:
-            with (
-                self._decode_pool.use_one(tried) as node,
-                contextlib.suppress(aiohttp.ClientError, TimeoutError),
-            ):
-                async with self._session.get(node.url + "/v1/models") as response:
-                    return web.Response(
-                        body=await response.read(), status=response.status, content_type=response.content_type
-                    )
+            with contextlib.suppress(NodeGoneError):
+                async with self._decode_pool.use_one(tried) as node, node.exchange():
+                    async with self._session.get(node.url + "/v1/models") as response:
+                        payload = await response.read()
+                return web.Response(body=payload, status=response.status, content_type=response.content_type)
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await handler(request)
-        if request.method == "POST":
-            self._metrics.requests.labels(str(response.status)).inc()
+        if request.method != "POST":
+            return await handler(request)
+        self._num_under_way += 1
+        try:
+            response = await handler(request)
+        finally:
+            self._num_under_way -= 1
+        self._metrics.requests.labels(str(response.status)).inc()
         return response
 
     # -- answers -------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._is_draining:
+            raise NoNodeError("the router is draining: send the request to another one, or again later")
         body = parse_json(await request.read())
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
-        tried_decode: set[Node] = set()
         call = Call(self._session, request.path, body, _headers(request, request_id))
+        reply = Reply(request)
+        try:
+            async with asyncio.timeout(self._answer_timeout_s or None) as limit:
+                return await self._routed(call, reply)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"the answer was not complete after {self._answer_timeout_s:g} s, the router's --answer-timeout-s"
+            return await reply.fail(ApiError(504, message, kind="timeout_error", code="timeout"))
+
+    async def _routed(self, call: Call, reply: Reply) -> web.StreamResponse:
+        tried: Tried = {}
         while True:
+            # Before the prefill, so that no offer is made that no node is there to load.
+            await self._decode_pool.require_one(tried)
             try:
-                async with self._prefill.prefilled(call) as params:
-                    return await self._decode(request, decode_body(body, params), call.headers, tried_decode)
+                async with contextlib.AsyncExitStack() as stack:
+                    try:
+                        offer = await stack.enter_async_context(self._prefill.prefilled(call))
+                    except NoNodeError as error:
+                        if not self._can_decode_alone(tried):
+                            raise
+                        logger.info(
+                            "%s: a decode node computes the prompt itself: %s", call.request_id, error
+                        )
+                        self._metrics.decoded_alone.inc()
+                        return await self._decoded(call, Handoff(None), reply, tried, is_alone=True)
+                    handoff = stack.enter_context(self._handoffs.following(call, offer))
+                    return await self._decoded(call, handoff, reply, tried, is_alone=False)
             except NodeGoneError as error:
-                logger.warning("%s: decode: %s", request_id, error)
+                logger.warning("%s: decode: %s", call.request_id, error)
                 self._metrics.retries.labels("decode").inc()
 
-    async def _decode(
-        self, request: web.Request, body: Mapping[str, Any], headers: Mapping[str, str], tried: set[Node]
+    async def _decoded(
+        self, call: Call, handoff: Handoff, reply: Reply, tried: Tried, *, is_alone: bool
     ) -> web.StreamResponse:
-        with self._decode_pool.use_one(tried) as node:
-            async with open_answer(self._session, node, request.path, body, headers) as (upstream, first):
-                self._answers.add(upstream)
-                try:
-                    return await copy_answer(upstream, first, request)
-                finally:
-                    self._answers.remove(upstream)
+        async with self._decode_pool.use_one(tried, self._computes_alone if is_alone else None) as node:
+            handoff.decode_url = node.url
+            body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
+            async with open_answer(call, node, body) as (upstream, first):
+                self._handoffs.answered(call, handoff, upstream, first)
+                response = await reply.copy(node, upstream, first)
+                handoff.read_tail(reply.tail)
+                return response
+
+    def _can_decode_alone(self, tried: Tried) -> bool:
+        """Whether a decode node that is ready, and not tried yet, would compute a whole prompt itself."""
+        nodes = (node for node in self._decode_pool.nodes if node not in tried)
+        return any(node.state is NodeState.READY and self._computes_alone(node) for node in nodes)
+
+    def _computes_alone(self, node: Node) -> bool:
+        match self._decode_alone_mode:
+            case "always":
+                return True
+            case "never":
+                return False
+            case "auto":
+                return node.load_failure_policy == "recompute"
 
 
 def _headers(request: web.Request, request_id: str) -> dict[str, str]:
@@ -175,3 +252,20 @@ def _headers(request: web.Request, request_id: str) -> dict[str, str]:
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
     return headers
+
+
+def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
+    """A socket to a node whose end is noticed although no byte is expected from it for long."""
+    family, kind, protocol = address[:3]
+    connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+        "TCP_KEEPCNT": KEEPALIVE_COUNT,
+    }
+    for name, value in times.items():
+        if hasattr(socket, name):  # names differ between systems; without them the system's own times apply
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

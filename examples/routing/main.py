@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
+import math
+import signal
 import socket
 from collections.abc import Sequence
+from typing import get_args
 
 from yarl import URL
 
 from web.launcher_link import Link, open_link
 from web.serving import (
-    SHUTDOWN_GRACE_S,
     StartupError,
     add_serving_arguments,
     bind,
@@ -19,15 +22,16 @@ from web.serving import (
     say,
     serving,
     set_up_logging,
-    stop_event,
 )
 
-from .app import Router
-from .nodes import NodePool
+from .app import DecodeAlone, Router
+from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 
 __all__ = ["main"]
 
 DEFAULT_PORT = 8080
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="router.py",
         description="Send each request of an OpenAI-compatible API to a prefill node, then to a decode node.",
+        epilog="docs/router.md explains the states of a node, handoff counts, and how the router stops.",
+        allow_abbrev=False,
     )
     add_serving_arguments(parser, port=DEFAULT_PORT)
     group = parser.add_argument_group("nodes")
@@ -55,18 +61,44 @@ def _parser() -> argparse.ArgumentParser:
             help=f"a {role} node, e.g. http://127.0.0.1:8100; may be repeated",
         )
     group.add_argument(
-        "--silence-timeout-s",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="a node that sends nothing for so long is taken for gone (default: %(default)g)",
-    )
-    group.add_argument(
         "--check-interval-s",
         type=float,
         default=1.0,
         metavar="S",
-        help="between two questions for a node's health (default: %(default)g)",
+        help="time between two health checks of a node (default: %(default)g)",
+    )
+    group.add_argument(
+        "--check-timeout-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help=f"a health check that takes longer has failed; after {FAILED_CHECKS_UNTIL_GONE} in a row the node is gone, "
+        "and its requests end (default: %(default)g)",
+    )
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--answer-timeout-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="an answer that takes longer, from its request to its last byte, ends with error 504; this affects no other "
+        "request and no node's state; 0 sets no limit (default: %(default)g)",
+    )
+    group.add_argument(
+        "--decode-alone",
+        choices=get_args(DecodeAlone),
+        default="auto",
+        help="whether decode nodes compute prompts themselves while no prefill node can: auto asks those whose /health "
+        "says that their load failure policy is recompute, always asks any, as vLLM's nodes do not say it "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time that requests under way have to finish after SIGTERM or SIGINT; a second signal ends the router at "
+        "once (default: %(default)g)",
     )
     group.add_argument(
         "--overlap",
@@ -78,19 +110,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     set_up_logging(options.log_level, "router")
-    if options.silence_timeout_s <= 0 or options.check_interval_s <= 0:
-        raise StartupError("--silence-timeout-s and --check-interval-s must be positive")
+    _check_times(options)
     router = Router(
         NodePool("prefill", [_url(text) for text in options.prefill]),
         NodePool("decode", [_url(text) for text in options.decode]),
         overlap=options.overlap,
-        silence_timeout_s=options.silence_timeout_s,
+        answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
+        check_timeout_s=options.check_timeout_s,
+        decode_alone=options.decode_alone,
     )
     link = open_link(options.launcher_fd)
     try:
         with bind(options.host, options.port) as listener:
-            asyncio.run(_serve(router, listener, link))
+            asyncio.run(_serve(router, listener, link, options.drain_timeout_s))
     except StartupError as error:
         link.report(failed=str(error))
         raise
@@ -98,17 +131,52 @@ def _run(options: argparse.Namespace) -> None:
         link.close()
 
 
-async def _serve(router: Router, listener: socket.socket, link: Link) -> None:
-    stop = stop_event(link)
+def _check_times(options: argparse.Namespace) -> None:
+    for name in ("check_interval_s", "check_timeout_s", "answer_timeout_s", "drain_timeout_s"):
+        value = getattr(options, name)
+        may_be_0 = not name.startswith("check")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
+            option = "--" + name.replace("_", "-")
+            raise StartupError(f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'}")
+
+
+async def _serve(router: Router, listener: socket.socket, link: Link, drain_timeout_s: float) -> None:
+    drain, stop = _told_to_end(link)
     host, port = listener.getsockname()[:2]
     async with serving(router.application(), listener):
         link.report(listening=port)
         say(f"router listening on http://{host}:{port}")
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
-        await stop.wait()
+        await drain.wait()
         ready.cancel()
-        await router.stop(SHUTDOWN_GRACE_S)
+        if not stop.is_set():
+            logger.info("draining for up to %g s; a second signal ends the router at once", drain_timeout_s)
+            draining = asyncio.create_task(router.drain(drain_timeout_s))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            stopped.cancel()
+        router.stop()
+
+
+def _told_to_end(link: Link) -> tuple[asyncio.Event, asyncio.Event]:
+    """Two events: the first is set by a first SIGTERM or SIGINT; both by a second one, or by the launcher's end."""
+    drain, stop = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if drain.is_set():
+            stop.set()
+        drain.set()
+
+    def on_gone() -> None:
+        stop.set()
+        drain.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    link.watch(on_gone)
+    return drain, stop
 
 
 def _url(text: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .nodes import Node
+from .handoffs import RESULTS, Handoffs
+from .nodes import Node, NodeState
 
 __all__ = ["RouterMetrics"]
 
@@ -17,9 +18,10 @@ __all__ = ["RouterMetrics"]
 class RouterMetrics:
     """Figures of one router, in a registry of its own."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], handoffs: Handoffs) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(nodes))
+        self._registry.register(_HandoffCollector(handoffs))
         self.requests = Counter(
             "kvferry_router_requests",
             "Requests answered, by HTTP status",
@@ -35,6 +37,11 @@ class RouterMetrics:
         self.without_handoff = Counter(
             "kvferry_router_without_handoff",
             "Requests whose prefill node offered no KV cache, so that the decode node computed it again",
+            registry=self._registry,
+        )
+        self.decoded_alone = Counter(
+            "kvferry_router_decoded_alone",
+            "Requests sent to a decode node alone, because no prefill node could take them",
             registry=self._registry,
         )
         self.lost_prefills = Counter(
@@ -57,13 +64,40 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
-            "kvferry_router_node_healthy", "1 while the node answers", labels=["role", "url"]
+            "kvferry_router_node_healthy", "1 while the node is ready", labels=["role", "url"]
         )
         in_flight = GaugeMetricFamily(
             "kvferry_router_node_in_flight", "Requests the node works on", labels=["role", "url"]
         )
+        states = GaugeMetricFamily(
+            "kvferry_router_node_state",
+            "1 for the state that the node is in",
+            labels=["role", "url", "state"],
+        )
         for node in self._nodes:
-            healthy.add_metric([node.role, node.url], float(node.is_healthy))
+            healthy.add_metric([node.role, node.url], float(node.state is NodeState.READY))
             in_flight.add_metric([node.role, node.url], node.in_flight)
+            for state in NodeState:
+                states.add_metric([node.role, node.url, state.value], float(node.state is state))
         yield healthy
         yield in_flight
+        yield states
+
+
+class _HandoffCollector(Collector):
+    def __init__(self, handoffs: Handoffs) -> None:
+        self._handoffs = handoffs
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "kvferry_router_handoffs",
+            "Offers given to a decode node, by how that ended",
+            labels=["prefill", "decode", "result"],
+        )
+        for (prefill, decode), pair in self._handoffs.pairs.items():
+            for result in RESULTS:
+                family.add_metric([prefill, decode, result], pair.counts[result])
+        yield family

@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 
 from .metrics import RouterMetrics
-from .nodes import Node, NodePool
-from .stages import NodeGoneError, gone_nodes, open_prefill, params_of, prefill_body
+from .nodes import Node, NodeGoneError, NodePool, Tried
+from .stages import Call, Offer, is_stream, open_prefill, params_of, prefill_body
 
-__all__ = ["Call", "OverlappedPrefill", "Prefill", "WholePrefill"]
+__all__ = ["OverlappedPrefill", "Prefill", "WholePrefill"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +31,6 @@ Params = Mapping[str, Any] | None
 Events = AsyncGenerator[Mapping[str, Any], None]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A client's request on its way to the nodes."""
-
-    session: aiohttp.ClientSession
-    path: str
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
-
-    @property
-    def request_id(self) -> str:
-        return self.headers["X-Request-Id"]
-
-
 class Prefill(ABC):
     """Has prompts computed by the nodes of a pool; a node that is gone is replaced by another."""
 
@@ -53,14 +39,15 @@ class Prefill(ABC):
         self._metrics = metrics
 
     @abstractmethod
-    def prefilled(self, call: Call) -> AbstractAsyncContextManager[Params]:
+    def prefilled(self, call: Call) -> AbstractAsyncContextManager[Offer | None]:
         """Have a prompt computed for the block's time: leaving it early hangs up.
 
         Yields:
             What the decode node needs, None when it gets nothing from the prefill.
 
         Raises:
-            ApiError: no node can do it (503), or a node refused the request.
+            NoNodeError: no node can do it.
+            UpstreamAnswer: a node refused the request.
         """
 
     def _note_gone(self, call: Call, error: NodeGoneError) -> None:
@@ -77,23 +64,22 @@ class WholePrefill(Prefill):
     """The decode begins when the prompt is computed as a whole. Any node that speaks vLLM's protocol can do it."""
 
     @contextlib.asynccontextmanager
-    async def prefilled(self, call: Call) -> AsyncIterator[Params]:
-        yield await self._params(call)
+    async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
+        yield await self._offer(call)
 
-    async def _params(self, call: Call) -> Params:
-        tried: set[Node] = set()
+    async def _offer(self, call: Call) -> Offer | None:
+        tried: Tried = {}
         body = prefill_body(call.body, overlap=False)
         while True:
             try:
-                with self._pool.use_one(tried) as node:
-                    async with open_prefill(call.session, node, call.path, body, call.headers) as response:
-                        with gone_nodes(node):
-                            params = params_of(await response.read())
+                async with self._pool.use_one(tried) as node, open_prefill(call, node, body) as response:
+                    async with node.exchange():
+                        params = params_of(await response.read())
             except NodeGoneError as error:
                 self._note_gone(call, error)
             else:
                 self._note_params(call, node, params)
-                return params
+                return None if params is None else Offer(node, params)
 
 
 @dataclass(frozen=True)
@@ -114,20 +100,19 @@ class OverlappedPrefill(Prefill):
     """
 
     @contextlib.asynccontextmanager
-    async def prefilled(self, call: Call) -> AsyncIterator[Params]:
+    async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
         stream = await self._opened(call)
         follower = asyncio.create_task(self._follow(stream, call))
         try:
-            yield stream.params
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(follower, LAST_EVENTS_S)
+            yield None if stream.params is None else Offer(stream.node, stream.params, follower.cancel)
+            await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
         finally:
             follower.cancel()
             await asyncio.gather(follower, return_exceptions=True)
             await stream.resources.aclose()
 
     async def _opened(self, call: Call) -> _Stream:
-        tried: set[Node] = set()
+        tried: Tried = {}
         while True:
             try:
                 stream = await self._open_one(call, tried)
@@ -137,12 +122,12 @@ class OverlappedPrefill(Prefill):
                 self._note_params(call, stream.node, stream.params)
                 return stream
 
-    async def _open_one(self, call: Call, tried: set[Node]) -> _Stream:
+    async def _open_one(self, call: Call, tried: Tried) -> _Stream:
         body = prefill_body(call.body, overlap=True)
         async with AsyncExitStack() as resources:
-            node = resources.enter_context(self._pool.use_one(tried))
-            opened = open_prefill(call.session, node, call.path, body, call.headers)
-            events = _events(node, await resources.enter_async_context(opened))
+            node = await resources.enter_async_context(self._pool.use_one(tried))
+            response = await resources.enter_async_context(open_prefill(call, node, body))
+            events = _events(node, response)
             params = await _first_params(events)
             return _Stream(node, params, events, resources.pop_all())
 
@@ -170,27 +155,32 @@ async def _events(node: Node, response: aiohttp.ClientResponse) -> Events:
     Raises:
         NodeGoneError: the connection broke, the stream is none, or it tells of an error.
     """
-    with gone_nodes(node):
-        if response.content_type != "text/event-stream":
-            yield {"kv_transfer_params": params_of(await response.read())}
-            return
-        rest = b""
-        async for chunk in response.content.iter_any():
-            *whole, rest = (rest + chunk).split(b"\n\n")
-            if len(rest) > MAX_EVENT_BYTES:
-                raise NodeGoneError(f"{node.url} sent an event of more than {MAX_EVENT_BYTES} bytes")
-            for event in whole:
-                if event == b"data: [DONE]":
-                    return
-                yield _parsed(node, event)
-    raise NodeGoneError(f"{node.url} ended its stream early")
+    if not is_stream(response):
+        async with node.exchange():
+            payload = await response.read()
+        yield {"kv_transfer_params": params_of(payload)}
+        return
+    rest = b""
+    while True:
+        # Around each wait of its own: the first events and the rest are awaited by different tasks.
+        async with node.exchange():
+            chunk = await response.content.readany()
+        if not chunk:
+            raise NodeGoneError(node, "ended its stream early")
+        *whole, rest = (rest + chunk).split(b"\n\n")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise NodeGoneError(node, f"sent an event of more than {MAX_EVENT_BYTES} bytes")
+        for event in whole:
+            if event == b"data: [DONE]":
+                return
+            yield _parsed(node, event)
 
 
 def _parsed(node: Node, event: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(event.removeprefix(b"data: "))
     except ValueError:
-        raise NodeGoneError(f"{node.url} sent an event that is no JSON") from None
+        raise NodeGoneError(node, "sent an event that is no JSON") from None
     if not isinstance(parsed, dict) or "error" in parsed:
-        raise NodeGoneError(f"{node.url}: {json.dumps(parsed)[:200]}")
+        raise NodeGoneError(node, json.dumps(parsed)[:200])
     return parsed

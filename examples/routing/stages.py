@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import aiohttp
@@ -13,15 +14,16 @@ from aiohttp import web
 from web.errors import ApiError, bad_request
 from web.fields import Fields
 
-from .nodes import Node
+from .nodes import Node, NodeGoneError
 
 __all__ = [
-    "NodeGoneError",
+    "Call",
+    "Offer",
     "UpstreamAnswer",
     "check_body",
-    "copy_answer",
     "decode_body",
-    "gone_nodes",
+    "is_stream",
+    "object_of",
     "open_answer",
     "open_prefill",
     "params_of",
@@ -46,8 +48,32 @@ OVERLAP = "overlap"
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 
-class NodeGoneError(Exception):
-    """A node did not do its stage; another one may. Nothing of it reached the client."""
+@dataclass(frozen=True)
+class Call:
+    """A client's request on its way to the nodes."""
+
+    session: aiohttp.ClientSession
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+
+    @property
+    def request_id(self) -> str:
+        return self.headers["X-Request-Id"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a prefill node keeps for a decode node.
+
+    Attributes:
+        params: The `kv_transfer_params` that it answered with.
+        hang_up: Ends the prefill if it is still under way.
+    """
+
+    node: Node
+    params: Mapping[str, Any]
+    hang_up: Callable[[], object] = lambda: None
 
 
 def check_body(body: Mapping[str, Any]) -> None:
@@ -60,8 +86,19 @@ def check_body(body: Mapping[str, Any]) -> None:
     for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
         if fields.integer(name, 1) < 1:
             raise bad_request(f"{name}={body[name]}: it must be at least 1", name)
+    for name in ("prompt", "prompt_embeds"):
+        _refuse_several(name, body.get(name))
     fields.boolean("stream", False)
     Fields(fields.mapping("stream_options")).boolean("include_usage", False)
+
+
+def _refuse_several(name: str, value: object) -> None:
+    """One offer is for one prompt, so a request with several has nothing that its decode could be given."""
+    if isinstance(value, list) and len(value) > 1 and any(isinstance(item, str | list) for item in value):
+        message = (
+            f"{name!r} has {len(value)} prompts: each needs a handoff of its own; send one request per prompt"
+        )
+        raise bad_request(message, name)
 
 
 def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
@@ -86,7 +123,7 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
 
 @contextlib.asynccontextmanager
 async def open_prefill(
-    session: aiohttp.ClientSession, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    call: Call, node: Node, body: Mapping[str, Any]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Have a prompt computed; leaving the block early aborts it there.
 
@@ -97,28 +134,40 @@ async def open_prefill(
         NodeGoneError: another node may do it.
         UpstreamAnswer: the node refused the request: the client's answer.
     """
-    with contextlib.ExitStack() as until_accepted:
-        until_accepted.enter_context(gone_nodes(node))
-        async with session.post(node.url + path, json=body, headers=headers) as response:
+    async with contextlib.AsyncExitStack() as stack:
+        async with node.exchange():
+            posted = call.session.post(node.url + call.path, json=body, headers=call.headers)
+            response = await stack.enter_async_context(posted)
             if response.status != 200:
                 _raise_refusal(node, response.status, await response.read())
-            until_accepted.close()
-            yield response
+        yield response
 
 
 def _raise_refusal(node: Node, status: int, payload: bytes) -> NoReturn:
     if 400 <= status < 500:
         raise UpstreamAnswer(status, payload)
-    raise NodeGoneError(f"{node.url} answered {status}: {payload[:200].decode(errors='replace')}")
+    raise _failed(node, status, payload)
+
+
+def _failed(node: Node, status: int, payload: bytes) -> NodeGoneError:
+    if status in (502, 503):
+        node.suspect()  # it may be draining, or its engine dead: its `/health` says
+    return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
 
 
 def params_of(payload: bytes) -> Mapping[str, Any] | None:
     """The `kv_transfer_params` of a whole answer, None when it offers nothing."""
-    try:
-        params = json.loads(payload)["kv_transfer_params"]
-    except (ValueError, KeyError, TypeError):
-        return None
+    params = object_of(payload).get("kv_transfer_params")
     return params if isinstance(params, dict) else None
+
+
+def object_of(payload: bytes) -> Mapping[str, Any]:
+    """Read a JSON object, or nothing if it is none."""
+    try:
+        value = json.loads(payload)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class UpstreamAnswer(ApiError):
@@ -134,7 +183,7 @@ class UpstreamAnswer(ApiError):
 
 @contextlib.asynccontextmanager
 async def open_answer(
-    session: aiohttp.ClientSession, node: Node, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    call: Call, node: Node, body: Mapping[str, Any]
 ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
     """Ask a decode node for the answer; leaving the block early aborts it there.
 
@@ -144,49 +193,15 @@ async def open_answer(
     Raises:
         NodeGoneError: no byte of the answer came.
     """
-    with contextlib.ExitStack() as until_first_byte:
-        until_first_byte.enter_context(gone_nodes(node))
-        async with session.post(node.url + path, json=body, headers=headers) as response:
-            is_stream = response.content_type == "text/event-stream"
-            first = await (response.content.readany() if is_stream else response.read())
+    async with contextlib.AsyncExitStack() as stack:
+        async with node.exchange():
+            posted = call.session.post(node.url + call.path, json=body, headers=call.headers)
+            response = await stack.enter_async_context(posted)
+            first = await (response.content.readany() if is_stream(response) else response.read())
             if response.status in (502, 503):
-                node.mark_down(f"it answered {response.status}")
-                raise NodeGoneError(f"{node.url} answered {response.status}")
-            until_first_byte.close()
-            yield response, first
+                raise _failed(node, response.status, first)
+        yield response, first
 
 
-async def copy_answer(
-    upstream: aiohttp.ClientResponse, first: bytes, request: web.Request
-) -> web.StreamResponse:
-    """Hand a node's answer to the client as it comes."""
-    headers = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
-    if "X-Request-Id" in upstream.headers:
-        headers["X-Request-Id"] = upstream.headers["X-Request-Id"]
-    if upstream.content_type != "text/event-stream":
-        return web.Response(body=first, status=upstream.status, headers=headers)
-    response = web.StreamResponse(status=upstream.status, headers={**headers, "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    await response.write(first)
-    try:
-        async for chunk in upstream.content.iter_any():
-            await response.write(chunk)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        lost = ApiError(502, f"the decode node was lost in the middle: {_reason(error)}", kind="server_error")
-        await response.write(b"\n\ndata: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-@contextlib.contextmanager
-def gone_nodes(node: Node) -> Iterator[None]:
-    """Turn what a lost connection raises into `NodeGoneError`, and remember the node as down."""
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as error:
-        node.mark_down(_reason(error))
-        raise NodeGoneError(f"{node.url}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def is_stream(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream"

@@ -8,43 +8,74 @@ from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.typedefs import Handler
 
-from .app import Router
-from .nodes import NodePool
+from .app import DecodeAlone, Router
+from .nodes import NodePool, NodeState
 
 __all__ = ["PlayedNode", "routed"]
 
+#: The first health check of a played node ends sooner.
+DEADLINE_S = 10.0
+
 
 class PlayedNode(Protocol):
-    """What answers a node's completions."""
+    """What answers a node's completions.
+
+    If it has methods `health` and `release`, these answer `/health` and the router's releases of offers.
+    """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
 
 
 @asynccontextmanager
 async def routed(
-    prefill: Sequence[PlayedNode], decode: Sequence[PlayedNode], *, overlap: bool = False
+    prefill: Sequence[PlayedNode],
+    decode: Sequence[PlayedNode],
+    *,
+    overlap: bool = False,
+    answer_timeout_s: float = 0.0,
+    check_interval_s: float = 60.0,
+    check_timeout_s: float = 5.0,
+    decode_alone: DecodeAlone = "auto",
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """A client of a router over these nodes, all of which it has found healthy."""
+    """A client of a router over these nodes, all of which it has found ready."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
-        router = Router(*pools, overlap=overlap, silence_timeout_s=10, check_interval_s=60)
-        client = await stack.enter_async_context(TestClient(TestServer(router.application())))
+        router = Router(
+            *pools,
+            overlap=overlap,
+            answer_timeout_s=answer_timeout_s,
+            check_interval_s=check_interval_s,
+            check_timeout_s=check_timeout_s,
+            decode_alone=decode_alone,
+        )
+        server = TestServer(router.application(), handler_cancellation=True)
+        client = await stack.enter_async_context(TestClient(server))
         for pool in pools:
             for node in pool.nodes:
-                node.mark_up()
+                await node.await_check(DEADLINE_S)
+                assert node.state is NodeState.READY, node.last_error
         yield client
+
+
+async def _is_well(request: web.Request) -> web.StreamResponse:
+    return web.Response()
 
 
 @asynccontextmanager
 async def _serving(node: PlayedNode) -> AsyncIterator[str]:
-    async def health(request: web.Request) -> web.Response:
-        return web.Response()
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if (body.get("kv_transfer_params") or {}).get("do_release"):
+            return await release(request)
+        return await node.handle(request)
 
+    release: Handler = getattr(node, "release", _is_well)
     app = web.Application()
-    app.router.add_post("/v1/completions", node.handle)
-    app.router.add_get("/health", health)
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/health", getattr(node, "health", _is_well))
     # A handler ends when its client goes away, as that of a real node does.
     async with TestServer(app, handler_cancellation=True) as server:
         yield str(server.make_url(""))

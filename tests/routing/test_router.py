@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from routing.nodes import NodePool
+from routing.health import Health
+from routing.nodes import NodePool, NodeState, NoNodeError
 from routing.testing import routed
-from web.errors import ApiError
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -211,15 +211,19 @@ def test_equal_nodes_take_turns() -> None:
 
 
 def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
-    pool = NodePool("decode", ["http://unknown", "http://known"])
-    unknown, known = pool.nodes
-    known.mark_up()
-    with pool.use_one(set()) as first, pool.use_one({first}) as second:
-        assert (first, second) == (known, unknown)
-    for node in pool.nodes:
-        node.mark_down("gone")
-    with pytest.raises(ApiError, match="no decode node"), pool.use_one(set()):
-        pass
+    async def run() -> None:
+        pool = NodePool("decode", ["http://unknown", "http://known"])
+        unknown, known = pool.nodes
+        known.note(Health(NodeState.READY))
+        async with pool.use_one({}) as first, pool.use_one({first: None}) as second:
+            assert (first, second) == (known, unknown)
+        for node in pool.nodes:
+            node.note(Health(NodeState.GONE, "no more"))
+        with pytest.raises(NoNodeError, match="no decode node"):
+            async with pool.use_one({}):
+                pass
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)

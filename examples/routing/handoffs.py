@@ -1,0 +1,213 @@
+"""How the handoff of each request ended, per pair of nodes; and the release of offers that no node will load."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import aiohttp
+
+from .health import reason_of
+from .stages import Call, Offer, is_stream, object_of
+
+__all__ = ["RESULTS", "Handoff", "Handoffs", "Pair", "Result"]
+
+logger = logging.getLogger(__name__)
+
+#: What became of an offer. `loaded`, `failed` and `none` (nothing had to be loaded) is what the decode node says;
+#: `unknown`: it answered and does not say; `unanswered`: it was lost, it refused, or the client left before.
+Result = Literal["loaded", "failed", "none", "unknown", "unanswered"]
+RESULTS: tuple[Result, ...] = get_args(Result)
+
+#: The header by which a decode node says so.
+TRANSFER_HEADER = "X-KV-Transfer"
+#: A node's error code for a request that failed after it was accepted: without that header, take it for a failed load.
+LOAD_FAILED = "generation_failed"
+
+#: Producers that do not answer must neither hold many requests of ours nor any for long: a lease ends each offer anyway.
+MAX_RELEASES = 256
+RELEASE_TIMEOUT_S = 5.0
+#: A router that ends does not wait longer for them.
+LAST_RELEASES_S = 1.0
+
+REMEDY = "start both with the same --connector, or with 'auto'"
+
+
+@dataclass
+class Pair:
+    """The handoffs from one prefill node to one decode node.
+
+    Attributes:
+        last_error: Why the last one that failed did.
+        is_failing: The last one whose end is known failed.
+    """
+
+    counts: collections.Counter[Result] = field(default_factory=collections.Counter)
+    last_error: str = ""
+    is_failing: bool = False
+    is_warned: bool = False
+
+
+class Handoff:
+    """One request's offer on its way.
+
+    Attributes:
+        offer: None for a request without one; then nothing is counted.
+        decode_url: The decode node that it was given to, empty if none was.
+        result: How it ended, None as long as that is open.
+        error: Why it failed, as far as that is known.
+    """
+
+    def __init__(self, offer: Offer | None) -> None:
+        self.offer = offer
+        self.decode_url = ""
+        self.result: Result | None = None
+        self.error = ""
+
+    def read_tail(self, tail: bytes) -> None:
+        """Look for the reason of a failure in the last events of a stream."""
+        for event in reversed(tail.split(b"\n\n")):
+            self.error = self.error or _error_in(object_of(event.removeprefix(b"data: ")))
+
+
+class Handoffs:
+    """The router's account of handoffs."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, str], Pair] = collections.defaultdict(Pair)
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def following(self, call: Call, offer: Offer | None) -> Iterator[Handoff]:
+        """Account for an offer: one that was not answered when the block ends, for whatever reason, is released."""
+        handoff = Handoff(offer)
+        try:
+            yield handoff
+        finally:
+            if offer is not None:
+                if handoff.result is None:
+                    self._end(call, offer, handoff, "unanswered")
+                if handoff.result == "failed":
+                    self._explain(offer, handoff)
+
+    def answered(self, call: Call, handoff: Handoff, response: aiohttp.ClientResponse, first: bytes) -> None:
+        """Note what the decode node answered, so that an offer that it will not load is released at once."""
+        if handoff.offer is None:
+            return
+        body: Mapping[str, Any] = {} if is_stream(response) else object_of(first)
+        handoff.error = _error_in(body)
+        self._end(call, handoff.offer, handoff, _result(response, body))
+
+    def _end(self, call: Call, offer: Offer, handoff: Handoff, result: Result) -> None:
+        handoff.result = result
+        if result in ("failed", "unanswered"):
+            # First the prefill that may be under way: a producer may take the end of an unfinished offer for its abort.
+            offer.hang_up()
+            self._release(call, offer)
+        if handoff.decode_url:
+            pair = self.pairs[offer.node.url, handoff.decode_url]
+            pair.counts[result] += 1
+            if result in ("loaded", "failed"):
+                pair.is_failing = result == "failed"
+
+    def _explain(self, offer: Offer, handoff: Handoff) -> None:
+        pair = self.pairs[offer.node.url, handoff.decode_url]
+        pair.last_error = handoff.error or "the decode node did not say why"
+        if not pair.is_warned:
+            pair.is_warned = True
+            logger.warning(
+                "handoffs from prefill node %s to decode node %s fail: %s; %s (/health and /metrics count them)",
+                *(offer.node.url, handoff.decode_url, pair.last_error, REMEDY),
+            )
+
+    def problems(self) -> Iterator[str]:
+        """Say of each pair whose last handoff failed how many did."""
+        for (prefill, decode), pair in self.pairs.items():
+            if pair.is_failing:
+                num_failed, num_all = pair.counts["failed"], pair.counts.total()
+                yield (
+                    f"{num_failed} of {num_all} handoffs from {prefill} to {decode} failed: "
+                    f"{pair.last_error or 'not yet known why'}; {REMEDY}"
+                )
+
+    def report(self) -> list[dict[str, Any]]:
+        """The pairs, as JSON."""
+        return [
+            {
+                "prefill": prefill,
+                "decode": decode,
+                **{result: pair.counts[result] for result in RESULTS},
+                "last_error": pair.last_error,
+            }
+            for (prefill, decode), pair in self.pairs.items()
+        ]
+
+    # -- releases --------------------------------------------------------------------------------------
+
+    def _release(self, call: Call, offer: Offer) -> None:
+        """Tell the producer, in the background, that nobody will load the offer."""
+        if len(self._releases) < MAX_RELEASES:
+            release = asyncio.create_task(_released(call, offer))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+
+    async def close(self) -> None:
+        """Let the releases under way end, but not for long."""
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=LAST_RELEASES_S)
+        for release in self._releases:
+            release.cancel()
+
+
+async def _released(call: Call, offer: Offer) -> None:
+    flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
+    body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {**offer.params, **flags}}
+    if "model" in call.body:
+        body["model"] = call.body["model"]
+    # An id of its own: vLLM's nodes want one request per id.
+    headers = {**call.headers, "X-Request-Id": f"release-{call.request_id}"}
+    timeout = aiohttp.ClientTimeout(total=RELEASE_TIMEOUT_S)
+    try:
+        url = f"{offer.node.url}/v1/completions"
+        async with call.session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            await response.read()
+            logger.debug("%s: %s answered its release: %d", call.request_id, offer.node.url, response.status)
+    except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+        # The lease ends the offer instead. RuntimeError: the session was closed meanwhile.
+        logger.debug("%s: release at %s failed: %s", call.request_id, offer.node.url, reason_of(error))
+
+
+def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result:
+    match response.headers.get(TRANSFER_HEADER):
+        case "failed":
+            return "failed"
+        case "loaded":
+            return "loaded"
+        case "none":
+            return "none"
+    if _transfer_error(body) or _code(body) == LOAD_FAILED:
+        return "failed"
+    return "unknown" if response.status == 200 else "unanswered"
+
+
+def _error_in(body: Mapping[str, Any]) -> str:
+    """Why a load failed, by an answer or by an event of it."""
+    error = body.get("error")
+    message = str(error.get("message", "")) if isinstance(error, dict) else ""
+    return _transfer_error(body) or message
+
+
+def _transfer_error(body: Mapping[str, Any]) -> str:
+    metrics = body.get("metrics")
+    transfer = metrics.get("transfer") if isinstance(metrics, dict) else None
+    return str(transfer.get("error") or "") if isinstance(transfer, dict) else ""
+
+
+def _code(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("code", "")) if isinstance(error, dict) else ""

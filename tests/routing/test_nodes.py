@@ -1,0 +1,389 @@
+"""When a node counts as ready, draining or gone, and what that means for the requests at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+
+from routing.app import kept_alive_socket
+from routing.health import Health
+from routing.nodes import Node, NodeState
+from routing.testing import routed
+
+DEADLINE_S = 20.0
+#: Checks that follow each other fast, and that fail fast.
+CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 0.5}
+#: Checks that a slow machine does not fail.
+PATIENT_CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 10.0}
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
+EVENTS = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
+
+OK, FROZEN = "ok", "frozen"
+
+
+@dataclass
+class Player:
+    """A node that answers `/health` as told, and completions once it may."""
+
+    says: str | dict[str, Any] = OK
+    num_checks: int = 0
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    num_asked: int = 0
+    dies: bool = False
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        self.num_checks += 1
+        if self.says == FROZEN:
+            await asyncio.sleep(DEADLINE_S)
+        if self.says == OK:
+            return web.json_response({"status": "ok"})
+        return web.json_response(self.says, status=503)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return web.json_response({"choices": [], "kv_transfer_params": PARAMS})
+        self.num_asked += 1
+        try:
+            return await (self._stream(request) if body.get("stream") else self._whole(request))
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+
+    async def _whole(self, request: web.Request) -> web.StreamResponse:
+        self.asked.set()
+        await self._end(request)
+        return web.json_response({"choices": [{"text": "answer"}]})
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(EVENTS[0])
+        self.asked.set()
+        await self._end(request)
+        for event in EVENTS[1:]:
+            await response.write(event)
+        return response
+
+    async def _end(self, request: web.Request) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.may_end.wait()
+        if self.dies:
+            assert request.transport is not None
+            request.transport.abort()
+
+
+async def ask(client: TestClient[Any, Any], **fields: Any) -> tuple[int, str]:
+    async with client.post("/v1/completions", json={"prompt": "p", **fields}) as response:
+        return response.status, await response.text()
+
+
+async def health_of(client: TestClient[Any, Any], role: str) -> dict[str, Any]:
+    """What the router says of its node of that role."""
+    async with client.get("/health") as response:
+        (node,) = (node for node in (await response.json())["nodes"] if node["role"] == role)
+    return dict(node)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+async def until_state(client: TestClient[Any, Any], state: str, role: str = "decode") -> None:
+    async def is_there() -> bool:
+        return bool((await health_of(client, role))["state"] == state)
+
+    await until(is_there)
+
+
+async def until_checked(node: Player, times: int) -> None:
+    wanted = node.num_checks + times
+
+    async def is_done() -> bool:
+        return node.num_checks >= wanted
+
+    await until(is_done)
+
+
+def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
+    """The states in the log's lines about a node, in order."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "routing.nodes"]
+    return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_take_as_long_as_its_node_is_well(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        decode = Player()
+        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+            asking = asyncio.create_task(ask(client, stream=stream))
+            await decode.asked.wait()
+            await until_checked(decode, 10)
+            assert not asking.done()
+            decode.may_end.set()
+            assert (await asking)[0] == 200
+
+    asyncio.run(run())
+    assert changes_of(caplog, "decode") == ["ready"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_limit_on_an_answer_ends_that_answer_alone(stream: bool) -> None:
+    async def run() -> None:
+        slow, quick = Player(), Player()
+        quick.may_end.set()
+        async with routed([Player()], [slow, quick], answer_timeout_s=1.0, **PATIENT_CHECKS) as client:
+            status, text = await ask(client, stream=stream)
+            assert status == (200 if stream else 504)
+            error = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["error"]
+            assert "1 s" in error["message"]
+            assert "--answer-timeout-s" in error["message"]
+            await asyncio.wait_for(slow.aborted.wait(), DEADLINE_S)
+            assert (await ask(client, stream=stream))[0] == 200
+            async with client.get("/health") as response:
+                nodes = (await response.json())["nodes"]
+            assert [node["state"] for node in nodes] == ["ready"] * 3
+
+    asyncio.run(run())
+
+
+def test_the_whole_answer_of_a_frozen_node_comes_from_another() -> None:
+    async def run() -> None:
+        frozen, other = Player(), Player()
+        other.may_end.set()
+        async with routed([Player()], [frozen, other], **CHECKS) as client:
+            asking = asyncio.create_task(ask(client))
+            await frozen.asked.wait()
+            frozen.says = FROZEN
+            assert (await asking)[0] == 200
+            assert (frozen.num_asked, other.num_asked) == (1, 1)
+            await asyncio.wait_for(frozen.aborted.wait(), DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_the_stream_of_a_frozen_node_ends_with_what_the_health_check_found() -> None:
+    async def run() -> None:
+        frozen = Player()
+        async with routed([Player()], [frozen], **CHECKS) as client:
+            asking = asyncio.create_task(ask(client, stream=True))
+            await frozen.asked.wait()
+            frozen.says = FROZEN
+            _, text = await asking
+            assert "lost in the middle" in text
+            assert "/health did not answer within 0.5 s" in text
+            assert text.endswith("data: [DONE]\n\n")
+            status, refusal = await ask(client)
+            assert status == 503
+            assert "/health did not answer" in refusal
+
+    asyncio.run(run())
+
+
+def test_a_frozen_prefill_node_is_replaced() -> None:
+    async def run() -> None:
+        frozen, other, decode = FrozenPrefill(), Player(), Player()
+        decode.may_end.set()
+        async with routed([frozen, other], [decode], **CHECKS) as client:
+            asking = asyncio.create_task(ask(client))
+            await frozen.asked.wait()
+            frozen.says = FROZEN
+            assert (await asking)[0] == 200
+
+    asyncio.run(run())
+
+
+class FrozenPrefill(Player):
+    """A prefill node that never answers."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.set()
+        await asyncio.sleep(DEADLINE_S)
+        raise AssertionError("the router waited too long")
+
+
+def test_one_failed_check_of_a_busy_node_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    node = Node("decode", "http://busy")
+
+    async def run() -> None:
+        late = Health(None, "/health did not answer within 5 s", ends_requests=True)
+        node.note(Health(NodeState.READY))
+        async with node.exchange():
+            for health in (late, Health(NodeState.READY), late, Health(NodeState.READY), late):
+                node.note(health)
+                await asyncio.sleep(0)
+        assert node.state is NodeState.READY
+        node.note(late)
+
+    asyncio.run(run())
+    assert node.state is NodeState.GONE
+    assert changes_of(caplog, "decode") == ["ready", "gone"]
+
+
+def test_one_broken_connection_does_not_make_a_node_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        breaking = Player(dies=True)
+        breaking.may_end.set()
+        async with routed([Player()], [breaking], **PATIENT_CHECKS) as client:
+            assert (await ask(client))[0] == 503
+            breaking.dies = False
+            assert (await ask(client))[0] == 200
+
+    asyncio.run(run())
+    assert changes_of(caplog, "decode") == ["ready"]
+
+
+def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        draining, other = Player(), Player()
+        other.may_end.set()
+        async with routed([Player()], [draining, other], **PATIENT_CHECKS) as client:
+            asking = asyncio.create_task(ask(client, stream=True))
+            await draining.asked.wait()
+            draining.says = {"status": "draining"}
+            await until_checked(draining, 3)
+            for _ in range(3):
+                assert (await ask(client))[0] == 200
+            assert (draining.num_asked, other.num_asked) == (1, 3)
+            draining.may_end.set()
+            assert await asking == (200, b"".join(EVENTS).decode())
+
+    asyncio.run(run())
+    assert changes_of(caplog, "decode") == ["ready", "ready", "draining"]
+
+
+@pytest.mark.parametrize("word", ["starting", "failing"])
+def test_a_node_that_cannot_take_requests_finishes_what_it_has(word: str) -> None:
+    async def run() -> None:
+        node = Player()
+        async with routed([Player()], [node], **PATIENT_CHECKS) as client:
+            asking = asyncio.create_task(ask(client, stream=True))
+            await node.asked.wait()
+            node.says = {"status": word, "error": "the handoff thread ended"}
+            await until_state(client, "gone")
+            status, text = await ask(client)
+            assert status == 503
+            assert f"/health says {word}: the handoff thread ended" in text
+            node.may_end.set()
+            assert await asking == (200, b"".join(EVENTS).decode())
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_ends_the_requests_at_its_node() -> None:
+    async def run() -> None:
+        node = Player()
+        async with routed([Player()], [node], **PATIENT_CHECKS) as client:
+            asking = asyncio.create_task(ask(client))
+            await node.asked.wait()
+            node.says = {"status": "dead", "error": "out of memory"}
+            status, text = await asking
+            assert status == 503
+            assert "/health says dead: out of memory" in text
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_a_node_dies_the_clients_error_names_what_its_health_check_knows(stream: bool) -> None:
+    async def run() -> None:
+        node = Player(dies=True)
+        # Only the check that follows the broken connection can tell.
+        async with routed([Player()], [node]) as client:
+            asking = asyncio.create_task(ask(client, stream=stream))
+            await node.asked.wait()
+            node.says = {"status": "dead", "error": "a worker was killed"}
+            node.may_end.set()
+            status, text = await asking
+            assert status == (200 if stream else 503)
+            assert "/health says dead: a worker was killed" in text
+
+    asyncio.run(run())
+
+
+def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        node = Node("decode", "http://dying")
+        node.note(Health(NodeState.READY))
+        node.note(Health(NodeState.DRAINING, "/health says draining", is_said=True))
+        node.note(Health(NodeState.GONE, "the process is gone: connection refused"))
+        assert node.last_error.endswith("connection refused; before that /health says draining")
+        node.note(Health(NodeState.READY))
+        assert not node.last_error
+
+    asyncio.run(run())
+    assert changes_of(caplog, "decode") == ["ready", "draining", "gone", "ready"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # it had said so
+
+
+def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        node = Node("decode", "http://well")
+        node.note(Health(NodeState.READY))
+        for _ in range(5):
+            node.note(Health(None, "Too many open files", is_local=True))
+        assert node.state is NodeState.READY
+
+    asyncio.run(run())
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the router cannot check" in line
+
+
+def test_a_503_without_a_node_says_when_to_try_again() -> None:
+    async def run() -> None:
+        decode = Player()
+        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+            decode.says = {"status": "starting"}
+            await until_state(client, "gone")
+            async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+                assert response.status == 503
+                assert int(response.headers["Retry-After"]) > 0
+
+    asyncio.run(run())
+
+
+def test_connections_to_nodes_are_probed() -> None:
+    with kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+
+
+def test_the_metrics_name_each_nodes_state() -> None:
+    async def run() -> None:
+        decode = Player()
+        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+            decode.says = {"status": "draining"}
+            await until_state(client, "draining")
+            async with client.get("/metrics") as response:
+                lines = [line for line in (await response.text()).splitlines() if "node_state{" in line]
+            states = [line for line in lines if line.endswith(" 1.0")]
+            assert len(lines) == 2 * len(NodeState)
+            assert ['state="draining"' in line for line in states] == [False, True]
+
+    asyncio.run(run())
