@@ -149,7 +149,7 @@ class Fleet:
             ("--decode", node) for node in self.decodes
         ]
         urls = [word for option, node in nodes for word in (option, f"http://127.0.0.1:{node.port}")]
-        words = (*urls, "--check-interval-s", "0.25", "--silence-timeout-s", "10", *arguments)
+        words = (*urls, "--check-interval-s", "0.25", "--drain-timeout-s", "3", *arguments)
         return Place(name, self._spawn, "router.py", words, self._port(), self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:

@@ -14,8 +14,14 @@ __all__ = ["confessions", "objections"]
 
 #: A router that was told to end breaks its last connections by then.
 _FAREWELL_S = 5.0
-#: Why a request may be refused: no node is there, or one was lost in the middle of its answer.
-_MAY_REFUSE = ("no prefill node can", "no decode node can", "lost in the middle", "the engine does not run")
+#: Why a request may be refused: no node is there, one was lost in the middle of its answer, or the router ends.
+_MAY_REFUSE = (
+    "no prefill node can",
+    "no decode node can",
+    "lost in the middle",
+    "the engine does not run",
+    "the router is draining",
+)
 #: Or it could not be loaded, where that is the policy.
 _LOAD_FAILED = "generation_failed"
 

@@ -100,12 +100,13 @@ class NodeServer:
         stats = self._engine.stats()
         if not stats.healthy:
             return web.json_response({"status": "dead", "error": stats.error}, status=503)
-        if (
-            stats.transfer_error
-        ):  # it could only compute or fail what another node offers: not what it is there for
+        if stats.transfer_error:  # it could only compute or fail what another node offers: not what it is there for
             return web.json_response({"status": "failing", "error": stats.transfer_error}, status=503)
         warning = {"warning": stats.transfer_warning} if stats.transfer_warning else {}
-        return web.json_response({"status": "ok", **warning})
+        kv_transfer = self._engine.settings.kv_transfer
+        # A router asks a node that may recompute alone when no prefill node is there.
+        policy = {"load_failure_policy": kv_transfer.kv_load_failure_policy} if kv_transfer else {}
+        return web.json_response({"status": "ok", **policy, **warning})
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")

@@ -10,6 +10,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
+from web.errors import error_middleware
+
 from .app import DecodeAlone, Router
 from .nodes import NodePool, NodeState
 
@@ -73,7 +75,7 @@ async def _serving(node: PlayedNode) -> AsyncIterator[str]:
         return await node.handle(request)
 
     release: Handler = getattr(node, "release", _is_well)
-    app = web.Application()
+    app = web.Application(middlewares=[error_middleware])
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/health", getattr(node, "health", _is_well))
     # A handler ends when its client goes away, as that of a real node does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,7 +273,8 @@ def test_the_router_goes_round_nodes_that_are_gone(
 def test_a_router_that_is_told_to_stop_says_so_to_those_who_wait(
     launcher: Launcher, tiny_fleet: Any, unique_prompt: str
 ) -> None:
-    router = launcher.start_router("router", [tiny_fleet.prefill.process], [tiny_fleet.decode.process])
+    nodes = [tiny_fleet.prefill.process], [tiny_fleet.decode.process]
+    router = launcher.start_router("router", *nodes, "--drain-timeout-s", "1")
     launcher.wait_ready([router], 30)
     client, prefill = Client(router), tiny_fleet.prefill
     with (
@@ -296,14 +298,62 @@ def test_a_router_that_is_told_to_stop_says_so_to_those_who_wait(
         wait_until(node.is_whole)
 
 
-def test_a_router_without_a_prefill_node_says_so(
-    launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str
+def test_a_router_without_a_prefill_node_says_so_and_asks_a_decode_node_alone_if_that_may_recompute(
+    launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
-    router = launcher.start_router("router", [mortal_prefill.process], [tiny_fleet.decode.process])
+    nodes = [mortal_prefill.process], [tiny_fleet.decode.process]
+    routers = [
+        launcher.start_router(f"router {mode}", *nodes, "--decode-alone", mode) for mode in ("never", "auto")
+    ]
+    launcher.wait_ready(routers, 30)
+    never, auto = map(Client, routers)
+    mortal_prefill.process.kill()
+    reply = never.complete(unique_prompt, max_tokens=2)
+    assert reply.status == 503
+    assert "no prefill node" in reply.error
+    assert "the process is gone: connection refused" in reply.error
+    wait_until(lambda: never.get("/health")[0] == 503)
+    assert auto.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids == expected
+    wait_until(lambda: b"no prefill node is ready" in auto.get("/health")[1])
+    assert auto.get("/health")[0] == 200
+
+
+def test_a_stream_whose_decode_node_is_killed_ends_with_the_cause(
+    launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], unique_prompt: str
+) -> None:
+    decode = launcher.start_node("mortal decode", "decode", *tiny_arguments)
+    launcher.wait_ready([decode], 110)
+    router = launcher.start_router("router", [tiny_fleet.prefill.process], [decode])
+    launcher.wait_ready([router], 30)
+    with Client(router).streaming(unique_prompt, max_tokens=400, ignore_eos=True) as events:
+        next(events)
+        decode.kill()
+        message = list(events)[-1]["error"]["message"]
+    assert "lost in the middle" in message
+    assert "the process is gone: connection refused" in message
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)
+
+
+def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
+    launcher: Launcher,
+    tiny_fleet: Any,
+    tiny_single_arguments: Sequence[str],
+    transport: str,
+    unique_prompt: str,
+    expected: list[int],
+) -> None:
+    other = "zeromq" if transport == "shm" else "shm"
+    decode = launcher.start_node("decode", "decode", *tiny_single_arguments, "--connector", other)
+    launcher.wait_ready([decode], 110)
+    prefill = tiny_fleet.prefill
+    router = launcher.start_router("router", [prefill.process], [decode])
     launcher.wait_ready([router], 30)
     client = Client(router)
-    mortal_prefill.process.kill()
-    reply = client.complete(unique_prompt, max_tokens=2)
-    assert reply.status == 503
-    assert "prefill" in reply.error
-    wait_until(lambda: client.get("/health")[0] == 503)
+    for _ in range(3):
+        assert client.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids == expected
+    wait_until(prefill.is_whole, timeout_s=LEASE_S / 2)  # because it was told
+    health = json.loads(client.get("/health")[1])
+    failed = f"handoffs from {prefill.process.url} to {decode.url} fail"
+    assert health["status"].startswith(f"ok, but 3 of 3 {failed}ed: ")
+    assert [pair["failed"] for pair in health["handoffs"]] == [3]
+    assert router.log_tail.count(f"WARNING {failed}: ") == 1

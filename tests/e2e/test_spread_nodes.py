@@ -109,7 +109,7 @@ def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_whe
     prompt = PROMPT[1:]
     assert_handed_over(prefill, pulling, single, prompt)
     assert_handed_over(prefill, pushed, single, prompt)
-    router = launcher.start_router("router", [node], decodes, "--overlap")
+    router = launcher.start_router("router", [node], decodes, "--overlap", "--decode-alone", "never")
     launcher.wait_ready([router], START_TIMEOUT_S)
     assert_early(prefill, pulling, single, PROMPT[::-1])
     assert_killed(prefill, pushed, single, PROMPT.upper())
