@@ -15,7 +15,7 @@ from web.errors import error_middleware
 from .app import DecodeAlone, Router
 from .nodes import NodePool, NodeState
 
-__all__ = ["PlayedNode", "routed"]
+__all__ = ["PlayedNode", "routed", "serving"]
 
 #: The first health check of a played node ends sooner.
 DEADLINE_S = 10.0
@@ -43,7 +43,7 @@ async def routed(
 ) -> AsyncIterator[TestClient[Any, Any]]:
     """A client of a router over these nodes, all of which it has found ready."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(_serving(node)) for node in (*prefill, *decode)]
+        urls = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
         router = Router(
             *pools,
@@ -67,7 +67,9 @@ async def _is_well(request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def _serving(node: PlayedNode) -> AsyncIterator[str]:
+async def serving(node: PlayedNode) -> AsyncIterator[str]:
+    """Serve a played node inside the block; yields its URL."""
+
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if (body.get("kv_transfer_params") or {}).get("do_release"):

@@ -1,0 +1,157 @@
+"""A router process that is told to end: it finishes what is under way, or ends at once if it is told twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from routing.main import main
+from routing.testing import serving
+
+ROUTER = Path(__file__).parents[2] / "examples" / "router.py"
+#: Starting Python takes a while on a busy machine.
+DEADLINE_S = 60.0
+EVENTS = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
+
+
+@dataclass
+class Node:
+    """A node of either role, which streams its answer's end once it may."""
+
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if not (await request.json())["stream"]:
+            return web.json_response({"choices": [], "kv_transfer_params": None})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(EVENTS[0])
+        await asyncio.wait_for(self.may_end.wait(), DEADLINE_S)
+        for event in EVENTS[1:]:
+            await response.write(event)
+        return response
+
+
+@dataclass
+class Running:
+    """A router process with a stream under way."""
+
+    node: Node
+    url: str
+    session: aiohttp.ClientSession
+    stream: aiohttp.ClientResponse
+    process: asyncio.subprocess.Process
+    link: socket.socket
+
+    async def ended(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), DEADLINE_S)
+
+    async def rest(self) -> str:
+        return (await asyncio.wait_for(self.stream.read(), DEADLINE_S)).decode()
+
+    async def until_draining(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                async with self.session.get(f"{self.url}/health") as response:
+                    if (await response.json())["status"] == "draining":
+                        assert response.status == 503
+                        return
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(*arguments: str) -> AsyncIterator[Running]:
+    node = Node()
+    ours, theirs = socket.socketpair()
+    async with serving(node) as node_url, aiohttp.ClientSession() as session:
+        with ours, theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(ROUTER), "--port", "0", "--launcher-fd", str(theirs.fileno())),
+                *("--prefill", node_url, "--decode", node_url, *arguments),
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+            theirs.close()
+            try:
+                assert process.stdout is not None
+                line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
+                url = line.decode().split()[-1]
+                body = {"prompt": "p", "stream": True}
+                async with session.post(f"{url}/v1/completions", json=body) as stream:
+                    assert await stream.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+                    yield Running(node, url, session, stream, process, ours)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                await process.communicate()
+
+
+def test_a_router_that_is_told_to_end_finishes_what_is_under_way() -> None:
+    async def run() -> None:
+        async with running() as router:
+            router.process.send_signal(signal.SIGTERM)
+            await router.until_draining()
+            body = {"prompt": "p", "stream": False}
+            async with router.session.post(f"{router.url}/v1/completions", json=body) as response:
+                assert response.status == 503
+                assert int(response.headers["Retry-After"]) > 0
+                assert "the router is draining" in json.loads(await response.read())["error"]["message"]
+            router.node.may_end.set()
+            assert await router.rest() == b"".join(EVENTS[1:]).decode()
+            assert await router.ended() == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["a second signal", "the launcher's end", "the drain timeout"])
+def test_a_router_that_must_end_at_once_tells_its_clients(how: str) -> None:
+    async def run() -> None:
+        arguments = ("--drain-timeout-s", "0.2") if how == "the drain timeout" else ()
+        async with running(*arguments) as router:
+            began = time.monotonic()
+            if how == "the launcher's end":
+                router.link.close()
+            else:
+                router.process.send_signal(signal.SIGTERM)
+            if how == "a second signal":
+                await router.until_draining()
+                router.process.send_signal(signal.SIGTERM)
+            assert "the router is stopping" in await router.rest()
+            assert await router.ended() == 0
+            assert time.monotonic() - began < 20  # the drain timeout's default is 30 s
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--check-timeout-s", "0"),
+        ("--answer-timeout-s", "-1"),
+        ("--drain-timeout-s", "nan"),
+        ("--answer", "1"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_cannot_work_are_refused(
+    arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = "http://127.0.0.1:1"
+    try:
+        status = main(["--port", "0", "--prefill", node, "--decode", node, *arguments])
+    except SystemExit as end:  # argparse's own refusal
+        status = int(end.code or 0)
+    assert status == 2
+    assert arguments[0] in capfd.readouterr().err
