@@ -63,7 +63,9 @@ async def ask_health(session: aiohttp.ClientSession, url: str, timeout_s: float)
             # and those at a node that has merely stopped to listen, as vLLM does while it drains, can go on.
             return Health(NodeState.GONE, "the process is gone: connection refused")
         is_local = error.os_error.errno in LOCAL_ERRORS
-        return Health(None, reason_of(error), is_local=is_local, ends_requests=not is_local)
+        # A name that cannot be looked up says nothing about connections that there are.
+        is_silent = not is_local and not isinstance(error, aiohttp.ClientConnectorDNSError)
+        return Health(None, reason_of(error), is_local=is_local, ends_requests=is_silent)
     except aiohttp.ClientError as error:
         return Health(None, f"/health failed: {reason_of(error)}")
 
