@@ -172,6 +172,11 @@ class Router:
         self._num_under_way += 1
         try:
             response = await handler(request)
+            if not response.prepared:
+                # Here rather than by aiohttp afterwards: a drain waits until the last byte is written.
+                with contextlib.suppress(ConnectionError):
+                    await response.prepare(request)
+                    await response.write_eof()
         finally:
             self._num_under_way -= 1
         self._metrics.requests.labels(str(response.status)).inc()

@@ -67,20 +67,21 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("moment", ["body", "prefill", "decode", "stream", "full buffers"])
+WHOLE = [("body", False), ("prefill", False), ("decode", False)]
+STREAMED = [("body", True), ("prefill", True), ("decode", True), ("stream", True), ("full buffers", True)]
+
+
+@pytest.mark.parametrize(("moment", "stream"), WHOLE + STREAMED)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("aborts", [False, True], ids=["closes", "resets"])
 def test_a_client_that_leaves_causes_no_traceback(
-    moment: str, stream: bool, aborts: bool, caplog: pytest.LogCaptureFixture
+    moment: str, stream: bool, overlap: bool, aborts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if moment in ("stream", "full buffers") and not stream:
-        pytest.skip("only a stream has that moment")
-
     async def run() -> None:
         unhandled: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
         prefill, decode = Waiting(moment), Waiting(moment)
-        async with routed([prefill], [decode]) as client:
+        async with routed([prefill], [decode], overlap=overlap) as client:
             writer = await post(client, {"prompt": "p", "stream": stream}, is_cut=moment == "body")
             if moment != "body":
                 node = prefill if moment == "prefill" else decode
