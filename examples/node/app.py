@@ -17,7 +17,7 @@ from engine.errors import EngineDeadError, InvalidRequestError
 from engine.types import GenerationRequest, RequestOutput
 from kvferry.transports.errors import ConnectorError
 from web.errors import ApiError, bad_request, error_middleware, unavailable
-from web.json_body import MAX_BODY_BYTES, parse_json
+from web.json_body import MAX_BODY_BYTES, read_json
 
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
@@ -100,7 +100,9 @@ class NodeServer:
         stats = self._engine.stats()
         if not stats.healthy:
             return web.json_response({"status": "dead", "error": stats.error}, status=503)
-        if stats.transfer_error:  # it could only compute or fail what another node offers: not what it is there for
+        if (
+            stats.transfer_error
+        ):  # it could only compute or fail what another node offers: not what it is there for
             return web.json_response({"status": "failing", "error": stats.transfer_error}, status=503)
         warning = {"warning": stats.transfer_warning} if stats.transfer_warning else {}
         kv_transfer = self._engine.settings.kv_transfer
@@ -152,7 +154,7 @@ class NodeServer:
 
     async def _answer(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
         engine = self._running_engine()
-        body = parse_json(await request.read())
+        body = await read_json(request)
         try:
             return await self._answer_to(request, body, parse, wording)
         except Exception as error:
@@ -287,7 +289,7 @@ def _refusals_as_api_errors() -> Iterator[None]:
 
 
 def _engine_ended(error: EngineDeadError) -> ApiError:
-    return unavailable(f"the engine does not run: {error}")
+    return unavailable(f"the engine does not run: {error}", retry_after_s=None)
 
 
 async def _prepend(

@@ -12,7 +12,8 @@ from typing import Any
 from engine.settings import EngineSettings
 from kvferry.connector.config import KVRole, KVTransferConfig
 from kvferry.transports.errors import ConfigurationError
-from web.serving import StartupError, add_serving_arguments
+from web.connections import ConnectionLimits
+from web.serving import StartupError, add_serving_arguments, limits_of
 
 from .options import DEFAULT_CONNECTOR, add_option
 
@@ -20,13 +21,17 @@ __all__ = ["NodeOptions", "parse_arguments"]
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
-DEFAULT_PORT = 8000
+#: Where each kind of node listens unless it is told; a node of its own takes the router's port, since it does its work.
+DEFAULT_PORTS: dict[str, int] = {
+    "prefill": 8100, "both": 8100, "decode": 8200, SINGLE: 8000,
+    "kv_producer": 8100, "kv_both": 8100, "kv_consumer": 8200,
+}  # fmt: skip
 
 EPILOG = """
 A pair by hand, in three terminals:
-  python examples/serve.py --role prefill --port 8100
-  python examples/serve.py --role decode --port 8200
-  python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
+  python examples/serve.py --role prefill
+  python examples/serve.py --role decode
+  python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 """
 
 
@@ -38,6 +43,7 @@ class NodeOptions:
         role: `prefill`, `decode`, `both` or `single`, for people.
         launcher_fd: The launcher's socket, negative without one.
         drain_timeout_s: For how long answers may be finished, and offers delivered, after a signal to stop.
+        limits: What clients may take.
     """
 
     role: str
@@ -47,6 +53,7 @@ class NodeOptions:
     log_level: str
     launcher_fd: int
     drain_timeout_s: float
+    limits: ConnectionLimits
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
@@ -65,14 +72,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
     role = options.role or (kv_transfer.kv_role if kv_transfer else SINGLE)
     if not 0 <= options.drain_timeout_s < math.inf:
         raise StartupError(f"--drain-timeout-s {options.drain_timeout_s:g}: it must be 0 or more")
+    limits = limits_of(options, descriptors_each=1)
+    port = DEFAULT_PORTS[role] if options.port is None else options.port
     return NodeOptions(
         role,
         settings,
         options.host,
-        options.port,
+        port,
         options.log_level,
         options.launcher_fd,
         options.drain_timeout_s,
+        limits,
     )
 
 
@@ -82,8 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a model over an OpenAI-compatible API, as one node of a prefill/decode pair or alone.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add_serving_arguments(parser, port=DEFAULT_PORT)
+    add_serving_arguments(
+        parser, port=None, port_default="8100 for --role prefill or both, 8200 for decode, 8000 for single"
+    )
     parser.add_argument_group("stopping").add_argument(
         "--drain-timeout-s",
         type=float,

@@ -69,7 +69,7 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
     stop, died = StopRequest(link), asyncio.Event()
     engine = Engine(options.settings, on_death=lambda: _set_from_thread(loop, died))
     server = NodeServer(engine)
-    async with serving(server.application(), listener):
+    async with serving(server.application(), listener, options.limits):
         await _start(engine, stop)
         server.engine_is_ready()
         host, port = listener.getsockname()[:2]

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from web.errors import ApiError, error_middleware
-from web.json_body import MAX_BODY_BYTES, parse_json
+from web.json_body import MAX_BODY_BYTES, read_json
 
 from .handoffs import Handoff, Handoffs
 from .metrics import RouterMetrics
@@ -187,7 +187,7 @@ class Router:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise NoNodeError("the router is draining: send the request to another one, or again later")
-        body = parse_json(await request.read())
+        body = await read_json(request)
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
         call = Call(self._session, request.path, body, _headers(request, request_id))

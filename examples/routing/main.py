@@ -13,12 +13,14 @@ from typing import get_args
 
 from yarl import URL
 
+from web.connections import ConnectionLimits
 from web.launcher_link import Link, open_link
 from web.serving import (
     StartupError,
     add_serving_arguments,
     bind,
     exit_status_of,
+    limits_of,
     say,
     serving,
     set_up_logging,
@@ -29,7 +31,9 @@ from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 
 __all__ = ["main"]
 
-DEFAULT_PORT = 8080
+DEFAULT_PORT = 8000
+#: A client's connection, and one to a node of either role.
+DESCRIPTORS_EACH = 3
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     set_up_logging(options.log_level, "router")
     _check_times(options)
+    limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
     router = Router(
         NodePool("prefill", [_url(text) for text in options.prefill]),
         NodePool("decode", [_url(text) for text in options.decode]),
@@ -123,7 +128,7 @@ def _run(options: argparse.Namespace) -> None:
     link = open_link(options.launcher_fd)
     try:
         with bind(options.host, options.port) as listener:
-            asyncio.run(_serve(router, listener, link, options.drain_timeout_s))
+            asyncio.run(_serve(router, listener, link, options.drain_timeout_s, limits))
     except StartupError as error:
         link.report(failed=str(error))
         raise
@@ -140,10 +145,12 @@ def _check_times(options: argparse.Namespace) -> None:
             raise StartupError(f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'}")
 
 
-async def _serve(router: Router, listener: socket.socket, link: Link, drain_timeout_s: float) -> None:
+async def _serve(
+    router: Router, listener: socket.socket, link: Link, drain_timeout_s: float, limits: ConnectionLimits
+) -> None:
     drain, stop = _told_to_end(link)
     host, port = listener.getsockname()[:2]
-    async with serving(router.application(), listener):
+    async with serving(router.application(), listener, limits):
         link.report(listening=port)
         say(f"router listening on http://{host}:{port}")
         ready = asyncio.create_task(router.wait_until_ready())

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
 import aiohttp
-from aiohttp import web
 
 from web.errors import ApiError
 
@@ -59,13 +58,14 @@ class NodeGoneError(Exception):
 class NoNodeError(ApiError):
     """No node of a role can take a request (503)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message, kind="service_unavailable_error", code="unavailable")
-
-    def response(self) -> web.Response:
-        response = super().response()
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
-        return response
+    def __init__(self, message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> None:
+        super().__init__(
+            503,
+            message,
+            kind="service_unavailable_error",
+            code="unavailable",
+            retry_after_s=retry_after_s,
+        )
 
 
 class Node:
@@ -235,7 +235,9 @@ class NodePool:
             NoNodeError: there is none (the message says of each node why), or the pool is closed.
         """
         if self._is_closed:
-            raise NoNodeError(f"the router is stopping: no {self.role} node can take the request")
+            raise NoNodeError(
+                f"the router is stopping: no {self.role} node can take the request", retry_after_s=None
+            )
         candidates = self._candidates(tried, may_use or _any)
         if not candidates:
             raise await self._no_node(tried)

@@ -12,6 +12,11 @@ __all__ = ["ApiError", "bad_request", "error_middleware", "unavailable"]
 
 logger = logging.getLogger(__name__)
 
+#: After these the rest of what the client sends may be anything: its connection is closed.
+CLOSED_AFTER = frozenset({400, 408, 413, 415})
+#: When to try again, where nothing is known of how long it takes.
+RETRY_AFTER_S = 1
+
 #: What counts as the answer to a client that left while it was answered; servers have agreed on the number.
 CLIENT_LEFT = 499
 
@@ -24,16 +29,25 @@ class ApiError(Exception):
         kind: OpenAI's `type`.
         param: The field of the request at fault, or None.
         code: OpenAI's `code`, a word for programs, or None.
+        retry_after_s: When the same request may succeed, in seconds; None: nobody knows, or never.
     """
 
     def __init__(
-        self, status: int, message: str, *, kind: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         """The JSON that the client gets."""
@@ -42,7 +56,8 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         """The whole HTTP answer."""
-        return web.json_response(self.body(), status=self.status)
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return web.json_response(self.body(), status=self.status, headers=headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -50,20 +65,31 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, kind="invalid_request_error", param=param, code=code)
 
 
-def unavailable(message: str) -> ApiError:
-    """Not now, or not here; another node may do it: HTTP 503."""
-    return ApiError(503, message, kind="service_unavailable_error", code="unavailable")
+def unavailable(message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> ApiError:
+    """Not now, or not here; another node may do it: HTTP 503.
+
+    Args:
+        retry_after_s: When to ask this server again; None if it will not serve before it is restarted.
+    """
+    return ApiError(
+        503, message, kind="service_unavailable_error", code="unavailable", retry_after_s=retry_after_s
+    )
 
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error, also aiohttp's own and our bugs, with an OpenAI error object."""
+    response = await _answer(request, handler)
+    if response.status in CLOSED_AFTER:
+        response.force_close()
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
         return error.response()
-    except web.HTTPRequestEntityTooLarge as error:
-        return bad_request(f"the request body is too large: {error.reason}").response()
     except web.HTTPException as error:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return ApiError(

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
-from .errors import bad_request
+from aiohttp import web
 
-__all__ = ["MAX_BODY_BYTES", "parse_json"]
+from .errors import ApiError, bad_request
+
+__all__ = ["BODY_TIMEOUT", "MAX_BODY_BYTES", "parse_json", "read_json"]
 
 MAX_BODY_BYTES = 8 << 20
+#: Where an application keeps how long a body may take, in seconds.
+BODY_TIMEOUT = web.AppKey("body_timeout_s", float)
+DEFAULT_BODY_TIMEOUT_S = 30.0
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Receive a request's body, and read it.
+
+    Raises:
+        ApiError: it is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
+            closed after the answer, so what is left of the body is not read.
+    """
+    # Nothing decompresses before this: a small body could become a large one.
+    encoding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
+    if encoding not in ("", "identity"):
+        raise _refusal(415, f"content encoding {encoding[:80]!r} is not supported: send the body as it is")
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise _too_large()
+    timeout_s = request.app.get(BODY_TIMEOUT, DEFAULT_BODY_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await request.read()
+    except TimeoutError:
+        raise _refusal(408, f"the request body did not arrive within {timeout_s:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large() from None
+    except web.RequestPayloadError as error:
+        raise bad_request(f"the request body is malformed: {error}") from None
+    return parse_json(raw)
+
+
+def _too_large() -> ApiError:
+    return _refusal(413, f"the request body is too large: at most {MAX_BODY_BYTES} bytes are read")
+
+
+def _refusal(status: int, message: str) -> ApiError:
+    return ApiError(status, message, kind="invalid_request_error")
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import NoReturn, TextIO
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
+from .connections import MOST_CONNECTIONS, ConnectionLimits, GuardedRunner
+from .json_body import BODY_TIMEOUT
 from .launcher_link import Link
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "bind",
     "exit_status_of",
     "leave_now",
+    "limits_of",
     "say",
     "serving",
     "set_up_logging",
@@ -37,12 +41,30 @@ EXIT_BROKEN = 1
 #: Exit status of a process that could not start because of how it was asked to.
 EXIT_BAD_START = 2
 MAX_PORT = 65535
+#: Connections that the system keeps for us until we accept them.
+BACKLOG = 128
 #: What is left to finish when the process is told to stop has this long.
 SHUTDOWN_GRACE_S = 1.0
+#: Between two requests of one connection.
+KEEP_ALIVE_S = 75.0
+#: A refused body is read on for so long, so that the client is done with sending when its connection is closed.
+LINGER_S = 2.0
+#: The request line, and each line of a header; aiohttp takes at most 128 lines.
+MAX_HEADER_LINE_BYTES = 8190
+
 #: A process that has not come to its end by then is ended.
 SHUTDOWN_DEADLINE_S = 10.0
 
 logger = logging.getLogger(__name__)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a record is about more than bytes of a client that are no HTTP, of which anybody can send many."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_http_logger = logging.getLogger(f"{__name__}.http")
+_http_logger.addFilter(_is_ours)
 
 
 class StartupError(Exception):
@@ -53,15 +75,44 @@ class BrokenError(Exception):
     """The process ran and cannot go on. The message is one line for the user."""
 
 
-def add_serving_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """Add the options that say where to listen and how loud to be."""
+def add_serving_arguments(
+    parser: argparse.ArgumentParser, *, port: int | None, port_default: str = "%(default)s"
+) -> None:
+    """Add the options that say where to listen, what clients may take, and how loud to be.
+
+    Args:
+        port: The default port; None: the caller decides.
+        port_default: What the help says of it.
+    """
     group = parser.add_argument_group("serving")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument(
         "--port",
         type=int,
         default=port,
-        help="port to listen on; 0 takes a free one and prints it (default: %(default)s)",
+        help=f"port to listen on; 0 takes a free one and prints it (default: {port_default})",
+    )
+    group.add_argument(
+        "--header-timeout-s",
+        type=float,
+        default=ConnectionLimits.header_timeout_s,
+        metavar="S",
+        help="time for the header of a request, from the connection or the first byte; a slower client's connection is "
+        "closed (default: %(default)g)",
+    )
+    group.add_argument(
+        "--body-timeout-s",
+        type=float,
+        default=ConnectionLimits.body_timeout_s,
+        metavar="S",
+        help="time for the body of a request, from the end of its header; a slower one is answered 408 (default: %(default)g)",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="connections served at a time; one more closes the longest idle one, or is answered 503 if none is idle "
+        f"(default: as many as half of the limit of open files allows, at most {MOST_CONNECTIONS})",
     )
     group.add_argument(
         "--log-level",
@@ -76,6 +127,21 @@ def add_serving_arguments(parser: argparse.ArgumentParser, *, port: int) -> None
         metavar="FD",
         help="inherited socket on which a launcher learns port and readiness; this process ends when it closes",
     )
+
+
+def limits_of(options: argparse.Namespace, *, descriptors_each: int) -> ConnectionLimits:
+    """What `options` allow clients.
+
+    Args:
+        descriptors_each: Open files that a connection may cost, its own included.
+
+    Raises:
+        StartupError: a limit cannot work.
+    """
+    try:
+        return ConnectionLimits.of_options(options, descriptors_each)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
 
 
 def set_up_logging(level: str, name: str) -> None:
@@ -103,7 +169,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except (OSError, OverflowError) as error:
         listener.close()
@@ -123,12 +189,28 @@ def stop_event(link: Link) -> asyncio.Event:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve `app` on `listener` inside the block. A client that hangs up cancels its handler."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE_S)
+async def serving(
+    app: web.Application, listener: socket.socket, limits: ConnectionLimits
+) -> AsyncIterator[None]:
+    """Serve `app` on `listener` inside the block, within `limits`. A client that hangs up cancels its handler."""
+    app[BODY_TIMEOUT] = limits.body_timeout_s
+    runner = GuardedRunner(
+        app,
+        limits,
+        handler_cancellation=True,
+        access_log=None,
+        logger=_http_logger,
+        shutdown_timeout=SHUTDOWN_GRACE_S,
+        keepalive_timeout=KEEP_ALIVE_S,
+        lingering_time=LINGER_S,
+        auto_decompress=False,
+        max_line_size=MAX_HEADER_LINE_BYTES,
+        max_field_size=MAX_HEADER_LINE_BYTES,
+    )
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=runner.accepted_at_once).start()
+        listener.listen(BACKLOG)  # asyncio means two things by `backlog`; the system's queue is to be long
         yield
     finally:
         await runner.cleanup()

@@ -1,0 +1,298 @@
+"""What a client may take before it has asked for anything: a connection, and time for a header.
+
+aiohttp limits the size of a header, and closes a connection that was idle for `keepalive_timeout`. It limits neither the
+number of connections nor the time of a first header, so `GuardedRunner` puts a guard between each connection and aiohttp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from .errors import unavailable
+
+__all__ = ["ConnectionLimits", "GuardedRunner"]
+
+#: More connections than this are never of use, whatever the limit of open files.
+MOST_CONNECTIONS = 4096
+#: A connection that is refused may take so long to read why.
+REFUSAL_S = 1.0
+#: A client that takes nothing of an answer for so long is gone.
+ANSWER_STALL_S = 60.0
+#: Between two log lines about refused connections.
+LOG_INTERVAL_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a server allows its clients.
+
+    Attributes:
+        header_timeout_s: From a connection, or from the first byte of a further request, to the end of its header.
+        body_timeout_s: From the end of a request's header to the end of its body.
+        max_connections: Connections that are served at a time.
+    """
+
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    max_connections: int = 512
+
+    @classmethod
+    def of_options(cls, options: argparse.Namespace, descriptors_each: int) -> ConnectionLimits:
+        """Read what `add_serving_arguments` declared.
+
+        Args:
+            descriptors_each: Open files that a connection may cost, its own included.
+
+        Raises:
+            ValueError: a value cannot work; the message names its option.
+        """
+        for name in ("header_timeout_s", "body_timeout_s"):
+            value = getattr(options, name)
+            if not 0 < value < float("inf"):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {value:g}: it must be a positive number of seconds")
+        most = _most_connections(descriptors_each)
+        given: int | None = options.max_connections
+        if given is not None and not 1 <= given <= most:
+            raise ValueError(
+                f"--max-connections {given}: it must be 1 to {most} with the process's limit of "
+                f"{_open_file_limit()} open files; the rest is kept for handoffs; raise the limit with `ulimit -n`"
+            )
+        return cls(options.header_timeout_s, options.body_timeout_s, given or min(most, MOST_CONNECTIONS))
+
+
+def _most_connections(descriptors_each: int) -> int:
+    """The most connections that leave half of the process's open files to everything else, handoffs above all."""
+    return max(1, _open_file_limit() // 2 // descriptors_each)
+
+
+def _open_file_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+class GuardedRunner(web.AppRunner):
+    """Runs an application whose connections are accepted within limits, and closed if their header takes too long.
+
+    At `max_connections`, a new connection takes the place of the one that has been without a request for the longest.
+    If all have requests, the new one is answered 503 and closed.
+    """
+
+    def __init__(self, app: web.Application, limits: ConnectionLimits, **settings: Any) -> None:
+        app.middlewares.insert(0, _note_requests)
+        super().__init__(app, **settings)
+        self._door = _Door(limits)
+        #: asyncio accepts up to this many at once before it tells us of the first one: they are not counted yet.
+        self.accepted_at_once = min(128, max(8, limits.max_connections // 4))
+
+    @property
+    def server(self) -> Callable[[], asyncio.Protocol] | None:  # type: ignore[override]
+        """What makes the protocol of a new connection: aiohttp's, behind a guard."""
+        make = super().server
+        return None if make is None else lambda: _Guard(self._door, make)
+
+
+@web.middleware
+async def _note_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell the connection's guard when a request has come and when its handler has ended."""
+    guard = None if request.transport is None else request.transport.get_protocol()
+    if not isinstance(guard, _Guard):
+        return await handler(request)
+    guard.request_began()
+    try:
+        return await handler(request)
+    finally:
+        guard.request_ended()
+
+
+class _Door:
+    """Counts connections, and decides which of them may stay."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._busy: set[_Guard] = set()
+        self._idle: dict[
+            _Guard, None
+        ] = {}  # the one that has been without a request for the longest comes first
+        self._refused: set[_Guard] = set()
+        self._num_refused = 0
+        self._logged_s = float("-inf")
+
+    def admit(self, guard: _Guard, now: float) -> bool:
+        """Whether a new connection is served. It may cost the one that is idle for the longest its place."""
+        if len(self._busy) + len(self._idle) >= self.limits.max_connections:
+            victim = next((other for other in self._idle if other.is_flushed), None)
+            if victim is None:
+                self._log_refusal(now)
+                return False
+            del self._idle[victim]  # now, since asyncio reports the end later
+            victim.abort()
+        self._idle[guard] = None
+        return True
+
+    def may_explain(self, guard: _Guard) -> bool:
+        """Whether a connection that is not served may stay for long enough to be told so."""
+        if len(self._refused) >= max(8, self.limits.max_connections // 8):
+            return False
+        self._refused.add(guard)
+        return True
+
+    def note_busy(self, guard: _Guard) -> None:
+        if guard in self._idle:
+            del self._idle[guard]
+            self._busy.add(guard)
+
+    def note_idle(self, guard: _Guard) -> None:
+        if guard in self._busy:
+            self._busy.remove(guard)
+            self._idle[guard] = None
+
+    def leave(self, guard: _Guard) -> None:
+        self._busy.discard(guard)
+        self._idle.pop(guard, None)
+        self._refused.discard(guard)
+
+    def _log_refusal(self, now: float) -> None:
+        self._num_refused += 1
+        if now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
+            logger.warning(
+                "refused a connection: all %d have requests in progress; refused %d since the start; "
+                "raise --max-connections or add nodes",
+                self.limits.max_connections,
+                self._num_refused,
+            )
+
+
+class _Guard(asyncio.Protocol):
+    """Stands between one connection and aiohttp's protocol for it, to which it passes everything on."""
+
+    def __init__(self, door: _Door, make_inner: Callable[[], asyncio.Protocol]) -> None:
+        self._door = door
+        self._make_inner = make_inner
+        self._loop = asyncio.get_running_loop()
+        self._inner: asyncio.Protocol | None = None  # None: refused
+        self._transport: asyncio.Transport
+        self._num_requests = 0  # in progress
+        self._timer: asyncio.TimerHandle | None = None  # runs out while a header is due
+        self._stall: asyncio.TimerHandle | None = (
+            None  # runs out while the client takes nothing of its answer
+        )
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the client's system has taken all that was answered."""
+        return self._transport.get_write_buffer_size() == 0
+
+    def abort(self) -> None:
+        """Close the connection now; what was not sent is lost."""
+        self._transport.abort()
+
+    # -- asyncio's side ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if not self._door.admit(self, self._loop.time()):
+            self._refuse()
+            return
+        self._expect_header()
+        self._inner = self._make_inner()
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is None:
+            return
+        if self._num_requests == 0 and self._timer is None:
+            self._expect_header()  # a further request begins
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._inner is None else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._stall = self._loop.call_later(ANSWER_STALL_S, self.abort)
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stop(self._stall)
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop(self._timer)
+        self._stop(self._stall)
+        self._door.leave(self)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    # -- the application's side ----------------------------------------------------------------------
+
+    def request_began(self) -> None:
+        """The header of a request is complete."""
+        self._num_requests += 1
+        self._stop(self._timer)
+        self._timer = None
+        self._door.note_busy(self)
+
+    def request_ended(self) -> None:
+        """The handler of a request ended; its answer may still be on its way."""
+        self._num_requests -= 1
+        if self._num_requests == 0:
+            self._door.note_idle(self)
+
+    def _expect_header(self) -> None:
+        due = self._loop.time() + self._door.limits.header_timeout_s
+        self._timer = self._loop.call_at(due, self._header_is_late, due)
+
+    def _header_is_late(self, due: float) -> None:
+        # A loop that was busy, or a process that was stopped, has not read what came meanwhile: that is not the client's.
+        if self._loop.time() - due > 0.5:
+            again = self._loop.time() + 0.5
+            self._timer = self._loop.call_at(again, self._header_is_late, again)
+            return
+        logger.debug("closed a connection: no header within %g s", self._door.limits.header_timeout_s)
+        self.abort()
+
+    def _refuse(self) -> None:
+        if not self._door.may_explain(self):
+            self.abort()
+            return
+        self._transport.write(_REFUSAL)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        # Closed at once, with bytes of the client unread, the system would reset the connection, and the answer be lost.
+        self._timer = self._loop.call_later(REFUSAL_S, self.abort)
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def _raw_refusal() -> bytes:
+    error = unavailable(
+        "the server has as many connections as it takes, and all of them have requests: try again"
+    )
+    body = json.dumps(error.body()).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after_s}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_REFUSAL = _raw_refusal()

@@ -1,0 +1,351 @@
+"""What clients cannot do to a server, whatever they send: hold it up, fill it up, or make it work for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from demo.launcher import EXAMPLES
+from node.cli import parse_arguments
+from web.connections import ConnectionLimits
+from web.errors import error_middleware
+from web.json_body import MAX_BODY_BYTES, read_json
+from web.serving import StartupError, bind, serving
+
+#: No wait of a test takes longer.
+DEADLINE_S = 20.0
+HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+
+
+@dataclass
+class Reply:
+    """An answer as it came over the wire."""
+
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class Client:
+    """One connection, on which a test writes what it likes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def ask(self, raw: bytes) -> Reply:
+        self.writer.write(raw)
+        return await self.reply()
+
+    async def reply(self) -> Reply:
+        async with asyncio.timeout(DEADLINE_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        return Reply(int(head[0].split()[1]), headers, json.loads(body))
+
+    async def is_closed(self) -> bool:
+        """Wait until the server closes; false if it sends something instead."""
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionError:
+                return True
+
+    async def trickle(self, rest: bytes) -> None:
+        """Send byte after byte until the server closes."""
+        for byte in rest:
+            if self.reader.at_eof() or self.writer.is_closing():
+                return
+            self.writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+        raise AssertionError("the server took all of it")
+
+
+@dataclass
+class Place:
+    """A server whose handler of `/held` answers when the test lets it."""
+
+    port: int
+    stack: AsyncExitStack
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    num_held: int = 0
+
+    async def connect(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.stack.callback(client.writer.close)
+        return client
+
+    async def hold(self) -> Client:
+        """A connection whose request is in progress."""
+        client, before = await self.connect(), self.num_held
+        client.writer.write(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            while self.num_held == before:
+                await asyncio.sleep(0.005)
+        return client
+
+    async def held(self, request: web.Request) -> web.Response:
+        self.num_held += 1
+        await self.let_go.wait()
+        return web.json_response("done")
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.json_response(await read_json(request))
+
+
+@asynccontextmanager
+async def place(**limits: Any) -> AsyncIterator[Place]:
+    app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
+    with bind("127.0.0.1", 0) as listener:
+        async with AsyncExitStack() as stack:
+            place = Place(listener.getsockname()[1], stack)
+            app.router.add_post("/echo", echo)
+            app.router.add_get("/held", place.held)
+            await stack.enter_async_context(serving(app, listener, ConnectionLimits(**limits)))
+            stack.callback(place.let_go.set)
+            yield place
+
+
+def run(test: Callable[[Place], Awaitable[None]], **limits: Any) -> None:
+    async def main() -> None:
+        async with place(**limits) as here:
+            await test(here)
+
+    asyncio.run(main())
+
+
+def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
+    lines = (*headers, b"Content-Length: %d" % (len(body) if length is None else length))
+    return HEAD + b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+# -- time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half a header"])
+def test_a_client_that_sends_no_whole_header_is_closed(sent: bytes) -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        client.writer.write(sent)
+        assert await client.is_closed()
+
+    run(test, header_timeout_s=0.1)
+
+
+def test_a_header_that_trickles_is_not_waited_for_nor_is_that_of_a_further_request() -> None:
+    async def test(here: Place) -> None:
+        first, further = await here.connect(), await here.connect()
+        assert (await further.ask(post(b"{}"))).status == 200
+        many = HEAD + b"X-Name: a\r\n" * 500
+        await asyncio.gather(first.trickle(many), further.trickle(many))
+
+    run(test, header_timeout_s=0.2)
+
+
+def test_between_requests_a_connection_may_rest_for_longer_than_a_header_may_take() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        for _ in range(2):
+            assert (await client.ask(post(b"{}"))).status == 200
+            await asyncio.sleep(0.2)
+
+    run(test, header_timeout_s=0.1)
+
+
+def test_a_body_that_trickles_is_answered_408_and_closed() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        client.writer.write(post(b"{", length=5000))
+        trickling = asyncio.create_task(client.trickle(b" " * 4000))
+        reply = await client.reply()
+        trickling.cancel()
+        assert (reply.status, reply.headers["connection"]) == (408, "close")
+        assert reply.body["error"]["message"] == "the request body did not arrive within 0.2 s"
+        assert await client.is_closed()
+
+    run(test, body_timeout_s=0.2)
+
+
+def test_a_server_that_was_busy_does_not_blame_its_clients() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        await asyncio.sleep(0)
+        client.writer.write(post(b"{}"))
+        time.sleep(1.2)  # nothing is read meanwhile  # noqa: ASYNC251
+        assert (await client.reply()).status == 200
+
+    run(test, header_timeout_s=0.5)
+
+
+# -- bodies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate", b"br", b"identity, gzip"])
+def test_an_encoded_body_is_refused_before_it_is_decoded(encoding: bytes) -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        bomb = gzip.compress(b" " * (MAX_BODY_BYTES + 1))
+        reply = await client.ask(post(bomb, b"Content-Encoding: " + encoding))
+        assert (reply.status, reply.headers["connection"]) == (415, "close")
+        assert repr(encoding.decode()) in reply.body["error"]["message"]
+        assert await client.is_closed()
+
+    run(test)
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        reply = await client.ask(post(b"", length=MAX_BODY_BYTES + 1))
+        assert (reply.status, reply.headers["connection"]) == (413, "close")
+        assert reply.body["error"]["type"] == "invalid_request_error"
+
+    run(test)
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_read_up_to_the_limit() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        client.writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        client.writer.write(chunk * (MAX_BODY_BYTES // (1 << 20) + 1))
+        reply = await client.reply()
+        assert (reply.status, reply.headers["connection"]) == (413, "close")
+
+    run(test)
+
+
+def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_one() -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        for _ in range(2):
+            assert (await client.ask(post(b'{"a": 1}'))).body == {"a": 1}
+        reply = await client.ask(post(b"{"))
+        assert (reply.status, reply.headers["connection"]) == (400, "close")
+        assert await client.is_closed()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"\x16\x03\x01\x02\r\n\r\n", HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n"],
+    ids=["no HTTP", "a long line"],
+)
+def test_what_is_no_http_is_answered_400_without_a_traceback(
+    raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(here: Place) -> None:
+        client = await here.connect()
+        client.writer.write(raw)
+        assert (await client.reader.readline()).startswith(b"HTTP/1.0 400")
+
+    run(test)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- numbers -------------------------------------------------------------------------------------------
+
+
+def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
+    async def test(here: Place) -> None:
+        idle = [await here.connect() for _ in range(3)]
+        assert (await idle[0].ask(post(b"{}"))).status == 200  # so that the second is idle for the longest
+        new = await here.connect()
+        assert (await new.ask(post(b"{}"))).status == 200
+        assert await idle[1].is_closed()
+        for client in (idle[0], idle[2]):
+            assert (await client.ask(post(b"{}"))).status == 200
+
+    run(test, max_connections=3)
+
+
+def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to_come_back() -> None:
+    async def test(here: Place) -> None:
+        busy = [await here.hold() for _ in range(2)]
+        refused = await here.connect()
+        reply = await refused.ask(post(b"{}"))
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert reply.body["error"]["code"] == "unavailable"
+        assert await refused.is_closed()
+        here.let_go.set()
+        for client in busy:
+            assert (await client.reply()).body == "done"
+        assert (await (await here.connect()).ask(post(b"{}"))).status == 200
+
+    run(test, max_connections=2)
+
+
+def test_a_router_with_few_descriptors_serves_on_behind_many_idle_connections(tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    nodes = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
+    limited = ("sh", "-c", 'ulimit -n 128 && exec "$@"', "sh")
+    with log.open("wb") as stderr:
+        router = subprocess.Popen(
+            [*limited, sys.executable, str(EXAMPLES / "router.py"), "--port", "0", *nodes],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+
+    async def crowd(port: int) -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(300):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.callback(writer.close)
+            client = Client(*await asyncio.open_connection("127.0.0.1", port))
+            stack.callback(client.writer.close)
+            reply = await client.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert reply.body["status"] == "no healthy pair of nodes"
+
+    try:
+        assert router.stdout is not None
+        with closing(router.stdout):
+            line = router.stdout.readline().decode()
+            asyncio.run(crowd(int(line.rsplit(":", 1)[1])))
+    finally:
+        router.terminate()
+        assert router.wait(DEADLINE_S) == 0
+    assert "out of system resource" not in log.read_text()
+    assert "Too many open files" not in log.read_text()
+
+
+# -- options -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--header-timeout-s", "0"], "--header-timeout-s 0: it must be a positive number of seconds"),
+        (["--body-timeout-s", "inf"], "--body-timeout-s inf: it must be a positive number of seconds"),
+        (["--max-connections", "0"], "--max-connections 0: it must be 1 to "),
+        (["--max-connections", "99999999"], "--max-connections 99999999: it must be 1 to "),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        parse_arguments(words)
+    assert message in str(caught.value)
+
+
+def test_the_default_leaves_half_of_the_descriptors_to_handoffs() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert parse_arguments([]).limits.max_connections == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
