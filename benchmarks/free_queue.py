@@ -67,7 +67,9 @@ def measure(num_blocks: int, operation: Operation, stride: int, seconds: float) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS")
     parser.add_argument("--seconds", type=float, default=0.2, help="for each size and operation")

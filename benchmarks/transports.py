@@ -33,7 +33,7 @@ from moving.shapes import Shape, shapes_of
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--seconds", type=float, default=120, help="for how long (default: %(default)s)")
     parser.add_argument(

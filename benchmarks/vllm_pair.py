@@ -366,7 +366,7 @@ def _optional(row: Mapping[str, Any], key: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     shapes = ["128x1", "128x8", "1024x1", "1024x8", "4096x1", "4096x8"]
     parser.add_argument(

@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="disagg_pair.py",
         description="Answer prompts by a prefill node and a decode node with a router in front, then by a single "
         "node, and hold the two against each other. Everything runs on this machine and ends with this program.",
+        allow_abbrev=False,
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(

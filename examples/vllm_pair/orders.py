@@ -39,7 +39,7 @@ def obey(make_host: Callable[[dict[str, Any]], Host]) -> None:
 
     It is told to end by whoever holds the other end of the socket: that one sends nothing any more.
     """
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("settings", type=json.loads)
     parser.add_argument("--launcher-fd", type=int, required=True)
     arguments = parser.parse_args()

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm_pair", description=__doc__)
+    parser = argparse.ArgumentParser(prog="vllm_pair", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--model", default="", help="a model folder or name; the default comes with the examples"
     )

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 def main() -> int:
     """Run vLLM until it ends, or until the launcher or a signal ends it; returns its exit status."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)  # what abbreviates ours may be an option of vLLM's
     parser.add_argument("--launcher-fd", type=int, required=True)
     options, arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
