@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -16,12 +17,12 @@ from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.types import GenerationRequest, RequestOutput
 from kvferry.transports.errors import ConnectorError
-from web.errors import ApiError, bad_request, error_middleware, unavailable
+from web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from web.json_body import MAX_BODY_BYTES, read_json
 
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
-from .prompts import tokenize
+from .prompts import PromptReader
 from .replies import (
     TRANSFER_HEADER,
     ChatWording,
@@ -36,8 +37,6 @@ __all__ = ["NodeServer"]
 
 #: What a client may put into `X-Request-Id`; longer ones are cut.
 MAX_REQUEST_ID_CHARS = 128
-#: When a client may ask a node again that is about to stop: by then another one may have its place.
-RETRY_AFTER_S = 1
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 logger = logging.getLogger(__name__)
@@ -53,6 +52,7 @@ class NodeServer:
         starting   503   the model is loaded
         ok         200
         draining   503   the node was told to stop; it finishes what it began, and refuses what is new
+        failing    503   it can no longer hand caches over; `"error"` says why, and it must be restarted
         dead       503   the engine ended; `"error"` says why, and the process is about to exit
 
     Args:
@@ -62,6 +62,7 @@ class NodeServer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = NodeMetrics(engine.stats)
+        self._prompts: PromptReader
         self._is_ready = False
         self._is_draining = False
         self._num_answering = 0
@@ -69,6 +70,8 @@ class NodeServer:
 
     def engine_is_ready(self) -> None:
         """From now on requests are served."""
+        # Room for an answer of one token is always kept.
+        self._prompts = PromptReader(self._engine.tokenizer, self._engine.max_model_len - 1)
         self._is_ready = True
 
     def drain(self) -> None:
@@ -88,13 +91,19 @@ class NodeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_text)
+        app.on_cleanup.append(self._close_prompts)
         return app
+
+    async def _close_prompts(self, app: web.Application) -> None:
+        if self._is_ready:
+            await self._prompts.close()
 
     # -- small answers -------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         if not self._is_ready:
-            return web.json_response({"status": "starting"}, status=503)
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return web.json_response({"status": "starting"}, status=503, headers=headers)
         if self._is_draining:
             return web.json_response({"status": "draining"}, status=503)
         stats = self._engine.stats()
@@ -139,9 +148,7 @@ class NodeServer:
         """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
         if self._is_draining:
             # An offer that the request names is not declined: a router may try it on another node.
-            refusal = unavailable("the node was told to stop, and takes no new requests").response()
-            refusal.headers["Retry-After"] = str(RETRY_AFTER_S)
-            return refusal
+            return unavailable("the node was told to stop, and takes no new requests").response()
         self._num_answering += 1
         try:
             response = await self._answer(request, parse, wording)
@@ -170,9 +177,15 @@ class NodeServer:
     ) -> web.StreamResponse:
         engine = self._engine
         with _refusals_as_api_errors():
+            self._prompts.refuse_by_size(body.get("prompt"))
             client = parse(body)
             lora_name = self._lora_name(client.model)
-            prompt_token_ids = tokenize(engine.tokenizer, client.prompt)
+            try:
+                prompt_token_ids = await self._prompts.read(client.prompt)
+            except asyncio.CancelledError:  # the client left, and the engine never heard of the request
+                if client.kv_transfer_params is not None:
+                    engine.decline(client.kv_transfer_params)
+                raise
         request_id = f"{wording.id_prefix}-{_client_request_id(request)}"
         generation = GenerationRequest(
             # A client may use an id twice, and a router may retry with it: only the suffix makes it unique.
