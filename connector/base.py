@@ -138,6 +138,19 @@ class KVConnectorBase(ABC):
         ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value.
     """
 
+    @classmethod  # noqa: B027 - a connector need not know its options before it is made
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that the constructor would refuse, as far as that can be told before there is a pool.
+
+        An engine asks before it loads a model. A connector that does not override this is asked nothing.
+
+        Args:
+            options: `kv_connector_extra_config`.
+
+        Raises:
+            ConfigurationError: an option is unknown or has a bad value.
+        """
+
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")

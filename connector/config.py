@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
+from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError
 
 __all__ = [
@@ -244,11 +245,8 @@ class KVTransferConfig:
         known = {f.name for f in fields(cls)}
         for key in mapping:
             if key not in known:
-                raise ConfigurationError(
-                    f"unknown key {key!r} in the KV transfer configuration; known: {', '.join(sorted(known))}",
-                    key=key,
-                    value=mapping[key],
-                )
+                what = f"unknown key {key!r} in the KV transfer configuration"
+                raise unknown_key(what, str(key), known, key=key, value=mapping[key])
         for key in ("kv_connector", "kv_role"):
             if key not in mapping:
                 raise ConfigurationError(f"the KV transfer configuration lacks {key!r}", key=key)

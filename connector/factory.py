@@ -88,6 +88,19 @@ class KVConnectorFactory:
         )
 
     @classmethod
+    def check_options(cls, kv_transfer_config: KVTransferConfig) -> None:
+        """Refuse what no connector could be made of, before anything expensive is done for it.
+
+        Raises:
+            ConfigurationError: see `get_connector_class`; or the connector refuses its options. One that does not say
+                which it knows refuses them when it is made.
+            BackendUnavailableError: the connector's own requirements are missing; the message says which.
+        """
+        cls.get_connector_class(kv_transfer_config).check_options(
+            kv_transfer_config.kv_connector_extra_config
+        )
+
+    @classmethod
     def create_connector(
         cls, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVConnectorBase:

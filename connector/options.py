@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
+from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError
 from .handoff.config import HandoffConfig
 
-__all__ = ["ConnectorOptions", "Transfer"]
+__all__ = ["ConnectorOptions", "Transfer", "require_known"]
 
 #: Who moves the bytes of a load: the node that loads, or its producer.
 Transfer = Literal["pull", "push"]
@@ -42,17 +43,23 @@ class ConnectorOptions:
         Raises:
             ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
         """
-        known = (*_TYPES, *_TIMING_KEYS)
-        for key in mapping:
-            if key not in known:
-                raise ConfigurationError(
-                    f"unknown connector option {key!r}; known: {', '.join(sorted(known))}",
-                    key=str(key),
-                    value=mapping[key],
-                )
+        require_known(mapping)
         own = {key: _checked(key, mapping[key]) for key in _TYPES if key in mapping}
         timing = {key: mapping[key] for key in _TIMING_KEYS if key in mapping}
         return cls(**own, handoff=HandoffConfig(**timing))
+
+
+def require_known(mapping: Mapping[str, Any], *more: str) -> None:
+    """Refuse keys that are neither options of a connector nor in `more`.
+
+    Raises:
+        ConfigurationError: there is one; the error names it, and the known one that looks most like it.
+    """
+    known = (*_TYPES, *_TIMING_KEYS, *more)
+    for key in mapping:
+        if key not in known:
+            what = f"unknown connector option {key!r}"
+            raise unknown_key(what, str(key), known, key=str(key), value=mapping[key])
 
 
 #: The options that are not deadlines: their type, and its name in words.

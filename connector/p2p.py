@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ..transports.errors import KVTransferStateError
-from ..transports.registry import create_transport
+from ..transports.registry import check_options, create_transport
 from .base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
 from .metadata import HandoffMetadata, WorkerAddress
 from .options import ConnectorOptions
@@ -39,6 +39,11 @@ class PeerToPeerConnector(KVConnectorBase):
 
     #: Scheme of the transport that carries the bytes.
     transport_scheme: ClassVar[str]
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if cls.__init__ is PeerToPeerConnector.__init__:  # one that is made otherwise may take other options
+            check_options(cls.transport_scheme, ConnectorOptions.from_mapping(options).transport)
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)

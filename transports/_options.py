@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TypeVar
 
 from .errors import ConfigurationError
 
-__all__ = ["parse_options", "require_int"]
+__all__ = ["parse_options", "require_int", "unknown_key"]
 
 Options = TypeVar("Options")
 
@@ -22,12 +23,22 @@ def parse_options(cls: type[Options], options: Mapping[str, object], scheme: str
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in known:
-            raise ConfigurationError(
-                f"unknown option {key!r} of transport {scheme!r}; it knows {', '.join(known)}",
-                key=key,
-                value=value,
-            )
+            what = f"unknown option {key!r} of transport {scheme!r}"
+            raise unknown_key(what, str(key), known, key=key, value=value)
     return cls(**options)
+
+
+def unknown_key(what: str, name: str, known: Iterable[str], *, key: str, value: object) -> ConfigurationError:
+    """The error about a name that nothing knows, with the known one that looks most like it.
+
+    Args:
+        what: What failed, e.g. `"unknown connector option 'leas_s'"`.
+        key, value: Of the error.
+    """
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f": did you mean {nearest[0]!r}?" if nearest else ";"
+    return ConfigurationError(f"{what}{hint} known: {', '.join(names)}", key=key, value=value)
 
 
 def require_int(key: str, value: object, low: int, high: int) -> None:

@@ -38,9 +38,11 @@ Writes: the same with the roles exchanged
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ._options import parse_options
 from .errors import KVTransferError, KVTransferStateError
 from .regions import Guard, Pool, RegionPairs, Regions, Segment
 
@@ -155,8 +157,22 @@ class Transport(ABC):
     #: Scheme of its addresses; also the file's, the entry point's and the option's name.
     scheme: ClassVar[str]
 
+    #: The dataclass of its options; None: only its constructor knows them. A subclass names its own, or has none.
+    options_type: ClassVar[type[object] | None] = None
+
     #: The words that peers check after they read from this process.
     guards: GuardTable
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, object]) -> None:
+        """Refuse options that the constructor would refuse, as far as that can be told without opening anything.
+
+        Raises:
+            ConfigurationError: an option is unknown or wrong.
+        """
+        kind = vars(cls).get("options_type")  # not an inherited one: a subclass may take more options
+        if kind is not None:
+            parse_options(kind, options, cls.scheme)
 
     # -- memory --------------------------------------------------------------------------------------
 

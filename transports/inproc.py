@@ -114,6 +114,7 @@ class InProcTransport(Transport):
     """Peers in this process. Any thread may own one side, and another thread the other."""
 
     scheme: ClassVar[str] = "inproc"
+    options_type = InProcessOptions
     guards: WordTable
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:

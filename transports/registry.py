@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
+from ._options import unknown_key
 from .base import Transport
 from .errors import BackendUnavailableError, ConfigurationError
 
@@ -71,15 +72,31 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
         ConfigurationError: no such scheme; what it names is not a transport; or an option is unknown or wrong.
         BackendUnavailableError: the transport's module, or something that it imports, is not installed.
     """
+    transport = _named(scheme)(options)
+    if not isinstance(transport, Transport):
+        raise ConfigurationError(
+            f"{available_transports()[scheme]} is not a Transport", key="transport", value=scheme
+        )
+    return transport
+
+
+def check_options(scheme: str, options: Mapping[str, object]) -> None:
+    """Refuse options that the transport named `scheme` would refuse, as far as it can tell before it is created.
+
+    Raises:
+        ConfigurationError: no such scheme, or an option is unknown or wrong.
+        BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+    """
+    found = _named(scheme)
+    if isinstance(found, type) and issubclass(found, Transport):
+        found.check_options(options)
+
+
+def _named(scheme: str) -> Callable[[Mapping[str, object]], object]:
     known = available_transports()
     if scheme not in known:
-        raise ConfigurationError(
-            f"unknown transport {scheme!r}; known: {', '.join(known)}", key="transport", value=scheme
-        )
-    transport = _load(scheme, known[scheme])(options)
-    if not isinstance(transport, Transport):
-        raise ConfigurationError(f"{known[scheme]} is not a Transport", key="transport", value=scheme)
-    return transport
+        raise unknown_key(f"unknown transport {scheme!r}", scheme, known, key="transport", value=scheme)
+    return _load(scheme, known[scheme])
 
 
 def _load(scheme: str, target: str) -> Callable[[Mapping[str, object]], object]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+from ...transports._options import unknown_key
 from ...transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
 from ..base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from ..config import KVTransferConfig
 from ..factory import KVConnectorFactory
 from ..stats import KVConnectorStats
 from .accounting import Ledger, MultiHandshakeMetadata, MultiMetadata, OwedReports
@@ -51,8 +53,10 @@ class ChildOptions:
         if not isinstance(mapping, Mapping):
             raise _error(f"each entry must be a mapping, not {mapping!r}", mapping)
         known = {setting.name for setting in fields(cls)}
-        if unknown := sorted(map(str, mapping.keys() - known)):
-            raise _error(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
+        for key in mapping:
+            if key not in known:
+                what = f"option {_OPTION!r}: unknown key {key!r}"
+                raise unknown_key(what, str(key), known, key=_OPTION, value=key)
         if not mapping.get("kv_connector"):
             raise _error("an entry lacks 'kv_connector'", mapping)
         for key, value in mapping.items():
@@ -92,6 +96,18 @@ class MultiConnector(KVConnectorBase):
         KVTransferStateError: `config.kv_transfer` is None.
         ConfigurationError: an option is unknown or wrong, two children have one name, or a child refuses its options.
     """
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        for child in _parse(options):
+            KVConnectorFactory.check_options(
+                KVTransferConfig(
+                    kv_connector=child.kv_connector,
+                    kv_role="kv_both",
+                    kv_connector_module_path=child.kv_connector_module_path,
+                    kv_connector_extra_config=child.kv_connector_extra_config,
+                )
+            )
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
@@ -342,7 +358,8 @@ def _join(children: Mapping[str, KVConnectorBase], what: Literal["failure", "war
 def _parse(options: Mapping[str, Any]) -> list[ChildOptions]:
     for key in options:
         if key != _OPTION:
-            raise ConfigurationError(f"unknown option {key!r}; known: {_OPTION}", key=key, value=options[key])
+            what = f"unknown connector option {key!r}"
+            raise unknown_key(what, str(key), (_OPTION,), key=key, value=options[key])
     entries = options.get(_OPTION)
     if not isinstance(entries, list | tuple) or not entries:
         raise _error(f"must be a list of at least one connector, not {entries!r}", entries)

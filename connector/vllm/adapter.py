@@ -80,7 +80,14 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """One block of all layers as one run of bytes, if the user asks for it; vLLM falls back where it cannot."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        HostOptions.from_mapping(extra)  # asked before there is a pool: a wrong option is told now
         return "BLHNC" if extra.get("cross_layer_blocks") is True else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No call of ours is part of a graph. vLLM asks while it reads its configuration: a wrong option is told then."""
+        HostOptions.from_mapping(extra_config)
+        return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ...transports.errors import ConfigurationError
+from ...transports.registry import check_options
 from ..config import (
     CacheConfig,
     EngineConfig,
@@ -22,7 +23,7 @@ from ..kv_cache_specs import (
     KVCacheSpec,
     UniformTypeKVCacheSpecs,
 )
-from ..options import ConnectorOptions
+from ..options import ConnectorOptions, require_known
 from .identity import model_name
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ class HostOptions:
 
         Raises:
             ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
+            BackendUnavailableError: the transport cannot be loaded.
         """
+        require_known(
+            mapping, "transport_options"
+        )  # by the user's names: the two of a transport are others below
         rest = dict(mapping)
         transport = rest.pop("transport", "shm")
         if not isinstance(transport, str):
@@ -83,7 +88,9 @@ class HostOptions:
             )
         if "transport_options" in rest:
             rest["transport"] = rest.pop("transport_options")
-        return cls(transport, ConnectorOptions.from_mapping(rest))
+        connector = ConnectorOptions.from_mapping(rest)
+        check_options(transport, connector.transport)
+        return cls(transport, connector)
 
 
 def engine_config(

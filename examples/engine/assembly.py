@@ -69,7 +69,7 @@ def assemble(settings: EngineSettings) -> Parts:
         torch.set_num_threads(settings.num_threads)
     if settings.kv_transfer is not None:
         # Before the model is loaded: a wrong name should not take that long to be told.
-        KVConnectorFactory.get_connector_class(settings.kv_transfer)
+        KVConnectorFactory.check_options(settings.kv_transfer)
     dtype = _dtype(settings.dtype, device)
     model = describe_model(model_folder(settings.model))
     if settings.tensor_parallel_size > 1:

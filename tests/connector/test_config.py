@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector import KVConnectorRole, KVTransferConfig
+from kvferry.connector.factory import KVConnectorFactory
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.p2p import PeerToPeerConnector
 from kvferry.connector.shm import SharedMemoryConnector
@@ -109,6 +110,58 @@ def test_the_transport_refuses_an_unknown_option() -> None:
     config = engine_config("shm", kv_connector_extra_config={"transport": {"color": "red"}})
     with pytest.raises(ConfigurationError, match="'color'"):
         SharedMemoryConnector(config, KVConnectorRole.WORKER, CacheShape().kv_cache_config())
+
+
+@pytest.mark.parametrize(
+    ("connector", "options", "words"),
+    [
+        ("shm", {"leas_s": 1}, "unknown connector option 'leas_s': did you mean 'lease_s'? known: address, "),
+        ("zeromq", {"adress": "a"}, "unknown connector option 'adress': did you mean 'address'? "),
+        ("shm", {"color": "red"}, "unknown connector option 'color'; known: address, "),
+        ("shm", {"transport": {"copy_thread": 2}}, "option 'copy_thread' of transport 'shm': did you mean 'copy_threads'? "),
+        ("zeromq", {"transport": {"prot": 2}}, "option 'prot' of transport 'zeromq': did you mean 'port'? "),
+        ("inproc", {"transport": {"guards": 2}}, "did you mean 'num_guards'? "),
+        ("auto", {"transport": {"netwrok": "zeromq"}}, "did you mean 'network'? "),
+        ("auto", {"transport": {"local_options": {"copy_thread": 2}}}, "did you mean 'copy_threads'? "),
+        ("auto", {"transport": {"network": "zeromq", "network_options": {"prot": 2}}}, "did you mean 'port'? "),
+        ("auto", {"transport": {"network": "zeromk"}}, "unknown transport 'zeromk': did you mean 'zeromq'? "),
+        ("MultiConnector", {"conectors": []}, "unknown connector option 'conectors': did you mean 'connectors'? "),
+        ("MultiConnector", {"connectors": [{"kv_conector": "shm"}]}, "did you mean 'kv_connector'? "),
+        (
+            "MultiConnector",
+            {"connectors": [{"kv_connector": "shm", "kv_connector_extra_config": {"leas_s": 1}}]},
+            "unknown connector option 'leas_s': did you mean 'lease_s'? ",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_unknown_option_is_told_with_the_nearest_name_before_there_is_a_pool(
+    connector: str, options: dict[str, Any], words: str
+) -> None:
+    config = KVTransferConfig(connector, "kv_both", kv_connector_extra_config=options)
+    with pytest.raises(ConfigurationError) as caught:
+        KVConnectorFactory.check_options(config)
+    assert words in str(caught.value)
+
+
+def test_values_are_looked_at_as_well() -> None:
+    config = KVTransferConfig("shm", "kv_both", kv_connector_extra_config={"transport": {"copy_threads": 0}})
+    with pytest.raises(ConfigurationError, match="copy_threads must be a whole number"):
+        KVConnectorFactory.check_options(config)
+
+
+def test_an_unknown_key_of_the_configuration_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'kv_role'"):
+        KVTransferConfig.from_mapping({"kv_connector": "shm", "kv_rol": "kv_both"})
+
+
+class WithOptionsOfItsOwn(SharedMemoryConnector):
+    def __init__(self, *args: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_connector_that_may_know_more_is_left_to_refuse_options_itself() -> None:
+    WithOptionsOfItsOwn.check_options({"wings": 2})
 
 
 def test_a_connector_needs_a_transfer_configuration() -> None:

@@ -45,6 +45,13 @@ def test_options_that_cannot_work_end_with_one_line_and_status_2(
     assert len(node.log_tail.strip().splitlines()) == 1
 
 
+def test_an_unknown_connector_option_is_told_before_the_model_is_looked_for(launcher: Launcher) -> None:
+    options = ("--role", "decode", "--connector-option", "leas_s=3", "--model", "/no/such/model")
+    node = launcher.start("node", "serve.py", "--port", "0", *options)
+    assert node.wait(60) == 2
+    assert "unknown connector option 'leas_s': did you mean 'lease_s'?" in node.log_tail
+
+
 @pytest.mark.parametrize("script", ["serve.py", "router.py"])
 def test_a_port_in_use(script: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -69,6 +69,17 @@ class TestOptions:
             HostOptions.from_mapping(mapping)
         assert caught.value.key == next(iter(mapping))
 
+    def test_an_unknown_option_is_told_with_the_nearest_name_while_vllm_reads_its_configuration(self):
+        for options, nearest in (
+            ({"leas_s": 1}, "lease_s"),
+            ({"transport_option": {}}, "transport_options"),
+            ({"transport": "zeromk"}, "zeromq"),
+            ({"transport": "zeromq", "transport_options": {"prot": 1}}, "port"),
+        ):
+            with pytest.raises(ConfigurationError, match=f"did you mean '{nearest}'"):
+                KvferryConnector.requires_piecewise_for_cudagraph(options)
+        assert not KvferryConnector.requires_piecewise_for_cudagraph({"lease_s": 20})
+
 
 class TestHeads:
     """How many KV heads the whole model has, which a rank's own caches do not tell."""

@@ -20,6 +20,7 @@ from ..errors import (
     TransportClosedError,
 )
 from ..regions import Guard, Pool, RegionPairs, Regions
+from ..registry import check_options
 from ..shm import SharedMemoryTransport
 from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
 from .guards import JoinedGuards
@@ -84,6 +85,13 @@ class AutoTransport(Transport):
     """
 
     scheme: ClassVar[str] = SCHEME
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, object]) -> None:
+        settings = parse_options(AutoOptions, options, SCHEME)
+        SharedMemoryTransport.check_options(settings.local_options)
+        if settings.network:
+            check_options(settings.network, settings.network_options)
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         settings = parse_options(AutoOptions, options, SCHEME)

@@ -72,6 +72,7 @@ class SharedMemoryTransport(Transport):
     """Peers on this host. See the module."""
 
     scheme: ClassVar[str] = "shm"
+    options_type = SharedMemoryOptions
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         """Start the copying threads; allocate the guard table.

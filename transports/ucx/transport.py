@@ -34,6 +34,7 @@ class UCXTransport(NetworkTransport[Node]):
     """
 
     scheme: ClassVar[str] = SCHEME
+    options_type = UCXOptions
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         parsed = parse_options(UCXOptions, options, SCHEME)

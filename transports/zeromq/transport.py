@@ -31,6 +31,7 @@ class ZeroMQTransport(NetworkTransport[Node]):
     """
 
     scheme: ClassVar[str] = SCHEME
+    options_type = ZeroMQOptions
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         self._options = parse_options(ZeroMQOptions, options, SCHEME)
