@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
 
+from ..transports._machine import memory_of_this_process
 from ..transports.errors import ConfigurationError, KVTransferStateError
 from . import state
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["MemorySnapshot", "allocate_pool", "request_memory"]
 
 _GIB = 1 << 30
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class MemorySnapshot:
 
     Attributes:
         device: Which.
-        total_bytes: All of it; on the CPU no more than the control group may have.
+        total_bytes: All of it; on the CPU no more than the process's control groups may have.
         free_bytes: What can still be allocated.
     """
 
@@ -49,45 +48,7 @@ class MemorySnapshot:
             raise ConfigurationError(
                 f"cannot measure the memory of {device}", key="device", value=str(device)
             )
-        total, free = read_host_memory(Path("/proc/meminfo"))
-        limit, used = read_cgroup_memory(_CGROUP_ROOT)
-        return cls(device, min(total, limit), max(0, min(free, limit - used)))
-
-
-def read_host_memory(meminfo: Path) -> tuple[int, int]:
-    """Read total and available bytes from a `/proc/meminfo`."""
-    sizes = {}
-    for line in meminfo.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        sizes[name] = int(rest.split()[0]) << 10
-    return sizes["MemTotal"], sizes["MemAvailable"]
-
-
-def read_cgroup_memory(root: Path) -> tuple[int, int]:
-    """Read limit and use, in bytes, of the control group mounted at `root`, version 2 or 1.
-
-    Page cache that the kernel can drop is not counted as used. Without a limit, `(sys.maxsize, 0)`.
-    """
-    for folder, limit_name, used_name in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit = (folder / limit_name).read_text().strip()
-            if limit == "max":
-                continue
-            used = int((folder / used_name).read_text())
-            droppable = _stat(folder / "memory.stat", ("inactive_file", "total_inactive_file"))
-            return int(limit), max(0, used - droppable)
-        except OSError:
-            continue
-    return 1 << 62, 0
-
-
-def _stat(path: Path, names: tuple[str, ...]) -> int:
-    """The largest of the named counters: version 1 has one for the group alone and one for its whole tree."""
-    found = [line.split() for line in path.read_text().splitlines()]
-    return max((int(value) for name, value in found if name in names), default=0)
+        return cls(device, *memory_of_this_process())
 
 
 def request_memory(snapshot: MemorySnapshot, cache_config: CacheConfig) -> int:

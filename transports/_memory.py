@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._copy import load_word, store_word
+from ._machine import memory_of_this_process
 from .base import Arena, GuardTable
 from .errors import ConfigurationError, RegionError
 from .regions import AddressArray, Guard, Pool, RegionPairs, Segment
@@ -126,12 +127,11 @@ def require_available(num_bytes: int) -> None:
     """Check that a request for memory can be met, before the kernel kills someone over it.
 
     Raises:
-        ConfigurationError: `num_bytes` is not positive, or more than the memory that is free now.
+        ConfigurationError: `num_bytes` is not positive, or more than the memory that this process can have now.
     """
     if num_bytes <= 0:
         raise ConfigurationError(f"cannot allocate {num_bytes} bytes", key="num_bytes", value=num_bytes)
-    with open("/proc/meminfo") as meminfo:
-        free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    _, free = memory_of_this_process()
     if num_bytes > free:
         raise ConfigurationError(
             f"cannot allocate {num_bytes} bytes: {free} bytes of memory are free",

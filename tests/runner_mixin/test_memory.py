@@ -7,7 +7,6 @@ import torch
 
 from kvferry.connector.config import CacheConfig
 from kvferry.runner_mixin import MemorySnapshot, allocate_pool, kv_transfer_group, request_memory
-from kvferry.runner_mixin.memory import read_cgroup_memory, read_host_memory
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 
 CPU = torch.device("cpu")
@@ -37,34 +36,6 @@ def test_this_machine_has_memory():
 def test_other_devices_are_refused():
     with pytest.raises(ConfigurationError, match="meta"):
         MemorySnapshot.take(torch.device("meta"))
-
-
-def test_meminfo(tmp_path):
-    path = tmp_path / "meminfo"
-    path.write_text("MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:  60 kB\nHugePages_Total: 0\n")
-    assert read_host_memory(path) == (100 << 10, 60 << 10)
-
-
-def test_cgroup_version_2(tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert read_cgroup_memory(tmp_path) == (1000, 550)
-
-
-def test_cgroup_version_1(tmp_path):
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    (folder / "memory.limit_in_bytes").write_text("1000\n")
-    (folder / "memory.usage_in_bytes").write_text("700\n")
-    (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 200\n")
-    assert read_cgroup_memory(tmp_path) == (1000, 500)
-
-
-def test_no_cgroup_limit(tmp_path):
-    assert read_cgroup_memory(tmp_path)[0] > 1 << 60
-    (tmp_path / "memory.max").write_text("max\n")
-    assert read_cgroup_memory(tmp_path)[0] > 1 << 60
 
 
 def test_the_pool_is_zeroed_bytes():
