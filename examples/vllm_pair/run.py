@@ -22,6 +22,7 @@ from demo.client import Answer, ask
 from demo.launcher import LaunchedProcess, Launcher, LaunchError
 from demo.testing import Client
 from engine.default_model import default_model_folder
+from web.connections import ConnectionLimits
 from web.serving import bind, serving
 
 from .cluster import KVFERRY, start_vllm
@@ -186,7 +187,7 @@ async def _router(
 async def _proxy(prefill: LaunchedProcess, decode: LaunchedProcess) -> AsyncIterator[str]:
     app: web.Application = proxy_application(prefill.url, decode.url)
     with bind("127.0.0.1", 0) as listener:
-        async with serving(app, listener):
+        async with serving(app, listener, ConnectionLimits()):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
