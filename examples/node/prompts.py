@@ -70,7 +70,7 @@ class PromptReader:
             if len(prompt) > self._max_prompt_tokens:
                 raise self._too_long(f"{len(prompt)}", len(prompt))
         elif isinstance(prompt, str):
-            with contextlib.suppress(UnicodeEncodeError):  # whoever reads the text says that
+            with contextlib.suppress(UnicodeEncodeError):  # reported when the text is read
                 self._check_size(prompt)
 
     async def read(self, prompt: Prompt) -> tuple[int, ...]:

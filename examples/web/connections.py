@@ -26,6 +26,9 @@ __all__ = ["ConnectionLimits", "GuardedRunner"]
 MOST_CONNECTIONS = 4096
 #: A connection that is refused may take so long to read why.
 REFUSAL_S = 1.0
+#: An event loop that is behind by more than this gets some time to read what has come.
+LATE_S = 0.1
+CATCH_UP_S = 0.5
 #: A client that takes nothing of an answer for so long is gone.
 ANSWER_STALL_S = 60.0
 #: Between two log lines about refused connections.
@@ -260,8 +263,8 @@ class _Guard(asyncio.Protocol):
 
     def _header_is_late(self, due: float) -> None:
         # A loop that was busy, or a process that was stopped, has not read what came meanwhile: that is not the client's.
-        if self._loop.time() - due > 0.5:
-            again = self._loop.time() + 0.5
+        if self._loop.time() - due > LATE_S:
+            again = self._loop.time() + CATCH_UP_S
             self._timer = self._loop.call_at(again, self._header_is_late, again)
             return
         logger.debug("closed a connection: no header within %g s", self._door.limits.header_timeout_s)

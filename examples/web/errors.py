@@ -29,7 +29,7 @@ class ApiError(Exception):
         kind: OpenAI's `type`.
         param: The field of the request at fault, or None.
         code: OpenAI's `code`, a word for programs, or None.
-        retry_after_s: When the same request may succeed, in seconds; None: nobody knows, or never.
+        retry_after_s: When the same request may succeed, in seconds; None: unknown, or never.
     """
 
     def __init__(

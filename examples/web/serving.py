@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is about more than bytes of a client that are no HTTP, of which anybody can send many."""
+    """Whether a record is about more than bytes that are not HTTP, which any client can send again and again."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
