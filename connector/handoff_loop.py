@@ -190,9 +190,8 @@ class HandoffLoop:
             raise TransferTimeoutError(f"the handoff thread has not ended within {timeout_s} s")
 
     def _wake(self) -> None:
-        with self._unexpected.logged(
-            "waking the handoff thread"
-        ):  # it wakes up by itself after `_MAX_WAIT_S`
+        # If that fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail for it.
+        with self._unexpected.logged("waking the handoff thread"):
             self._transport.wake()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -278,10 +277,8 @@ class _Driver:
         self._unexpected = unexpected
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
         self._writes: dict[int, tuple[StartWrite, int]] = {}  # by transfer id; with the clearings before it
-        self._doubts: dict[
-            int, tuple[float, KVTransferError]
-        ] = {}  # by transfer id; when it is over, and why
-        self._pushed_since: dict[int, float] = {}  # by the guard's value
+        self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id; its end, and why
+        self._pushes: dict[int, tuple[float, str]] = {}  # by the guard's value; since when, and the request
         self._writers: set[int] = set()  # peers that were allowed to write here
         self._bugs: dict[str, KVTransferError] = {}  # by request; what its load will be reported with
         self._num_clearings = 0
@@ -296,7 +293,8 @@ class _Driver:
     @property
     def loads_in_transfer(self) -> set[str]:
         """Requests whose blocks are written into, as far as the transport has not said otherwise."""
-        return {read.request_id for read, _ in self._reads.values()}
+        reads = {read.request_id for read, _ in self._reads.values()}
+        return reads | {request_id for _, request_id in self._pushes.values()}
 
     @property
     def warning(self) -> str:
@@ -685,7 +683,7 @@ class _Driver:
             can_write = self._transport.can_write(read.peer_id)
         if not can_write:
             return consumer.pull_instead(push, "the transport does not write to this peer")
-        self._pushed_since[reserve.guard_value] = _now()
+        self._pushes[reserve.guard_value] = _now(), read.request_id
         regions = Regions(np.ascontiguousarray(read.pairs.table[:, [0, 2]]))
         guard = Guard(reserve.guard_index, reserve.guard_value)
         self._writers.add(read.peer_id)
@@ -699,7 +697,7 @@ class _Driver:
 
     def _end_push(self, ended: PushEnded) -> None:
         now, read = _now(), ended.push.read
-        seconds = now - self._pushed_since.pop(ended.push.reserve.guard_value, now)
+        seconds = now - self._pushes.pop(ended.push.reserve.guard_value, (now, ""))[0]
         num_bytes = 0 if ended.error is not None else read.pairs.num_bytes
         mechanism = f"push/{ended.mechanism}" if ended.mechanism else "push"
         transfer = TransferEnded(_OF_ANOTHER, ended.error, num_bytes, seconds, mechanism)
