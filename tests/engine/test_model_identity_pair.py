@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.testing import scale_tensor
+from engine.testing import scale_tensor, write_tiny_model
 
 SAME_MODEL: dict[str, Any] = {"options": {"kv_load_failure_policy": "fail"}}
 
@@ -23,18 +23,24 @@ def _prompt(seed: int) -> list[int]:
 
 
 @pytest.fixture
-def copy(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
-    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "copy"))
+def model(tmp_path: Path) -> Path:
+    """A model of 5 MB: a sample of its bytes would miss a small tensor in the middle."""
+    return write_tiny_model(tmp_path / "model", intermediate_size=2048)
 
 
 @pytest.fixture
-def hand_over(make_node: Any, drive: Any, copy: Path) -> Callable[[int], Any]:
+def copy(tmp_path: Path, model: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "copy"))
+
+
+@pytest.fixture
+def hand_over(make_node: Any, drive: Any, model: Path, copy: Path) -> Callable[[int], Any]:
     """Hand prompts over from a node with the model to a node with the copy; returns the last output of each."""
     nodes: list[Any] = []
 
     def ask(seed: int) -> Any:
         if not nodes:
-            nodes.append(make_node(connector="inproc", role="kv_producer"))
+            nodes.append(make_node(connector="inproc", role="kv_producer", model=str(model)))
             nodes.append(make_node(connector="inproc", role="kv_consumer", model=str(copy), **SAME_MODEL))
         prefill, decode = nodes
         name = f"r{seed}"
@@ -49,7 +55,7 @@ def hand_over(make_node: Any, drive: Any, copy: Path) -> Callable[[int], Any]:
 
 
 def test_one_scaled_tensor_is_refused_at_the_handshake(copy: Path, hand_over: Any) -> None:
-    scale_tensor(copy, "model.layers.1.mlp.up_proj.weight", 1.01)
+    scale_tensor(copy, "model.layers.1.self_attn.v_proj.weight", 1.5)
     output = hand_over(1)
     assert output.finish_reason == "error"
     assert "incompatible peer: weights differs" in output.error

@@ -98,10 +98,12 @@ def test_identity_follows_contents_not_place(copy: Path, tmp_path: Path) -> None
     }
 
 
-def test_one_scaled_tensor_makes_other_weights(copy: Path) -> None:
-    parts = _parts(copy)
-    scale_tensor(copy, "model.layers.1.mlp.up_proj.weight", 1.5)
-    assert _differing(_parts(copy), parts) == {"weights"}
+def test_one_scaled_tensor_makes_other_weights(tmp_path: Path) -> None:
+    """A small one in the middle of a large file."""
+    folder = write_tiny_model(tmp_path / "large", intermediate_size=2048)
+    parts = _parts(folder)
+    scale_tensor(folder, "model.layers.1.self_attn.v_proj.weight", 1.5)
+    assert _differing(_parts(folder), parts) == {"weights"}
 
 
 def test_tokenizer_and_chat_template_are_parts_of_their_own(copy: Path) -> None:
