@@ -128,8 +128,20 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def get_handshake_metadata(self) -> WorkerHandshake:
         return self._worker.get_handshake_metadata()
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Have all of the step's orders but its loads carried out: this is vLLM's first call of every step.
+
+        Preempted requests are not our concern here: nothing of theirs is on offer, since vLLM offers at a request's end.
+        """
+        self._worker.carry_out(cast(StepMetadata, kv_connector_metadata))
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Start the step's loads; since 0.29 vLLM calls `start_load_kv` only after the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.start_loads(cast(StepMetadata, connector_metadata))
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.start_load_kv(cast(StepMetadata, self._get_connector_metadata()))
+        """Return at once: the loads were started when the step's metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no load is synchronous."""

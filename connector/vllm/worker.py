@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...transports.errors import ConnectorError
+from ..metadata import HandoffMetadata
 from ..worker_half import HandoffWorker
 from .config import host_fields, require_whole_caches
 from .memory import PoolPlacement
@@ -46,6 +47,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._half = half
+        self._carried_out: StepMetadata | None = None
         self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
 
     # -- memory --------------------------------------------------------------------------------------
@@ -84,8 +86,20 @@ class WorkerSide:
 
     # -- one step ------------------------------------------------------------------------------------
 
-    def start_load_kv(self, metadata: StepMetadata) -> None:
-        self._half.start_load_kv(metadata.orders)
+    def carry_out(self, metadata: StepMetadata) -> None:
+        """Have all but the loads of a step's orders carried out. Again for the same step: do nothing.
+
+        Peers wait for these orders, so they must not wait for the step's forward pass, nor for an encoder's. Nothing of
+        the step has run yet; what the orders offer was computed by the steps before it.
+        """
+        if metadata is not self._carried_out:
+            self._carried_out = metadata
+            self._half.start_load_kv(replace(metadata.orders, loads={}))
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Have the whole step carried out. Call it once the model runner has zeroed and copied the step's blocks."""
+        self.carry_out(metadata)
+        self._half.start_load_kv(HandoffMetadata(loads=metadata.orders.loads))
         for request_id, load in metadata.refused.items():
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 

@@ -74,6 +74,11 @@ class Node:
     def result(self, request: str, timeout_s: float = ANSWER_S) -> Answer:
         return self._take(lambda answer: answer.get("finished") == request, timeout_s)
 
+    def has_finished(self, request: str) -> bool:
+        """Whether its result can be taken."""
+        with self._arrived:
+            return any(answer.get("finished") == request for answer in self._answers)
+
     def ask(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> Answer:
         self.start(request, prompt, max_tokens, params)
         return self.result(request)

@@ -22,7 +22,7 @@ from demo.nursery import Nursery
 
 HERE = Path(__file__).parent
 #: What runs where there is no vLLM, with the reference engine if with any; `make test-vllm` has a venv with it.
-WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py")
+WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py", "test_slow_steps.py")
 HAS_VLLM = find_spec("vllm") is not None
 
 if not HAS_VLLM:

@@ -35,6 +35,7 @@ class ReferenceHost:
                 block_size=settings["block_size"],
                 num_blocks=settings["num_gpu_blocks_override"],
                 max_model_len=settings["max_model_len"],
+                max_num_batched_tokens=settings.get("max_num_batched_tokens", 512),
                 max_num_seqs=settings["max_num_seqs"],
                 kv_transfer=KVTransferConfig(
                     kv_connector=extra.pop("transport"),

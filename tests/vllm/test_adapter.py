@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,7 +12,9 @@ import torch
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
@@ -23,6 +26,7 @@ from kvferry.connector.vllm.config import (
     require_whole_caches,
 )
 from kvferry.connector.vllm.memory import PoolPlacement
+from kvferry.connector.vllm.metadata import StepMetadata
 from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
@@ -384,6 +388,45 @@ class TestSharedOffers:
         for request in requests:
             side.on_new_request(request)
         assert [side.get_num_new_matched_tokens(request, 0)[0] for request in requests] == [40, 40, 40]
+
+
+class TestOneStep:
+    """What the worker half does in which of vLLM's calls: all that peers wait for comes before the forward pass."""
+
+    ORDERS = HandoffMetadata(
+        offers={"p": OfferOrder(1, ((1,),), 16, "content")}, loads={"d": (GroupBlocks(0, (2,)),)}, drops=("x",)
+    )
+
+    @pytest.fixture
+    def submitted(self):
+        return []
+
+    @pytest.fixture
+    def side(self, submitted):
+        half = SimpleNamespace(
+            allocate_kv_memory=torch.zeros,
+            start_load_kv=lambda orders: None if orders.is_empty() else submitted.append(orders),
+        )
+        return WorkerSide(None, None, half)
+
+    def test_loads_come_last_and_nothing_twice(self, side, submitted):
+        step = StepMetadata(self.ORDERS)
+        side.carry_out(step)
+        first = replace(self.ORDERS, loads={})
+        assert submitted == [first]
+        side.start_loads(step)
+        assert submitted == [first, HandoffMetadata(loads=self.ORDERS.loads)]
+
+    def test_a_vllm_that_does_not_announce_its_steps(self, side, submitted):
+        side.start_loads(StepMetadata(self.ORDERS))
+        assert len(submitted) == 2
+
+    def test_each_step_is_carried_out(self, side, submitted):
+        for _ in range(2):
+            step = StepMetadata(self.ORDERS)
+            side.carry_out(step)
+            side.start_loads(step)
+        assert len(submitted) == 4
 
 
 class TestStats:
