@@ -15,8 +15,9 @@ class BlockPool:
     """Reference-counted blocks, and the prefix cache over them.
 
     A block is *held* (by block tables, by transfers) or *free*, never both. A free block that is cached keeps its
-    contents until it is taken for something else: the least recently used goes first. The null block is neither;
-    every method ignores it where it stands in a table.
+    contents until it is taken for something else. Blocks without cached contents are taken before those, the last
+    freed first; then the cached ones, least recently used first. The null block is neither held nor free; every method
+    ignores it where it stands in a table.
 
     Args:
         num_blocks: Blocks in the pool, the null block included.
@@ -54,7 +55,7 @@ class BlockPool:
     # -- taking and giving back ----------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take free blocks, least recently used first, one holder each. Contents that they cached are forgotten.
+        """Take free blocks, one holder each. Contents that they cached are forgotten.
 
         Raises:
             KVTransferStateError: fewer are free, or the number is negative. None was taken.
@@ -75,16 +76,25 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Stop holding each block. One without holders is free, and is taken after all that were free before.
+        """Stop holding each block. One without holders is free: with cached contents it is taken last, else first.
 
         Args:
-            ordered_blocks: In the order in which they shall be taken: the tail of a chain first, since a block
-                is worth nothing to the prefix cache without those before it.
+            ordered_blocks: The tail of a chain first. Cached ones are taken in this order, since a block is worth nothing
+                to the prefix cache without those before it; the others in the opposite one.
 
         Raises:
             KVTransferStateError: a block has no holder but transfers. Those before it were freed.
         """
-        self._free.append_n(self._let_go(ordered_blocks))
+        worthless: list[KVCacheBlock] = []
+        try:
+            for block in self._let_go(ordered_blocks):
+                if block.block_hash is None:
+                    worthless.append(block)
+                else:
+                    self._free.append(block)
+        finally:
+            # Back in the order of their table: what was one run of the pool's memory is one for the next request, too.
+            self._free.prepend_n(worthless[::-1])
 
     def _let_go(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
         """Take a holder from each block, one after the other, and yield those that have none left."""
@@ -112,15 +122,17 @@ class BlockPool:
         Raises:
             KVTransferStateError: a block is not pinned. Those before it were unpinned.
         """
-        for block in ordered_blocks:
+        self.free_blocks(self._unpinned(ordered_blocks))
+
+    def _unpinned(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
+        """Take a pin, though not yet the holder that it is, from each block, one after the other."""
+        for block in blocks:
             if block.is_null:
                 continue
             if block.pin_cnt == 0:
                 raise KVTransferStateError(f"block {block.block_id} is not pinned by a transfer")
             block.pin_cnt -= 1
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                self._free.append(block)
+            yield block
 
     # -- the prefix cache ----------------------------------------------------------------------------
 

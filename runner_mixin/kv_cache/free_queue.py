@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...transports.errors import KVTransferStateError
@@ -33,7 +33,7 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks in the order in which they are taken: least recently used first.
+    """Free blocks in the order in which they are taken.
 
     A doubly linked list through the blocks themselves, between a fake head and a fake tail: each operation is
     O(1) per block, from whatever place, and allocates nothing but the list that it returns.
@@ -54,7 +54,7 @@ class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Take the block that was free for longest.
+        """Take the first block.
 
         Raises:
             KVTransferStateError: there is none.
@@ -66,7 +66,7 @@ class FreeKVCacheBlockQueue:
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take the `n` blocks that were free for longest, in that order.
+        """Take the first `n` blocks, in their order.
 
         Raises:
             KVTransferStateError: `n` is negative, or more than there are. None was taken.
@@ -107,15 +107,9 @@ class FreeKVCacheBlockQueue:
         Raises:
             KVTransferStateError: it is in the queue already. Nothing changed.
         """
-        if block.prev_free_block is not None or block.next_free_block is not None:
-            raise KVTransferStateError(f"block {block.block_id} is in the free queue already: freed twice?")
         last = self._tail.prev_free_block
         assert last is not None
-        last.next_free_block = block
-        block.prev_free_block = last
-        block.next_free_block = self._tail
-        self._tail.prev_free_block = block
-        self.num_free_blocks += 1
+        self._insert(block, last, self._tail)
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Put blocks at the end, the first one to be taken first.
@@ -125,6 +119,24 @@ class FreeKVCacheBlockQueue:
         """
         for block in blocks:
             self.append(block)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks at the front: they are taken before all that are free now, the first one first.
+
+        Raises:
+            KVTransferStateError: one is in the queue already. The ones after it were prepended.
+        """
+        for block in reversed(blocks):
+            first = self._head.next_free_block
+            assert first is not None
+            self._insert(block, self._head, first)
+
+    def _insert(self, block: KVCacheBlock, before: KVCacheBlock, after: KVCacheBlock) -> None:
+        if block.prev_free_block is not None or block.next_free_block is not None:
+            raise KVTransferStateError(f"block {block.block_id} is in the free queue already: freed twice?")
+        block.prev_free_block, block.next_free_block = before, after
+        before.next_free_block = after.prev_free_block = block
+        self.num_free_blocks += 1
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All free blocks, in the order in which they will be taken."""

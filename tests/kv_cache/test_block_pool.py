@@ -7,7 +7,7 @@ import pytest
 from kvferry.runner_mixin.kv_cache import BlockHash, BlockPool, KVCacheBlock
 from kvferry.transports.errors import KVTransferStateError
 
-A, B, C = BlockHash(b"a"), BlockHash(b"b"), BlockHash(b"c")
+A, B, C, D = (BlockHash(contents) for contents in (b"a", b"b", b"c", b"d"))
 
 
 def ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
@@ -100,6 +100,7 @@ def test_a_free_block_keeps_its_contents_until_it_is_taken(pool: BlockPool) -> N
 
 def test_the_least_recently_used_goes_first_and_of_a_chain_the_tail(pool: BlockPool) -> None:
     older, newer = pool.get_new_blocks(2), pool.get_new_blocks(2)
+    pool.cache_full_blocks(older, [A, D], 0)
     pool.cache_full_blocks(newer, [B, C], 0)
     pool.free_blocks(reversed(older))
     pool.free_blocks(reversed(newer))
@@ -109,11 +110,36 @@ def test_the_least_recently_used_goes_first_and_of_a_chain_the_tail(pool: BlockP
 
 
 def test_a_hit_makes_a_block_recently_used(pool: BlockPool) -> None:
-    blocks = pool.get_new_blocks(4)
+    blocks = pool.get_new_blocks(3)
+    pool.cache_full_blocks(blocks, [A, B, C], 0)
     pool.free_blocks(blocks)
     pool.touch(blocks[:1])
     pool.free_blocks(blocks[:1])
-    assert ids(pool.get_new_blocks(4)) == [2, 3, 4, 1]
+    assert ids(pool.get_new_blocks(4)) == [4, 2, 3, 1]
+
+
+@pytest.mark.parametrize("is_transfer", [False, True])
+def test_blocks_without_cached_contents_are_taken_first(pool: BlockPool, is_transfer: bool) -> None:
+    cached, tail = pool.get_new_blocks(1), pool.get_new_blocks(2)
+    pool.cache_full_blocks(cached, [A], 0)
+    if is_transfer:
+        pool.pin(cached + tail)
+    pool.free_blocks(reversed(cached + tail))
+    if is_transfer:
+        pool.unpin(reversed(cached + tail))
+    assert ids(pool.get_new_blocks(3)) == [2, 3, 4]
+    assert pool.get_cached_block(A, [0]) == cached
+    pool.check_integrity()
+
+
+def test_many_short_requests_leave_a_cached_prefix_alone(pool: BlockPool) -> None:
+    """The tail block of each is never full, so never cached: it is taken again and again."""
+    prefix = pool.get_new_blocks(1)
+    pool.cache_full_blocks(prefix, [A], 0)
+    pool.free_blocks(prefix)
+    for _ in range(10):
+        pool.free_blocks(pool.get_new_blocks(1))
+    assert pool.get_cached_block(A, [0]) == prefix
 
 
 def test_of_two_equal_blocks_the_first_stays_known(pool: BlockPool) -> None:

@@ -36,12 +36,16 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return Counter(i for ids in self.tables + self.transfers for i in ids)
 
     def release(self, ids: list[int]) -> None:
-        """After a table or transfer left the model: what no one else holds is free, in this order."""
+        """After a table or transfer left the model: what no one else holds is free, uncached blocks first."""
         left = self.holders() + Counter(ids)
+        freed = []
         for i in ids:
             left[i] -= 1
             if left[i] == 0:
-                self.free.append(i)
+                freed.append(i)
+        uncached = [i for i in freed if i not in self.contents]
+        cached = [i for i in freed if i in self.contents]
+        self.free = uncached[::-1] + self.free + cached
 
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:

@@ -89,6 +89,15 @@ def test_a_list_with_a_duplicate_is_appended_up_to_it() -> None:
     assert ids(queue.get_all_free_blocks()) == [0, 1]
 
 
+def test_what_is_put_in_front_comes_out_first() -> None:
+    queue = FreeKVCacheBlockQueue(make_blocks(3))
+    queue.prepend_n([KVCacheBlock(7), KVCacheBlock(8)])
+    assert ids(queue.get_all_free_blocks()) == [7, 8, 0, 1, 2]
+    with pytest.raises(KVTransferStateError, match="block 0 is in the free queue already"):
+        queue.prepend_n([queue.get_all_free_blocks()[2], KVCacheBlock(9)])
+    assert ids(queue.get_all_free_blocks()) == [9, 7, 8, 0, 1, 2]
+
+
 def test_a_block_cannot_be_in_two_queues() -> None:
     blocks = make_blocks(1)
     FreeKVCacheBlockQueue(blocks)
@@ -97,7 +106,10 @@ def test_a_block_cannot_be_in_two_queues() -> None:
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["popleft", "popleft_n", "remove", "append", "append_n"]), st.integers(0, 9))
+    st.tuples(
+        st.sampled_from(["popleft", "popleft_n", "remove", "append", "append_n", "prepend_n"]),
+        st.integers(0, 9),
+    )
 )
 
 
@@ -121,6 +133,9 @@ def test_it_behaves_as_a_plain_deque(count: int, steps: list[tuple[str, int]]) -
         elif name == "append_n":
             queue.append_n(blocks[i] for i in out[:number])
             model.extend(out[:number])
+        elif name == "prepend_n":
+            queue.prepend_n([blocks[i] for i in out[:number]])
+            model.extendleft(reversed(out[:number]))
         assert ids(queue.get_all_free_blocks()) == list(model)
         assert queue.num_free_blocks == len(model)
 
