@@ -12,8 +12,9 @@ __all__ = ["KVOutputAggregator"]
 class KVOutputAggregator:
     """Joins what the ranks of one node report, step after step.
 
-    A request is finished once `expected_count` different ranks have named it, in whichever steps. Failed
-    blocks are united at once, so that no rank goes on with a block that another one lacks.
+    A request is finished once `expected_count` different ranks have named it, in whichever steps. Why its load failed is
+    held back until then: the other ranks may still write into its blocks, and whoever acts on the end of a load needs
+    the reason with it. Failed blocks are united at once, so that no rank goes on with a block that another one lacks.
 
     Args:
         expected_count: Ranks that report each request, at least 1.
@@ -28,6 +29,7 @@ class KVOutputAggregator:
         self._expected_count = expected_count
         self._sending: dict[str, set[int]] = {}
         self._recving: dict[str, set[int]] = {}
+        self._errors: dict[str, str] = {}  # of loads that have not ended on every rank
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
         """Join one step's reports.
@@ -42,11 +44,20 @@ class KVOutputAggregator:
             joined.finished_sending |= self._count(self._sending, rank, output.finished_sending)
             joined.finished_recving |= self._count(self._recving, rank, output.finished_recving)
             joined.invalid_block_ids |= output.invalid_block_ids
-            _merge_errors(joined.load_errors, output.load_errors)
+            self._merge_errors(joined, output)
             _merge_stats(joined, output)
             joined.failure = joined.failure or output.failure  # the lowest rank's, as with errors
             joined.warning = joined.warning or output.warning
+        for request_id in joined.finished_recving & self._errors.keys():
+            joined.load_errors[request_id] = self._errors.pop(request_id)
         return joined
+
+    def _merge_errors(self, joined: KVConnectorOutput, output: KVConnectorOutput) -> None:
+        for request_id, reason in output.load_errors.items():
+            # A synchronous load is over with its step, and no rank reports its end: its reason is told at once.
+            ends_later = request_id in output.finished_recving
+            # The first reason, of one step the lowest rank's: ranks fail together, for one cause.
+            (self._errors if ends_later else joined.load_errors).setdefault(request_id, reason)
 
     def _count(self, said: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:
         complete = set()
@@ -57,11 +68,6 @@ class KVOutputAggregator:
                 complete.add(request_id)
                 del said[request_id]
         return complete
-
-
-def _merge_errors(into: dict[str, str], more: dict[str, str]) -> None:
-    for request_id, reason in more.items():
-        into.setdefault(request_id, reason)  # the lowest rank's reason: ranks fail together, for one cause
 
 
 def _merge_stats(joined: KVConnectorOutput, output: KVConnectorOutput) -> None:

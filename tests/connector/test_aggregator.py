@@ -1,4 +1,4 @@
-"""The aggregator: a request is finished when every rank has said so; a failed block is one at once."""
+"""The aggregator: a request is finished, or has failed, when every rank has said so; a failed block is one at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,21 @@ def test_a_request_id_can_come_again() -> None:
         assert aggregator.aggregate([KVConnectorOutput(finished_sending={"a"})]).finished_sending == {"a"}
 
 
-def test_failures_are_united_at_once() -> None:
+def test_a_load_fails_when_it_has_ended_on_every_rank_and_then_with_the_reason() -> None:
+    aggregator = KVOutputAggregator(2)
+    failed = KVConnectorOutput(
+        finished_recving={"a"}, invalid_block_ids={1}, load_errors={"a": "the peer is gone"}
+    )
+    first = aggregator.aggregate([failed, None])
+    assert (first.finished_recving, first.load_errors, first.invalid_block_ids) == (set(), {}, {1})
+    second = aggregator.aggregate([None, KVConnectorOutput(finished_recving={"a", "b"})])
+    assert second.finished_recving == {"a"}
+    assert second.load_errors == {"a": "the peer is gone"}
+    third = aggregator.aggregate([KVConnectorOutput(finished_recving={"a", "b"}), None])
+    assert (third.finished_recving, third.load_errors) == ({"b"}, {})
+
+
+def test_failures_of_synchronous_loads_are_united_at_once() -> None:
     output = KVOutputAggregator(2).aggregate(
         [
             KVConnectorOutput(invalid_block_ids={1, 2}, load_errors={"a": "peer lost"}),
