@@ -8,9 +8,13 @@ each role: for more than a look, use `examples/router.py`.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from web.errors import bad_request, error_middleware
 
 __all__ = ["proxy_application"]
 
@@ -29,6 +33,7 @@ def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        _check_one_prompt(body)
         headers = {"X-Request-Id": uuid.uuid4().hex}
         short = {key: value for key, value in body.items() if key != "stream_options"}
         short |= {"n": 1, "max_tokens": 1, "stream": False, "kv_transfer_params": ASK_TO_OFFER}
@@ -44,6 +49,20 @@ def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
         await answer.write_eof()
         return answer
 
-    app = web.Application()
+    app = web.Application(middlewares=[error_middleware])
     app.router.add_post("/v1/completions", complete)
     return app
+
+
+def _check_one_prompt(body: Mapping[str, Any]) -> None:
+    """Refuse several prompts: both nodes would make requests of them with one set of `kv_transfer_params`.
+
+    Raises:
+        ApiError: there are several.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt):
+        raise bad_request(
+            f"cannot hand over {len(prompt)} prompts of one request: an offer holds one prompt; send one request per prompt",
+            "prompt",
+        )

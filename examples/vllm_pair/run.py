@@ -29,7 +29,7 @@ from .cluster import KVFERRY, start_vllm
 from .figures import Transfers, read_transfers
 from .proxy import proxy_application
 
-__all__ = ["main"]
+__all__ = ["NODE_ARGUMENTS", "in_front_of", "main"]
 
 STORY = (
     "A short history of the lighthouse: long before there were maps of the coast, people lit fires on hills so that "
@@ -137,8 +137,7 @@ async def _compare(
     async with aiohttp.ClientSession() as session:
         await ask(session, single.url, WARM_UP_PROMPT, 2, _ignore)
         for front in options.front or ["router"]:
-            in_front = _router(launcher, prefill, decode) if front == "router" else _proxy(prefill, decode)
-            async with in_front as url:
+            async with in_front_of(front, launcher, prefill, decode) as url:
                 await ask(session, url, WARM_UP_PROMPT, 2, _ignore)
                 for prompt in options.prompt or PROMPTS:
                     print(f"\n{prompt}", end="", flush=True)
@@ -171,6 +170,13 @@ def _compare_tokens(
     except (OSError, HTTPException, ValueError, LookupError) as error:
         print(f"cannot ask the single node for its logits: {type(error).__name__}: {error}")
         return None
+
+
+def in_front_of(
+    front: str, launcher: Launcher, prefill: LaunchedProcess, decode: LaunchedProcess
+) -> contextlib.AbstractAsyncContextManager[str]:
+    """Serve a pair to clients by `front`, `"router"` or `"proxy"`, while the block runs. Yields its URL."""
+    return _router(launcher, prefill, decode) if front == "router" else _proxy(prefill, decode)
 
 
 @contextlib.asynccontextmanager
