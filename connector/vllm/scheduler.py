@@ -12,6 +12,7 @@ from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
 from ..params import TransferWish, parse_transfer_params
 from ..scheduler_half import HandoffScheduler
+from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers
 
@@ -58,7 +59,7 @@ class VllmRequest:
             request.kv_transfer_params,
             None if reason is None else str(reason),
             request.cache_salt,
-            request.lora_request and request.lora_request.lora_name,
+            adapter_identity(request.lora_request),
             [
                 _Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
                 for feature in request.mm_features

@@ -25,6 +25,7 @@ from kvferry.connector.vllm.config import (
     kv_cache_config,
     require_whole_caches,
 )
+from kvferry.connector.vllm.lora import adapter_identity
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.metadata import StepMetadata
 from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
@@ -265,7 +266,7 @@ class TestContent:
         ("key", "value"),
         [
             ("prompt_token_ids", [7] * 39 + [8]),
-            ("lora_request", SimpleNamespace(lora_name="adapter")),
+            ("lora_request", SimpleNamespace(lora_name="adapter", lora_path="org/adapter")),
             ("cache_salt", "salt"),
             ("mm_features", [IMAGE]),
             ("prompt_embeds", torch.ones(40, 4)),
@@ -298,6 +299,42 @@ class TestContent:
         step = side.build_connector_meta()
         assert step.orders.is_empty()
         assert "--enable-prefix-caching" in step.refused["r"].reason
+
+
+class TestAdapters:
+    """An adapter is the same on two nodes if it has the same name and the same files, wherever these are."""
+
+    @staticmethod
+    def _adapter(folder, weights):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        return SimpleNamespace(lora_name="adapter", lora_path=str(folder))
+
+    def test_it_is_known_by_its_contents_not_by_its_path(self, tmp_path):
+        one = self._adapter(tmp_path / "one", b"weights")
+        moved = self._adapter(tmp_path / "moved", b"weights")
+        (tmp_path / "moved" / "README.md").write_text("anything")
+        other = self._adapter(tmp_path / "other", b"weightz")
+        assert adapter_identity(one) == adapter_identity(moved) != adapter_identity(other)
+
+    def test_other_files_at_its_path_make_it_another_one(self, tmp_path):
+        adapter = self._adapter(tmp_path / "one", b"weights")
+        before = adapter_identity(adapter)
+        (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"more weights")
+        assert adapter_identity(adapter) != before
+
+    def test_under_another_name_it_is_another_one(self, tmp_path):
+        adapter = self._adapter(tmp_path / "one", b"weights")
+        renamed = SimpleNamespace(lora_name="renamed", lora_path=adapter.lora_path)
+        assert adapter_identity(adapter) != adapter_identity(renamed)
+
+    def test_one_that_vllm_fetched_is_known_by_the_name_of_its_repository(self):
+        fetched = [SimpleNamespace(lora_name="adapter", lora_path=path) for path in ("org/one", "org/two")]
+        assert adapter_identity(fetched[0]) != adapter_identity(fetched[1])
+
+    def test_none(self):
+        assert adapter_identity(None) is None
 
 
 class TestRefusedRequests:
@@ -394,7 +431,9 @@ class TestOneStep:
     """What the worker half does in which of vLLM's calls: all that peers wait for comes before the forward pass."""
 
     ORDERS = HandoffMetadata(
-        offers={"p": OfferOrder(1, ((1,),), 16, "content")}, loads={"d": (GroupBlocks(0, (2,)),)}, drops=("x",)
+        offers={"p": OfferOrder(1, ((1,),), 16, "content")},
+        loads={"d": (GroupBlocks(0, (2,)),)},
+        drops=("x",),
     )
 
     @pytest.fixture
