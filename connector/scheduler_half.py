@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: A consumer computes the last prompt token itself, to get its logits: fewer missing tokens are not worth a load.
 _TOKENS_COMPUTED_ANYWAY = 1
+#: Between two warnings about requests that ask for what this node's role does not do.
+_ROLE_WARNING_INTERVAL_S = 10.0
 
 
 @dataclass
@@ -74,6 +77,33 @@ class _Wanted:
     is_early: bool
 
 
+@dataclass
+class _RoleWarning:
+    """Says that requests ask for what this node's role does not do; rarely, since any client can cause it.
+
+    Attributes:
+        next_at: Not before this time, of the monotonic clock.
+        num_suppressed: Requests that it did not speak of since it last spoke.
+    """
+
+    next_at: float = 0.0
+    num_suppressed: int = 0
+
+    def log(self, request_id: str, key: str, role: str) -> None:
+        """Say it, unless it was said a moment ago."""
+        now = time.monotonic()
+        if now < self.next_at:
+            self.num_suppressed += 1
+            return
+        better = "kv_consumer" if role == "kv_producer" else "kv_producer"
+        logger.warning(
+            "ignoring %r of request %s: this node's kv_role %r does not support it; send such requests to a node with "
+            "kv_role %r or 'kv_both' (suppressed %d more such lines since the last one)",
+            *(key, request_id, role, better, self.num_suppressed),
+        )
+        self.next_at, self.num_suppressed = now + _ROLE_WARNING_INTERVAL_S, 0
+
+
 class HandoffScheduler:
     """Decides, request by request; the methods are those of `KVConnectorBase`'s scheduler half.
 
@@ -106,6 +136,7 @@ class HandoffScheduler:
         self._unreported: set[str] = set()
         self._numbers = GuardNumbers()
         self._orders = _Orders()
+        self._role_warning = _RoleWarning()
 
     @property
     def num_requests(self) -> int:
@@ -327,11 +358,9 @@ class HandoffScheduler:
             release=wish.release if self._config.is_kv_producer else None,
         )
         if allowed != wish:
-            logger.warning(
-                "ignoring part of request %s's kv_transfer_params: role %s does not support it",
-                request_id,
-                self._config.kv_role,
-            )
+            key = "do_release" if wish.release is not None else "do_remote_decode"
+            key = "do_remote_prefill" if allowed.load_from != wish.load_from else key
+            self._role_warning.log(request_id, key, self._config.kv_role)
         return allowed
 
 

@@ -154,8 +154,19 @@ class TestProducer:
         producer.on_new_request(request)
         assert producer.request_finished(request, [[1, 2, 3]]) == (False, None)
 
-    def test_a_consumer_offers_nothing(self) -> None:
-        assert run_producer(scheduler("kv_consumer")) == (False, None)
+    def test_a_consumer_offers_nothing_and_says_so_once_in_a_while(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        consumer = scheduler("kv_consumer")
+        for number in range(100):
+            assert run_producer(consumer, f"p-{number}") == (False, None)
+        (line,) = caplog.messages
+        assert "ignoring 'do_remote_decode' of request p-0" in line
+        assert "kv_role 'kv_consumer' does not support it" in line
+        assert "send such requests to a node with kv_role 'kv_producer' or 'kv_both'" in line
+        consumer._role_warning.next_at = 0.0  # as if the interval were over
+        run_producer(consumer, "p-100")
+        assert "suppressed 99 more" in caplog.messages[1]
 
     def test_nothing_is_left_when_the_blocks_are_free(self) -> None:
         producer = scheduler()
@@ -191,6 +202,11 @@ class TestProducer:
 
 
 class TestConsumer:
+    def test_a_producer_loads_nothing_and_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        request = arrived(scheduler("kv_producer"))
+        assert f"ignoring 'do_remote_prefill' of request {request.request_id}" in caplog.text
+        assert "with kv_role 'kv_consumer' or 'kv_both'" in caplog.text
+
     def test_an_offer_is_claimed_while_the_request_queues(self) -> None:
         consumer = scheduler("kv_consumer")
         arrived(consumer)

@@ -235,10 +235,10 @@ def test_only_main_memory_is_to_be_the_transports(device_type, is_wanted):
     side.shutdown()
 
 
-def _side(has_prefix_cache=True):
+def _side(has_prefix_cache=True, role="kv_both"):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
-    half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
+    half = HandoffScheduler(KVTransferConfig("KvferryConnector", role), config)
     return SchedulerSide(half, SharedOffers(has_prefix_cache))
 
 
@@ -364,6 +364,14 @@ class TestRefusedRequests:
         request_.get_finished_reason = lambda: "abort"
         assert side.request_finished(request_, ([],)) == (False, None)
         assert side.num_remembered_requests == 0
+
+
+def test_a_consumer_that_is_asked_for_an_offer_says_so(caplog):
+    side, request = _side(role="kv_consumer"), _request("r", {"do_remote_decode": True})
+    side.on_new_request(request)
+    assert "ignoring 'do_remote_decode' of request r: this node's kv_role 'kv_consumer'" in caplog.text
+    request.get_finished_reason = lambda: "stop"
+    assert side.request_finished(request, ([1, 2, 3],)) == (False, None)
 
 
 class TestSharedOffers:
