@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
-from .computed import mark_computed
+from .computed import at_once, mark_computed
 from .handoff.config import HandoffConfig
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
@@ -123,10 +123,14 @@ class RunningHandoffs:
         """What kept a handoff from working within the last minute although this node can hand over; else empty."""
         return self._loop.warning
 
-    def submit(self, orders: HandoffMetadata) -> None:
-        """Have one step's orders carried out, once all has run that was launched before; returns at once."""
+    def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
+        """Have one step's orders carried out, once all has run that was launched before; returns at once.
+
+        Args:
+            is_computed: Whether what they are about has run for sure, so that they need not wait for later launches.
+        """
         if not orders.is_empty():
-            self._loop.submit(orders, self._mark())
+            self._loop.submit(orders, at_once if is_computed else self._mark())
 
     def retract(self, request_ids: set[str]) -> None:
         """The requests lose their blocks: when this returns, nobody accepts bytes of them any more."""
@@ -255,13 +259,16 @@ class HandoffWorker:
         if self._running is not None:
             self._running.retract(preempted_req_ids)
 
-    def start_load_kv(self, orders: HandoffMetadata) -> None:
+    def start_load_kv(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
         """Have the step's orders carried out; returns at once.
 
         On a GPU, once all has run that this thread launched before: only then are the blocks that are offered written,
         and those that are loaded into no longer in use.
+
+        Args:
+            is_computed: Do not wait for that. Only for orders without loads, whose offers are written for sure.
         """
-        self._handoffs().submit(orders)
+        self._handoffs().submit(orders, is_computed=is_computed)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
         """Report a load as failed that could not even be ordered; once, like any load."""

@@ -48,6 +48,10 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._half = half
         self._carried_out: StepMetadata | None = None
+        # vLLM makes an offer when a request has ended. Its last token then is on the host, so the pass that wrote its
+        # blocks is over, on all ranks since they exchange results in each layer. An asynchronous scheduler has launched the
+        # next pass by then, and no peer is to wait for that one. But a drafting model writes after the token is sampled.
+        self._offers_are_computed = getattr(vllm_config, "speculative_config", None) is None
         self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
 
     # -- memory --------------------------------------------------------------------------------------
@@ -94,7 +98,8 @@ class WorkerSide:
         """
         if metadata is not self._carried_out:
             self._carried_out = metadata
-            self._half.start_load_kv(replace(metadata.orders, loads={}))
+            orders = replace(metadata.orders, loads={})
+            self._half.start_load_kv(orders, is_computed=self._offers_are_computed)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Have the whole step carried out. Call it once the model runner has zeroed and copied the step's blocks."""

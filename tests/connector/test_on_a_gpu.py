@@ -62,7 +62,7 @@ class Side:
         self.num_asked += 1
         return not self.is_behind
 
-    def start_offer(self) -> None:
+    def start_offer(self, *, is_computed: bool = False) -> None:
         # Announced in a step that the GPU is through with: else no other node could know of it.
         is_behind, self.is_behind = self.is_behind, False
         self.handoffs.submit(HandoffMetadata(announcements={"p": self.offer.lease}))
@@ -72,7 +72,7 @@ class Side:
             time.sleep(0.001)
         self.is_behind = is_behind
         order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens, self.offer.content)
-        self.handoffs.submit(HandoffMetadata(offers={"p": order}))
+        self.handoffs.submit(HandoffMetadata(offers={"p": order}), is_computed=is_computed)
 
     def start_load(self, offer: RemoteOffer) -> None:
         orders = HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, LOADED),)})
@@ -143,6 +143,16 @@ def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Sid
     producer.is_behind = False
     assert consumer.until_ended() == {}
     assert (consumer.cache[list(LOADED)] == 7.0).all()
+
+
+def test_what_is_computed_for_sure_is_offered_while_the_gpu_is_at_something_else(
+    producer: Side, consumer: Side
+) -> None:
+    consumer.is_behind = False
+    producer.start_offer(is_computed=True)
+    consumer.start_load(producer.offer)
+    assert consumer.until_ended() == {}
+    assert producer.is_behind
 
 
 def test_blocks_are_loaded_when_nothing_launched_before_writes_them(producer: Side, consumer: Side) -> None:

@@ -452,21 +452,31 @@ class TestOneStep:
     def side(self, submitted):
         half = SimpleNamespace(
             allocate_kv_memory=torch.zeros,
-            start_load_kv=lambda orders: None if orders.is_empty() else submitted.append(orders),
+            start_load_kv=lambda orders, is_computed=False: submitted.append((orders, is_computed)),
         )
-        return WorkerSide(None, None, half)
+        return WorkerSide(SimpleNamespace(speculative_config=None), None, half)
 
     def test_loads_come_last_and_nothing_twice(self, side, submitted):
         step = StepMetadata(self.ORDERS)
         side.carry_out(step)
         first = replace(self.ORDERS, loads={})
-        assert submitted == [first]
+        assert submitted == [(first, True)]
         side.start_loads(step)
-        assert submitted == [first, HandoffMetadata(loads=self.ORDERS.loads)]
+        assert submitted == [(first, True), (HandoffMetadata(loads=self.ORDERS.loads), False)]
 
     def test_a_vllm_that_does_not_announce_its_steps(self, side, submitted):
         side.start_loads(StepMetadata(self.ORDERS))
         assert len(submitted) == 2
+
+    def test_a_drafting_model_writes_after_the_last_token(self, submitted):
+        half = SimpleNamespace(
+            allocate_kv_memory=torch.zeros,
+            start_load_kv=lambda orders, is_computed: submitted.append(is_computed),
+        )
+        WorkerSide(SimpleNamespace(speculative_config=object()), None, half).carry_out(
+            StepMetadata(self.ORDERS)
+        )
+        assert submitted == [False]
 
     def test_each_step_is_carried_out(self, side, submitted):
         for _ in range(2):
