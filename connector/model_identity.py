@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -199,7 +199,11 @@ def weights_digest(
     cache = cache or DigestCache.default()
     known = _look_up(files, cache)
     if None in known.values():
-        with cache.locked(_text_digest("\n".join(_entry_name(_stat(path)) for path in files))):
+        found = [_stat(path) for path in files]
+        # What is not kept is small: to wait for another rank gains nothing.
+        is_kept = any(file.st_size >= cache.min_bytes for file in found)
+        name = _text_digest("\n".join(map(_entry_name, found)))
+        with cache.locked(name) if is_kept else nullcontext():
             # Another rank may have hashed them while this one waited for the lock.
             known = _look_up(files, cache)
             missing = [path for path, digest in known.items() if digest is None]
