@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import re
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..transports.errors import ConfigurationError
+from .digest_cache import DigestCache, cache_folder, entry_name
 
 __all__ = [
     "WEIGHT_PATTERNS",
@@ -41,16 +37,12 @@ _NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pt"}
 )
 #: Files are hashed in parts of this size, so that threads share a large one. Part of what a digest is: never change
-#: it without a new name for the cache's folder.
+#: it without another `digest_cache` folder.
 _PART_BYTES = 64 << 20
-_DIGESTS = "digests-1"
 _READ_BYTES = 1 << 20
 _MAX_THREADS = 8
 #: From this many bytes on, hashing takes long enough that a person wants to see it move.
 _BAR_ABOVE_BYTES = 1 << 30
-_LOCK_WAIT_S = 900.0
-_LOCK_POLL_S = 0.1
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHOWN_DIGITS = 16
 
 #: Keys of a configuration that say where it came from or which library wrote it. The dtype is compared by itself.
@@ -82,93 +74,7 @@ _NOT_TOKENIZING = frozenset(
 )
 
 
-def cache_folder() -> Path:
-    """Say where kvferry keeps what it need not compute twice: `$KVFERRY_CACHE`, or `~/.cache/kvferry`.
-
-    Raises:
-        RuntimeError: `KVFERRY_CACHE` is not set, and the user has no home folder.
-    """
-    return Path(os.environ.get("KVFERRY_CACHE") or Path.home() / ".cache" / "kvferry")
-
-
 # -- weights -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DigestCache:
-    """Digests of files, kept between starts.
-
-    An entry is named by device, inode, size, and the times of the last change of contents and of inode in ns. So a
-    file that was replaced, or changed in place, is another one, even if its modification time was set back. A cache
-    that cannot be read or written costs time, and nothing else.
-
-    Attributes:
-        folder: Where the entries are; None: nowhere.
-        min_bytes: Smaller files are hashed each time.
-        settle_s: A file that changed less than this ago is not put into the cache, because a clock that is too coarse
-            might give the next change the same time.
-    """
-
-    folder: Path | None
-    min_bytes: int = 8 << 20
-    settle_s: float = 2.0
-
-    @classmethod
-    def default(cls) -> Self:
-        """Open the cache in `cache_folder`."""
-        try:
-            return cls(cache_folder() / _DIGESTS)
-        except RuntimeError:  # no home folder, as for an arbitrary user id in a container
-            return cls(None)
-
-    def get(self, found: os.stat_result) -> str | None:
-        """Return the digest of a file, or None if it is not known or the entry is damaged."""
-        if self.folder is None or found.st_size < self.min_bytes:
-            return None
-        try:
-            digest = (self.folder / _entry_name(found)).read_text(errors="replace")
-        except OSError:
-            return None
-        return digest if _DIGEST.fullmatch(digest) else None
-
-    def put(self, found: os.stat_result, digest: str) -> None:
-        """Keep the digest of a file."""
-        changed = max(found.st_mtime, found.st_ctime)
-        if self.folder is None or found.st_size < self.min_bytes or time.time() - changed < self.settle_s:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder)
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(digest)
-                # In one rename: a reader sees the whole entry or none, whoever else writes it.
-                os.replace(name, self.folder / _entry_name(found))
-            except OSError:
-                os.unlink(name)
-                raise
-        except OSError as error:
-            logger.debug("cannot keep a weight file's digest in %s: %s", self.folder, error)
-
-    @contextmanager
-    def locked(self, name: str) -> Iterator[None]:
-        """Let one process at a time hash the files of this name, as long as locks work here.
-
-        The ranks of a node start together. Without this each of them would read all weights from the disk.
-        """
-        try:
-            if self.folder is None:
-                raise FileNotFoundError("no cache folder")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / f"{name[:2]}.lock").open("w")
-        except OSError:
-            yield
-            return
-        with file:
-            deadline = time.monotonic() + _LOCK_WAIT_S
-            while not _try_lock(file.fileno()) and time.monotonic() < deadline:
-                time.sleep(_LOCK_POLL_S)
-            yield
 
 
 def find_weight_files(folder: Path, patterns: Sequence[str] = WEIGHT_PATTERNS) -> list[Path]:
@@ -202,7 +108,7 @@ def weights_digest(
         found = [_stat(path) for path in files]
         # What is not kept is small: to wait for another rank gains nothing.
         is_kept = any(file.st_size >= cache.min_bytes for file in found)
-        name = _text_digest("\n".join(map(_entry_name, found)))
+        name = _text_digest("\n".join(map(entry_name, found)))
         with cache.locked(name) if is_kept else nullcontext():
             # Another rank may have hashed them while this one waited for the lock.
             known = _look_up(files, cache)
@@ -243,7 +149,7 @@ def _hash_files(files: Sequence[Path], cache: DigestCache, bar_above_bytes: int)
     digests = {}
     for path, found in before.items():
         digests[path] = hashlib.sha256(b"".join(parts[path])).hexdigest()
-        if _entry_name(_stat(path)) == _entry_name(found):
+        if entry_name(_stat(path)) == entry_name(found):
             cache.put(found, digests[path])
         else:
             logger.warning("%s changed while it was hashed; start the node again if it was replaced", path)
@@ -280,21 +186,6 @@ def _unreadable(path: Path, error: OSError) -> ConfigurationError:
         key="model",
         value=str(path),
     )
-
-
-def _entry_name(found: os.stat_result) -> str:
-    numbers = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return "-".join(f"{number:x}" for number in numbers)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks: hash at the same time as others
-    return True
 
 
 @contextmanager
