@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from ._limited_log import LimitedLog
+from ._outside import typed
 from ._poller import Poller
 
 __all__ = ["Acceptor"]
@@ -17,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 #: How long nobody is accepted after descriptors, or memory for sockets, ran out.
 _REST_S = 0.25
+
+#: Connections accepted before everything else gets its turn.
+_MAX_ACCEPTED = 64
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -38,8 +43,8 @@ class Listening(Protocol[Connection_co]):
 class Acceptor(Generic[Connection]):
     """Gives everyone who connects to a listener to `take`.
 
-    Who cannot be accepted for want of descriptors is reported by the kernel again and again; so the listener is not
-    looked at for a while, and he waits on.
+    When we are out of file descriptors the kernel keeps reporting the pending connection. Stop polling the listener for
+    a while; the peer stays in the backlog.
 
     Attributes:
         resumes_at: When the rest is over, in `time.monotonic` seconds; infinite if there is none.
@@ -51,21 +56,25 @@ class Acceptor(Generic[Connection]):
         self._listener = listener
         self._poller = poller
         self._take = take
+        self._log = LimitedLog(logger)
         self.resumes_at = math.inf
         poller.watch(listener, self._accept_all)
 
     def _accept_all(self) -> None:
-        while True:
+        for _ in range(_MAX_ACCEPTED):
             try:
                 connection = self._listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._rest(error)
-                return  # nobody waits; or he hung up, and the next one is told of again
+                return  # none waits; or one hung up, and the next one is told of again
+            except Exception as error:  # noqa: BLE001 - it is over for this connection alone
+                self._log.warning("cannot accept a connection: %r", error, exc_info=error)
+                continue
             self._take(connection)
 
     def _rest(self, error: OSError) -> None:
-        logger.warning("cannot accept a peer, trying again in %s s: %s", _REST_S, error)
+        self._log.warning("%s", typed(error, f"cannot accept a peer, trying again in {_REST_S} s"))
         self._poller.unwatch(self._listener)
         self.resumes_at = time.monotonic() + _REST_S
 
@@ -77,4 +86,5 @@ class Acceptor(Generic[Connection]):
 
     def close(self) -> None:
         """Stop listening."""
+        self._log.flush()
         self._listener.close()

@@ -5,6 +5,7 @@ A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -59,6 +60,14 @@ class FrameReader:
         del self._buffer[:at]
         return frames
 
+    @property
+    def num_missing(self) -> int:
+        """Bytes until the frame that comes next is whole, or until its length is known."""
+        if len(self._buffer) < _HEAD.size:
+            return _HEAD.size - len(self._buffer)
+        num_bytes, _ = _HEAD.unpack_from(self._buffer)
+        return int(_HEAD.size + num_bytes - len(self._buffer))
+
 
 class FrameSocket:
     """One connection to a peer: frames out, frames in.
@@ -78,6 +87,7 @@ class FrameSocket:
         self._reader = FrameReader(limits)
         self._unsent = bytearray()
         self._is_writable = True
+        self._reason = "the peer closed the connection"
         self.last_heard = self.last_said = time.monotonic()
 
     def fileno(self) -> int:
@@ -103,7 +113,7 @@ class FrameSocket:
 
     def _require_writable(self) -> None:
         if not self._is_writable:
-            raise PeerLostError("the peer closed the connection")
+            raise PeerLostError(self._reason)
 
     def send(self, frame: bytes) -> None:
         """Send or queue a frame. For a lost peer it is dropped."""
@@ -122,8 +132,19 @@ class FrameSocket:
                 # What it sent before can still be received; the end of that says that the peer is lost.
                 self._is_writable = False
                 sent = len(self._unsent)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+                self.give_up(error)
+                return
             self.last_said = time.monotonic()
             del self._unsent[:sent]
+
+    def give_up(self, error: Exception) -> None:
+        """Have the next `receive` say that the peer is lost. Here its owner may be in the middle of anything."""
+        self._is_writable = False
+        self._reason = f"cannot send to the peer: {error!r}"
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which the poller tells of
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return the frames that arrived, as (kind, body).
@@ -145,7 +166,7 @@ class FrameSocket:
             if not data:
                 if frames:
                     break
-                raise PeerLostError("the peer closed the connection")
+                raise PeerLostError(self._reason)
             self.last_heard = time.monotonic()
             frames += self._reader.feed(data)
             if len(data) < RECEIVE_BYTES:

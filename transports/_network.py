@@ -7,9 +7,10 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from ._memory import WordTable, private_arena, require_host
+from ._outside import outside, typed
 from ._poller import Poller
 from .base import MAX_MESSAGE_BYTES, Arena, Event, Transport
-from .errors import KVTransferStateError, ProtocolError, TransportClosedError
+from .errors import ConfigurationError, KVTransferStateError, ProtocolError, TransportClosedError
 from .regions import Guard, Pool, RegionPairs, Regions
 
 __all__ = ["NetworkNode", "NetworkTransport"]
@@ -52,8 +53,9 @@ class NetworkTransport(Transport, Generic[Node]):
     guards: WordTable
 
     def __init__(self, num_guards: int) -> None:
-        self.guards = WordTable.anonymous(num_guards)
-        self._poller = Poller()
+        with outside("cannot open a transport", ConfigurationError):
+            self.guards = WordTable.anonymous(num_guards)
+            self._poller = Poller()
         self._nodes: list[Node] = []
 
     def __repr__(self) -> str:
@@ -66,14 +68,16 @@ class NetworkTransport(Transport, Generic[Node]):
 
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
-        return private_arena(num_bytes)
+        with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
+            return private_arena(num_bytes)
 
     def register(self, pool: Pool) -> None:
         self._require_open()
         if self._nodes:
             raise KVTransferStateError("a pool is registered already")
         require_host(pool, self.scheme)
-        self._nodes.append(self._make_node(pool))
+        with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
+            self._nodes.append(self._make_node(pool))
 
     def _node(self) -> Node:
         self._require_open()
@@ -95,7 +99,12 @@ class NetworkTransport(Transport, Generic[Node]):
         node = self._node()
         if len(message) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
-        node.send(peer_id, message)
+        try:
+            node.send(peer_id, message)
+        except Exception as error:
+            if (ours := typed(error, "cannot send a message")) is error:
+                raise
+            raise ours from error
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         return self._node().start_read(peer_id, pairs, guard, timeout_s=timeout_s)

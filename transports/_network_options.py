@@ -8,9 +8,22 @@ from typing import ClassVar, get_type_hints
 from ._options import require_int
 from ._tcp import ports_of, require_seconds, require_type
 from .base import MAX_MESSAGE_BYTES
-from .errors import ConfigurationError
+from .errors import BackpressureError, ConfigurationError
 
-__all__ = ["NetworkOptions"]
+__all__ = ["NetworkOptions", "require_room"]
+
+
+def require_room(num_connecting: int, max_connecting: int) -> None:
+    """Check that one more connection may be made.
+
+    Raises:
+        BackpressureError: too many are in the making.
+    """
+    if num_connecting >= max_connecting:
+        raise BackpressureError(
+            f"cannot connect: {num_connecting} connections are being made already, as many as max_connecting allows; try "
+            "again when some of them stand or have failed, or raise max_connecting"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +39,8 @@ class NetworkOptions:
         window_slices: Slices that may be on their way from one peer.
         peer_timeout_s: A peer that is silent for longer is lost.
         handshake_timeout_s: Who connects must have said who he is after this time.
+        max_connecting: Connections that may be in the making at a time. `start_connect` refuses more, and of those that
+            others make, the one that has said nothing for the longest time is dropped.
         max_queued_bytes: Bytes of messages to one peer that may wait here.
         num_guards: Words in the guard table.
 
@@ -44,6 +59,7 @@ class NetworkOptions:
     window_slices: int = 4
     peer_timeout_s: float = 2.0
     handshake_timeout_s: float = 5.0
+    max_connecting: int = 128
     max_queued_bytes: int = 8 << 20
     num_guards: int = 65536
 
@@ -54,6 +70,7 @@ class NetworkOptions:
         require_int("port", self.port, 0, 65535)
         require_int("slice_bytes", self.slice_bytes, 64 << 10, self.MAX_SLICE_BYTES)
         require_int("window_slices", self.window_slices, 1, 64)
+        require_int("max_connecting", self.max_connecting, 1, 65536)
         require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
         require_int("num_guards", self.num_guards, 1, 1 << 24)
         require_seconds("peer_timeout_s", self.peer_timeout_s, 0.4, 3600)

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Callable
 
+from ._outside import outside
 from .errors import ConfigurationError
 
 __all__ = [
@@ -77,7 +78,8 @@ def bind_first(
         raise ConfigurationError(f"bind_host={host!r}: {error}", key="bind_host", value=host) from error
     family, _, _, _, address = found[0]
     for port in ports:
-        bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with outside(f"cannot listen on {host} port {port}", ConfigurationError):
+            bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             prepare(bound)

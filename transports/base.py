@@ -10,6 +10,13 @@ and everything that happens, from a peer that connects to a read that ends, arri
 Life of a transport: construct → `allocate` memory (or bring your own) → `register` it once → `listen`
 and `start_connect` → `send`, `start_read`, `accept_writes`, `start_write` → `close`.
 
+Failures
+    Whatever a socket, a library or the system raises leaves a method as one of `transports.errors`. What goes wrong with
+    one peer, even by an exception of a type that no one expected, ends that peer with `PeerLost` and is logged with its
+    traceback; `wait_events` never raises because of a peer. Where file descriptors run out, what was asked for is
+    refused with a `BackpressureError` that names the limit and the remedy, and everything that stands goes on.
+    Any method that opens something may raise it.
+
 Ownership of memory
     From `start_read` until its `TransferEnded` event, the local regions belong to the transport: reading
     or reusing them is undefined. The event always comes, exactly once, whatever fails, and it comes
@@ -216,8 +223,12 @@ class Transport(ABC):
         Returns:
             The new peer's id.
 
+        A host's name is looked up meanwhile, not by this call.
+
         Raises:
-            ConfigurationError: `address` is malformed or of another scheme.
+            ConfigurationError: `address` is malformed or of another scheme. Nothing was opened.
+            BackpressureError: too many connections are being made (option `max_connecting`), or there are no file
+                descriptors. Nothing was opened, no event follows.
         """
 
     @abstractmethod
@@ -233,6 +244,7 @@ class Transport(ABC):
         """Send one control message; returns once it is queued or sent.
 
         Raises:
+            TransportError: the library failed in a way that no one expected. The peer is of no more use.
             PeerLostError: no such peer any more.
             BackpressureError: the peer does not drain; nothing was sent.
             ProtocolError: the message is longer than `MAX_MESSAGE_BYTES`; nothing was sent.
@@ -304,7 +316,10 @@ class Transport(ABC):
 
     @abstractmethod
     def wait_events(self, timeout_s: float) -> list[Event]:
-        """Wait until something happened, `wake` was called, or `timeout_s` passed; return what happened."""
+        """Wait until something happened, `wake` was called, or `timeout_s` passed; return what happened.
+
+        It does not raise because of a peer, whatever that peer does or the system does to it: see the module.
+        """
 
     @abstractmethod
     def wake(self) -> None:

@@ -9,7 +9,7 @@
     │  ├─ PeerLostError(ConnectionError)      the peer, or the path to it, is gone
     │  ├─ PeerRefusedError(PermissionError)   the peer is not one we talk to (another user, no key)
     │  ├─ TransferTimeoutError(TimeoutError)  a deadline passed
-    │  ├─ BackpressureError                   the peer does not drain what is sent to it
+    │  ├─ BackpressureError                   the peer does not drain what is sent to it; or a limit of ours is reached
     │  ├─ ProtocolError                       bytes that the protocol forbids
     │  ├─ ChecksumError                       bytes arrived that are not those that were sent
     │  ├─ RegionError(ValueError)             a region outside the registered memory
@@ -110,7 +110,11 @@ class TransferTimeoutError(TransportError, TimeoutError):
 
 
 class BackpressureError(TransportError):
-    """The peer does not drain its messages. The message was not sent."""
+    """The peer does not drain its messages. The message was not sent.
+
+    Also: a limit of this process is reached, such as that of connections being made or of file descriptors. The
+    message names the limit and the remedy; what was asked for was not begun.
+    """
 
 
 class ProtocolError(TransportError):

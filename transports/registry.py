@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from ._options import unknown_key
+from ._outside import outside
 from .base import Transport
 from .errors import BackendUnavailableError, ConfigurationError
 
@@ -71,6 +72,7 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
     Raises:
         ConfigurationError: no such scheme; what it names is not a transport; or an option is unknown or wrong.
         BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+        BackpressureError: there are too few file descriptors.
     """
     transport = _named(scheme)(options)
     if not isinstance(transport, Transport):
@@ -93,7 +95,8 @@ def check_options(scheme: str, options: Mapping[str, object]) -> None:
 
 
 def _named(scheme: str) -> Callable[[Mapping[str, object]], object]:
-    known = available_transports()
+    with outside("cannot look up the installed transports", ConfigurationError):
+        known = available_transports()
     if scheme not in known:
         raise unknown_key(f"unknown transport {scheme!r}", scheme, known, key="transport", value=scheme)
     return _load(scheme, known[scheme])
