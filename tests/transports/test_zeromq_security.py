@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -225,13 +226,36 @@ class TestFiles:
         assert caught.value.key == "curve_secret_key_file"
         assert secret not in repr(caught.value)
 
-    def test_a_secret_that_all_can_read_is_warned_about(
-        self, keys: Keys, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        options = keys.shared()
-        Path(options["shared_secret_file"]).chmod(0o644)
+    @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+    @pytest.mark.parametrize("key", ["shared_secret_file", "curve_secret_key_file"])
+    def test_a_secret_that_others_can_use_is_refused(self, keys: Keys, key: str, mode: int) -> None:
+        options = {**keys.shared(), **keys.own("producer")}
+        del options["curve_secret_key_file" if key == "shared_secret_file" else "shared_secret_file"]
+        if key == "shared_secret_file":
+            del options["curve_allowed_keys_file"]
+        path = Path(options[key])
+        path.chmod(mode)
+        with pytest.raises(ConfigurationError, match=f"chmod 600 {path}") as caught:
+            ZeroMQTransport(options)
+        assert caught.value.key == key
+        path.chmod(0o400)
         ZeroMQTransport(options).close()
-        assert "chmod 600" in caplog.text
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+    def test_a_secret_of_another_user_is_refused(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = keys.shared()
+        os.chown(options["shared_secret_file"], 12345, -1)
+        with pytest.raises(ConfigurationError, match="user 12345"):
+            ZeroMQTransport(options)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        ZeroMQTransport(options).close()
+        os.chown(options["shared_secret_file"], 0, -1)
+        ZeroMQTransport(options).close()
+
+    def test_public_keys_may_be_read_by_all(self, keys: Keys) -> None:
+        options = keys.own("producer", "consumer")
+        Path(options["curve_allowed_keys_file"]).chmod(0o644)
+        ZeroMQTransport(options).close()
 
     def test_no_secret_is_logged_or_shown(
         self, make: Make, keys: Keys, caplog: pytest.LogCaptureFixture

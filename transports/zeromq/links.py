@@ -6,15 +6,16 @@ import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import zmq
 
+from .._lookups import Found
+from .._tcp import authority
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import (
-    ConfigurationError,
     KVTransferError,
     PeerLostError,
     PeerRefusedError,
@@ -29,6 +30,7 @@ from .wire import MAX_SLICE_BYTES
 __all__ = [
     "RECEIVE_BATCH",
     "Arrival",
+    "Broken",
     "Context",
     "DialedLink",
     "Link",
@@ -36,6 +38,7 @@ __all__ = [
     "Monitor",
     "Parts",
     "Port",
+    "Torn",
     "configure",
     "offer",
     "receive",
@@ -46,9 +49,6 @@ Socket = zmq.Socket[bytes]
 Parts = Sequence[bytes | Frame]
 
 _SEND_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {zmq.ZMQError: TransportError}
-_CONNECT_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {
-    zmq.ZMQError: ConfigurationError
-}
 
 #: Messages in each of libzmq's queues. Low: only the count is bounded there, and a message may have 4 MiB.
 _QUEUE_LENGTH = 16
@@ -62,6 +62,7 @@ RECEIVE_BATCH = 64
 _EVENT = struct.Struct("=HI")
 _WATCHED = (
     zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -73,10 +74,17 @@ _monitor_ids = itertools.count(1)
 
 
 class Link(ABC):
-    """A connection to one peer. What libzmq's queue has no room for waits here, in order."""
+    """A connection to one peer. What libzmq's queue has no room for waits here, in order.
 
-    def __init__(self, peer_id: int, *, incoming: bool, is_encrypted: bool) -> None:
+    Args:
+        on_broken: Told once if libzmq does not take a message. A link then takes everything and sends nothing: the loss
+            is reported by the owner's loop, and not raised where a message of this peer's happened to be sent.
+    """
+
+    def __init__(self, peer_id: int, on_broken: Broken, *, incoming: bool, is_encrypted: bool) -> None:
         self.peer_id = peer_id
+        self._on_broken = on_broken
+        self._is_broken = False
         self.incoming = incoming
         self.mechanism = "tcp+curve" if is_encrypted else "tcp"
         self.queued_bytes = 0
@@ -84,14 +92,24 @@ class Link(ABC):
 
     def send(self, parts: Parts) -> None:
         """Send a message, or keep it for `flush`."""
-        if self._queue or not self._offer(parts):
+        if self._queue or not self._is_taken(parts):
             self._queue.append(parts)
             self.queued_bytes += _num_bytes(parts)
 
     def flush(self) -> None:
         """Send what was kept, as far as there is room."""
-        while self._queue and self._offer(self._queue[0]):
+        while self._queue and self._is_taken(self._queue[0]):
             self.queued_bytes -= _num_bytes(self._queue.popleft())
+
+    def _is_taken(self, parts: Parts) -> bool:
+        if self._is_broken:
+            return True
+        try:
+            return self._offer(parts)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this link alone
+            self._is_broken = True
+            self._on_broken(self, error)
+            return True
 
     @abstractmethod
     def _offer(self, parts: Parts) -> bool:
@@ -109,6 +127,10 @@ class Link(ABC):
 
     @abstractmethod
     def _hang_up(self) -> None: ...
+
+
+#: How a link says that it cannot send, and why.
+Broken = Callable[[Link, Exception], None]
 
 
 @dataclass(frozen=True)
@@ -145,11 +167,16 @@ class Monitor:
 
     def __init__(self, context: Context, watched: Socket) -> None:
         endpoint = f"inproc://kvferry-monitor-{next(_monitor_ids)}"
-        watched.monitor(endpoint, _WATCHED)
         self._watched = watched
         self.socket = context.socket(zmq.PAIR)
-        self.socket.linger = 0
-        self.socket.connect(endpoint)
+        try:
+            self.socket.linger = 0
+            watched.monitor(endpoint, _WATCHED)
+            self.socket.connect(endpoint)
+        except BaseException:
+            # A socket that stays open would keep the context from ever terminating.
+            self.socket.close()
+            raise
 
     def take(self) -> Iterator[tuple[int, int]]:
         while (frames := receive(self.socket)) is not None:
@@ -157,8 +184,10 @@ class Monitor:
             yield event, value
 
     def close(self) -> None:
-        self._watched.disable_monitor()
-        self.socket.close()
+        try:
+            self._watched.disable_monitor()
+        finally:
+            self.socket.close()
 
 
 class DialedLink(Link):
@@ -169,22 +198,32 @@ class DialedLink(Link):
         context: Context,
         peer_id: int,
         address: Address,
+        found: Found,
         keys: tuple[CurveKeys, ...],
         options: ZeroMQOptions,
+        on_broken: Broken,
     ) -> None:
-        super().__init__(peer_id, incoming=False, is_encrypted=bool(keys))
+        super().__init__(peer_id, on_broken, incoming=False, is_encrypted=bool(keys))
         self._where = f"{address.host}:{address.port}"
         self._is_gone = False
         self._error: KVTransferError = PeerLostError(f"cannot connect to {self._where}")
         self._socket = context.socket(zmq.DEALER)
-        configure(self._socket, options)
-        self._socket.reconnect_ivl = -1
-        for key in keys:
-            key.protect_client(self._socket, address.server_key)
-        self._monitor = Monitor(context, self._socket)
+        try:
+            configure(self._socket, options)
+            self._socket.reconnect_ivl = -1
+            for key in keys:
+                key.protect_client(self._socket, address.server_key)
+            self._monitor = Monitor(context, self._socket)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
         self.sockets = (self._socket, self._monitor.socket)
-        with mapped(_CONNECT_ERRORS, f"cannot connect to {self._where}"):
-            self._socket.connect(address.endpoint)
+        try:
+            # An IP address: a name would be looked up by libzmq's I/O thread, which then moves nothing for any peer.
+            self._socket.connect(f"tcp://{authority(found.host, address.port)}")
+        except BaseException:
+            self.close()
+            raise
 
     def pump(self) -> Iterator[Arrival | Loss]:
         self._watch()
@@ -217,8 +256,10 @@ class DialedLink(Link):
 
     def close(self) -> None:
         if not self._socket.closed:
-            self._monitor.close()
-            self._socket.close()
+            try:
+                self._monitor.close()
+            finally:
+                self._socket.close()
 
 
 _REFUSALS: Final[dict[int, tuple[type[TransportError], str]]] = {
@@ -252,15 +293,45 @@ def configure(socket: Socket, options: ZeroMQOptions) -> None:
     socket.ipv6 = True
 
 
+class Torn(Exception):
+    """A message whose rest could not be received.
+
+    Attributes:
+        frames: What came of it. Its rest was thrown away, so the next frame is the first of another message.
+    """
+
+    def __init__(self, frames: list[Frame], error: Exception) -> None:
+        super().__init__(f"the rest of a message was lost: {error!r}")
+        self.frames = frames
+
+
 def receive(socket: Socket) -> list[Frame] | None:
-    """Take one message without copying it; None if there is none."""
+    """Take one message without copying it; None if there is none.
+
+    Raises:
+        Torn: only a part of it could be taken.
+        Exception: none could; no message was lost.
+    """
     frame = Frame.received(socket)
     if frame is None:
         return None
     frames = [frame]
-    while not frame.is_last and (frame := Frame.received(socket)) is not None:
-        frames.append(frame)
+    try:
+        while not frame.is_last and (frame := Frame.received(socket)) is not None:
+            frames.append(frame)
+    except Exception as error:
+        _skip_rest(socket)
+        raise Torn(frames, error) from error
     return frames
+
+
+def _skip_rest(socket: Socket) -> None:
+    """Or the rest would be taken for the beginning of another peer's message."""
+    try:
+        while socket.getsockopt(zmq.RCVMORE) and Frame.received(socket) is not None:
+            pass
+    except zmq.ZMQError:
+        pass
 
 
 def offer(socket: Socket, parts: Parts) -> bool:
@@ -270,16 +341,32 @@ def offer(socket: Socket, parts: Parts) -> bool:
         TransportError: libzmq refuses it.
     """
     with mapped(_SEND_ERRORS, "cannot send"):
+        # All copies before the first frame leaves: there may be no memory for the last one.
+        frames = [part if isinstance(part, Frame) else Frame.copy_of(part) for part in parts]
+        num_sent = 0
         try:
-            for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
-                frame = part if isinstance(part, Frame) else Frame.copy_of(part)
-                if not frame.send(socket, is_last=not left):
+            for frame in frames:
+                if not frame.send(socket, is_last=num_sent == len(frames) - 1):
                     return False
+                num_sent += 1
         except zmq.ZMQError as error:
             # A peer that is gone takes everything: the monitor tells of its loss.
             if error.errno != zmq.EHOSTUNREACH:
+                _end_message(socket, num_sent)
                 raise
+        except BaseException:
+            _end_message(socket, num_sent)
+            raise
     return True
+
+
+def _end_message(socket: Socket, num_sent: int) -> None:
+    """End a message of which some frames have left, or the next peer's would continue it."""
+    if num_sent:
+        try:
+            Frame.copy_of(b"").send(socket, is_last=True)
+        except (zmq.ZMQError, MemoryError):
+            pass
 
 
 def _num_bytes(parts: Parts) -> int:

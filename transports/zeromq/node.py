@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .._lookups import Found, Lookups
 from .._memory import WordTable, require_transfer
+from .._network_options import require_room
+from .._outside import unexpected
 from .._writes import Writes
 from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
 from ..errors import (
@@ -22,19 +25,26 @@ from ..regions import Guard, Pool, RegionPairs, Regions
 from .links import Arrival, Link
 from .options import Address, ZeroMQOptions
 from .reads import Peer, Reads
+from .security import CurveKeys
 from .serving import PoolServer
 from .sockets import Sockets
 from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, WriteFrame, decode
 
 __all__ = ["Node"]
 
-logger = logging.getLogger(__name__)
-
 #: libzmq does not say when a peer's queue has room again; with something kept back, look again after this time.
 _RETRY_S = 0.002
 
 #: Also with nothing to do, look this often for connections that never say who they are.
 _IDLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where to connect when the name of the host has been looked up, and with which keys."""
+
+    address: Address
+    keys: tuple[CurveKeys, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,17 @@ class Node:
     Args:
         pool: What peers may read and reads write into.
         guards: The words under which peers may read.
+        interrupt: Ends the current `Sockets.wait`; called by any thread.
     """
 
-    def __init__(self, options: ZeroMQOptions, sockets: Sockets, pool: Pool, guards: WordTable) -> None:
+    def __init__(
+        self,
+        options: ZeroMQOptions,
+        sockets: Sockets,
+        pool: Pool,
+        guards: WordTable,
+        interrupt: Callable[[], None],
+    ) -> None:
         self._options = options
         self._sockets = sockets
         self._pool = pool
@@ -63,6 +81,7 @@ class Node:
         self._events: list[Event] = []
         self._reads = Reads(options, self._events)
         self._writes = Writes(self, guards, self._events)
+        self._lookups: Lookups[_Target] = Lookups(interrupt)
         self._pending: dict[int, _Pending] = {}
         self._peers: dict[int, Peer] = {}
 
@@ -72,15 +91,31 @@ class Node:
 
     def connect(self, address: Address, timeout_s: float) -> int:
         """See `Transport.start_connect`."""
+        num_connecting = len(self._lookups) + sum(not p.link.incoming for p in self._pending.values())
+        require_room(num_connecting, self._options.max_connecting)
         peer_id = self._sockets.next_id()
         try:
-            link = self._sockets.dial(peer_id, address)
+            keys = self._sockets.keys_for(address)
         except PeerRefusedError as error:
             self._events.append(PeerLost(peer_id, error))
             return peer_id
-        link.send([self._hello.head(), self._hello.body()])
-        self._pending[peer_id] = _Pending(link, time.monotonic() + timeout_s, timeout_s)
+        self._lookups.start(peer_id, _Target(address, keys), address.host, address.port, timeout_s)
+        self._dial_found()
         return peer_id
+
+    def _dial_found(self) -> None:
+        """Connect to the hosts that have been looked up."""
+        for peer_id, target, found in self._lookups.take():
+            if not isinstance(found, Found):
+                self._events.append(PeerLost(peer_id, found))
+                continue
+            try:
+                link = self._sockets.dial(peer_id, target.address, found, target.keys)
+            except KVTransferError as error:
+                self._events.append(PeerLost(peer_id, error))
+                continue
+            link.send([self._hello.head(), self._hello.body()])
+            self._pending[peer_id] = _Pending(link, found.deadline, found.timeout_s)
 
     def disconnect(self, peer_id: int) -> None:
         """See `Transport.disconnect`."""
@@ -90,6 +125,8 @@ class Node:
             self._sockets.hang_up(peer.link)
         elif peer_id in self._pending:
             self._sockets.hang_up(self._pending.pop(peer_id).link)
+        else:
+            self._lookups.forget(peer_id)
         self._events[:] = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
 
     def _end_transfers(self, peer: Peer, error: KVTransferError) -> None:
@@ -147,6 +184,8 @@ class Node:
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s`, handle what happened."""
+        if self._lookups:
+            self._dial_found()
         self._sockets.wait(0.0 if self._events else self._patience(timeout_s))
         for happened in self._sockets.pump():
             if isinstance(happened, Arrival):
@@ -165,7 +204,10 @@ class Node:
 
     def _patience(self, timeout_s: float) -> float:
         """How long nothing can become due."""
+        if self._sockets.has_broken:
+            return 0.0
         deadlines = [pending.deadline for pending in self._pending.values()]
+        deadlines.append(self._lookups.due())
         deadlines.extend(self._writes.deadlines())
         for peer in self._peers.values():
             if peer.link.queued_bytes:
@@ -193,15 +235,16 @@ class Node:
                 self._greet(link, incoming)
         except VersionMismatchError as error:
             self._part(link, error)
-        except ProtocolError as error:
-            self._drop(link, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            self._drop(link, unexpected(error, f"lost peer {link.peer_id}", self._sockets.log))
 
     def _greet(self, link: Link, incoming: Incoming) -> None:
         """The first message of a connection."""
         if not isinstance(incoming, Hello) or (link.incoming and link.peer_id in self._pending):
             raise ProtocolError("a connection begins with one hello")
+        peer = Peer.of(link, incoming)
         self._pending.pop(link.peer_id, None)
-        self._peers[link.peer_id] = Peer.of(link, incoming)
+        self._peers[link.peer_id] = peer
         if link.incoming:
             link.send([self._hello.head(), self._hello.body()])
         self._events.append(Connected(link.peer_id, link.incoming))
@@ -211,7 +254,7 @@ class Node:
         if not link.incoming or link.peer_id in self._pending or link.peer_id in self._peers:
             self._drop(link, error)
             return
-        logger.warning("a peer that connected cannot be talked to: %s", error)
+        self._sockets.log.warning("a peer that connected cannot be talked to: %s", error)
         link.send([self._hello.head(), self._hello.body()])
         timeout_s = self._options.handshake_timeout_s
         self._pending[link.peer_id] = _Pending(link, time.monotonic() + timeout_s, timeout_s)
@@ -233,7 +276,7 @@ class Node:
 
     def _drop(self, link: Link, error: KVTransferError) -> None:
         """Close a connection over which came what must not."""
-        logger.warning("dropped a peer: %s", error)
+        self._sockets.log.warning("dropped a peer: %s", error)
         self._sockets.hang_up(link)
         self._lose(link, error)
 
@@ -253,6 +296,7 @@ class Node:
             pending.link.forget()
         for peer in self._peers.values():
             peer.link.forget()
+        self._lookups.close()
         self._peers.clear()
         self._pending.clear()
         self._events.clear()

@@ -8,21 +8,19 @@ No secret is ever part of a message, a log line or a representation.
 from __future__ import annotations
 
 import hashlib
-import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from .._limited_log import LimitedLog
 from .._tcp import is_loopback
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
 from .options import Address, ZeroMQOptions
 
 __all__ = ["Authenticator", "CurveKeys", "Security"]
-
-logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = b"kvferry"
 
@@ -152,15 +150,35 @@ def _derived_keys(shared: bytes) -> CurveKeys:
 
 
 def _read(key: str, name: str) -> bytes:
-    path = Path(name)
     try:
-        content = path.read_bytes().strip()
-        mode = path.stat().st_mode
+        with open(name, "rb") as file:
+            if key != "curve_allowed_keys_file":
+                _require_private(key, name, os.fstat(file.fileno()))
+            return file.read().strip()
     except OSError as error:
         raise ConfigurationError(f"{key}: {error}", key=key, value=name) from error
-    if key != "curve_allowed_keys_file" and mode & 0o004:
-        logger.warning("%s: everybody on this machine can read %s; chmod 600 it", key, name)
-    return content
+
+
+def _require_private(key: str, name: str, status: os.stat_result) -> None:
+    """Check that only this user and root can know, or choose, what is in a file.
+
+    Raises:
+        ConfigurationError: others can.
+    """
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigurationError(
+            f"{key}={name!r} belongs to user {status.st_uid}, who is neither this user nor root and knows the secret: "
+            f"make a new secret, and `chown {os.geteuid()} {name}`",
+            key=key,
+            value=name,
+        )
+    if status.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{key}={name!r} can be used by others than its owner (mode {status.st_mode & 0o777:03o}): "
+            f"run `chmod 600 {name}`, and make a new secret if others have a login here",
+            key=key,
+            value=name,
+        )
 
 
 def _without_comments(lines: Iterable[bytes]) -> list[bytes]:
@@ -181,11 +199,18 @@ class Authenticator:
     Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and no other byte.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes], log: LimitedLog
+    ) -> None:
         self._allowed = allowed
+        self._log = log
         self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind(_ZAP_ENDPOINT)
+        try:
+            self.socket.linger = 0
+            self.socket.bind(_ZAP_ENDPOINT)
+        except BaseException:
+            self.socket.close()
+            raise
 
     def answer(self) -> None:
         """Answer every request that waits."""
@@ -193,7 +218,7 @@ class Authenticator:
             version, request_id, domain, address, _, mechanism, *credentials = self.socket.recv_multipart()
             is_allowed = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._knows(credentials)
             if not is_allowed:
-                logger.warning("refused a peer from %s: its CURVE key is not allowed", address.decode())
+                self._log.warning("refused a peer from %s: its CURVE key is not allowed", address.decode())
             status = (b"200", b"OK") if is_allowed else (b"400", b"this key is not allowed")
             self.socket.send_multipart([version, request_id, *status, b"", b""])
 

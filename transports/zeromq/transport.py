@@ -40,7 +40,11 @@ class ZeroMQTransport(NetworkTransport[Node]):
 
     def _make_node(self, pool: Pool) -> Node:
         sockets = Sockets(self._options, self._security, self._poller)
-        return Node(self._options, sockets, pool, self.guards)
+        try:
+            return Node(self._options, sockets, pool, self.guards, self._poller.interrupt)
+        except BaseException:
+            sockets.close()
+            raise
 
     def listen(self, address: str) -> str:
         """Accept peers on `zeromq://host:port`; port 0 lets the system choose, an empty address the options.
