@@ -25,12 +25,15 @@ from kvferry.transports.ucx.wire import (
     Hello,
     Message,
     Ping,
+    Preface,
     Ready,
     Refused,
     decode,
 )
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+
+PREFACE = Preface().encode()
 
 FRAMES = [
     Hello(4, (4096, 1), b"address", "ucx:tcp"),
@@ -40,6 +43,7 @@ FRAMES = [
     Answer(2**64 - 1, True),
     Answer(1, False),
     Ping(),
+    Preface(),
 ]
 
 
@@ -123,13 +127,16 @@ STRANGERS: dict[str, bytes] = {
     "silence": b"",
     "garbage": b"GET / HTTP/1.1\r\n\r\n",
     "a frame too long": struct.pack("<IB", 1 << 31, 4),
-    "half a hello": HELLO[: len(HELLO) // 2],
+    "half a preface": PREFACE[: len(PREFACE) // 2],
+    "two prefaces": PREFACE * 2,
+    "a hello first": HELLO,
+    "half a hello": PREFACE + HELLO[: len(HELLO) // 2],
     "a message first": Message(b"hi").encode(),
     "a fetch first": Fetch(1, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
-    "another magic": HELLO.replace(b"kvferry-ucx", b"kvferry-xcu"),
-    "an impossible pool": Hello(4, (0,), b"address", "").encode(),
-    "an address that is none of UCX's": Hello(4, (1,), b" gibberish", "").encode(),
-    "an address of another version": Hello(4, (1,), b"\x07" * 188, "").encode(),
+    "another magic": PREFACE + HELLO.replace(b"kvferry-ucx", b"kvferry-xcu"),
+    "an impossible pool": PREFACE + Hello(4, (0,), b"address", "").encode(),
+    "an address that is none of UCX's": PREFACE + Hello(4, (1,), b" gibberish", "").encode(),
+    "an address of another version": PREFACE + Hello(4, (1,), b"\x07" * 188, "").encode(),
 }
 
 
@@ -142,11 +149,13 @@ def test_a_stranger_is_turned_away(node: UCXTransport, said: bytes) -> None:
 
 @needs_ucxx
 def test_another_version_is_told_ours(node: UCXTransport) -> None:
-    heard = hangs_up(
-        node, HELLO.replace(struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION), b"kvferry-ucx\x63\0\0\0")
-    )
-    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(heard)
-    assert isinstance(decode(kind, body), Hello)
+    ours = struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION)
+    # Before there was a preface, a connection began with a hello, whose version is at the same place.
+    for said in (PREFACE, HELLO):
+        heard = hangs_up(node, said.replace(ours, b"kvferry-ucx\x63\0\0\0"))
+        ((kind, body),) = FrameReader(FRAME_LIMITS).feed(heard)
+        assert isinstance(decode(kind, body), Preface)
+        assert ours in body
     assert_serves(node)
 
 

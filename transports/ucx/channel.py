@@ -1,10 +1,13 @@
-"""The control connection: frames over TCP. Nothing here blocks, but looking up the name of a host."""
+"""The control connection: frames over TCP. Nothing here blocks, but looking up the name of a host to listen on."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from .._frames import FrameSocket
+from .._lookups import Found
+from .._outside import outside
 from .._tcp import bind_first, is_wildcard
 from ..errors import ConfigurationError, PeerLostError
 from .options import Address, UCXOptions
@@ -23,25 +26,22 @@ class Channel(FrameSocket):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def dial(address: Address, max_queued_bytes: int) -> Channel:
+def dial(address: Address, found: Found, max_queued_bytes: int) -> Channel:
     """Begin to connect. What is sent meanwhile waits; that nobody is there is heard when receiving.
 
     Raises:
-        PeerLostError: the host is not known, or cannot be reached from here.
+        PeerLostError: the host cannot be reached from here.
+        BackpressureError: there is no descriptor left.
     """
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        sock = socket.socket(found[0][0], socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except OSError as error:
-        raise PeerLostError(f"cannot connect to {address}: {error}") from error
-    try:
-        sock.connect(found[0][4])
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        sock.close()
-        raise PeerLostError(f"cannot connect to {address}: {error}") from error
-    return Channel(sock, max_queued_bytes)
+    with outside(f"cannot connect to {address}", PeerLostError):
+        sock = socket.socket(found.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(found.sockaddr)
+            return Channel(sock, max_queued_bytes)
+        except BaseException:
+            sock.close()
+            raise
 
 
 class Listener:
@@ -78,7 +78,11 @@ class Listener:
     def accept(self) -> Channel:
         """See `_accepting.Listening`."""
         sock, _ = self._socket.accept()
-        return Channel(sock, self._max_queued_bytes)
+        try:
+            return Channel(sock, self._max_queued_bytes)
+        except BaseException:
+            sock.close()
+            raise
 
     def close(self) -> None:
         self._socket.close()

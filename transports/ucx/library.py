@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .._descriptors import Reserve
+from .._outside import outside
 from ..errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -25,7 +27,7 @@ from ..errors import (
 )
 from .options import SCHEME, WAY_OUT, UCXOptions
 
-__all__ = ["Operation", "Worker", "require_network"]
+__all__ = ["NUM_HELD", "PER_CONNECTION", "Context", "Operation", "Worker", "require_network"]
 
 _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
 
@@ -36,6 +38,13 @@ _CLOSE_PERIOD_NS = 10**8
 _MAX_LANES = 64
 _EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 _STATUS_TRUNCATED = -9
+
+#: Descriptors: for a context and its first worker, with UCX's own thread; and for a worker with its endpoint.
+_PER_CONTEXT = 20
+PER_CONNECTION = 8
+
+#: Held back, twice what a connection takes. See `_descriptors`.
+NUM_HELD = 16
 
 #: Of the first byte of an address.
 _VERSION_BITS = 0x0F
@@ -136,8 +145,50 @@ class Operation:
         self._request = None
 
 
+class Context:
+    """UCX's side of this process, for all of its peers: the devices, and a first worker that serves no peer.
+
+    While that worker is there, UCX's own thread runs. UCX starts it with the first worker and aborts the process if it
+    finds no descriptor for it, so it must not be a connection that starts it.
+    """
+
+    def __init__(self, options: UCXOptions, reserve: Reserve) -> None:
+        """Open the devices.
+
+        Raises:
+            BackendUnavailableError: `ucxx` cannot be imported.
+            ConfigurationError: UCX does not accept the settings, or has nothing that fits them.
+            BackpressureError: there are not enough descriptors.
+        """
+        self.library: Final = _library()
+        self.options: Final = options
+        self.reserve: Final = reserve
+        core = self.library.core
+        with reserve.lent(_PER_CONTEXT, "cannot start UCX"):
+            try:
+                self.context: Any = core.UCXContext(
+                    options.settings(), (core.Feature.TAG, core.Feature.WAKEUP)
+                )
+                self._first_worker: Any = core.UCXWorker(self.context)
+            except (core.UCXError, RuntimeError) as error:
+                raise ConfigurationError(f"UCX refuses {options.settings()}: {error}", key="tls") from error
+        self._handle: Final = self.context.handle
+        self._has_lost_worker = False
+
+    def destroy(self, worker_handle: int) -> None:
+        """End a worker that `ucxx` keeps alive, and this context with it, for ever."""
+        self.library.ucp.ucp_worker_destroy(worker_handle)
+        self._has_lost_worker = True
+
+    def close(self) -> None:
+        """Close the devices. There is no other worker any more."""
+        del self._first_worker, self.context
+        if self._has_lost_worker:
+            self.library.ucp.ucp_cleanup(self._handle)
+
+
 class Worker:
-    """UCX's side of one peer: a context, a worker, and an endpoint once the peer's address is known.
+    """UCX's side of one peer: a worker, and an endpoint once the peer's address is known.
 
     Each peer has its own, so that closing it is certain to end what the peer could still write into our memory.
 
@@ -145,32 +196,34 @@ class Worker:
         address: What the other side connects to.
     """
 
-    def __init__(self, options: UCXOptions) -> None:
+    def __init__(self, context: Context) -> None:
         """Open a worker.
 
         Raises:
-            BackendUnavailableError: `ucxx` cannot be imported.
-            ConfigurationError: UCX does not accept the settings, or has nothing that fits them.
+            BackpressureError: there are not enough descriptors. UCX was not asked.
+            TransportError: UCX has none.
         """
-        self._library = _library()
-        core = self._library.core
-        try:
-            self._context = core.UCXContext(options.settings(), (core.Feature.TAG, core.Feature.WAKEUP))
-            self._worker = core.UCXWorker(self._context)
-        except (core.UCXError, RuntimeError) as error:
-            raise ConfigurationError(f"UCX refuses {options.settings()}: {error}", key="tls") from error
-        self._options = options
-        self._handles: Final = (self._worker.handle, self._context.handle)
-        self.address = bytes(memoryview(self._worker.address))
+        self._context = context
+        self._library = context.library
+        self._options = context.options
         self._endpoints: list[Any] = []
         self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
-        self._descriptor = self._event_descriptor()
-        self._epoll = select.epoll()
-        self._epoll.register(self._descriptor, select.EPOLLIN)
+        what = "cannot open a UCX worker"
+        with context.reserve.lent(PER_CONNECTION, what), outside(what):
+            self._epoll = select.epoll()
+            try:
+                self._worker = self._library.core.UCXWorker(context.context)
+                self._handle: Final = self._worker.handle
+                self.address = bytes(memoryview(self._worker.address))
+                self._descriptor = self._event_descriptor()
+                self._epoll.register(self._descriptor, select.EPOLLIN)
+            except BaseException:
+                self._epoll.close()
+                raise
 
     def _event_descriptor(self) -> int:
         descriptor = ctypes.c_int()
-        status = self._library.ucp.ucp_worker_get_efd(self._handles[0], ctypes.byref(descriptor))
+        status = self._library.ucp.ucp_worker_get_efd(self._handle, ctypes.byref(descriptor))
         if status:
             raise BackendUnavailableError(f"UCX cannot be waited for here: status {status}")
         return descriptor.value
@@ -186,6 +239,7 @@ class Worker:
             What UCX chose, e.g. `"ucx:tcp"`.
 
         Raises:
+            BackpressureError: there are not enough descriptors. UCX was not asked.
             PeerRefusedError: nothing leads there, or only TCP, which is refused; or the address is none of UCX's.
             ProtocolError: the address is of another version, over which UCX would abort the process.
         """
@@ -193,8 +247,11 @@ class Worker:
             raise ProtocolError("the peer's UCX address is of another version, or none")
         core = self._library.core
         try:
-            remote = core.UCXAddress.create_from_buffer(address)
-            self._endpoints.append(core.UCXEndpoint.create_from_worker_address(self._worker, remote, True))
+            with self._context.reserve.lent(PER_CONNECTION, "cannot open a UCX endpoint"):
+                remote = core.UCXAddress.create_from_buffer(address)
+                self._endpoints.append(
+                    core.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+                )
         except (core.UCXError, RuntimeError) as error:
             refusal = "refuse_tcp=true, and " if self._options.refuse_tcp else ""
             raise PeerRefusedError(
@@ -245,13 +302,13 @@ class Worker:
 
     def close(self) -> None:
         """Cut what is under way and free everything. Afterwards nothing is written into our memory any more."""
-        self._let_go()
-        del self._worker, self._context
-        if self._is_open():
-            worker, context = self._handles
-            self._library.ucp.ucp_worker_destroy(worker)
-            self._library.ucp.ucp_cleanup(context)
-        self._epoll.close()
+        try:
+            self._let_go()
+        finally:
+            del self._worker
+            if self._is_open():
+                self._context.destroy(self._handle)
+            self._epoll.close()
 
     def _let_go(self) -> None:
         """Cancel everything, and drop every reference to `ucxx`'s objects but the worker's, also local ones.
@@ -283,7 +340,20 @@ def require_network(options: UCXOptions) -> str:
         BackendUnavailableError: `ucxx` cannot be imported.
         ConfigurationError: UCX has no transport that fits; with `refuse_tcp`, none but TCP.
     """
-    worker = Worker(options)
+    reserve = Reserve(NUM_HELD)
+    try:
+        context = Context(options, reserve)
+        try:
+            return _mechanism_to_itself(context)
+        finally:
+            context.close()
+    finally:
+        reserve.close()
+
+
+def _mechanism_to_itself(context: Context) -> str:
+    options = context.options
+    worker = Worker(context)
     try:
         return worker.connect(worker.address)
     except PeerRefusedError as error:

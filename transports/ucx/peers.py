@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from ..base import Event
 from ..errors import KVTransferError
 from ..regions import Pool
 from .channel import Channel
-from .library import Worker
+from .library import Context, Worker
 from .options import UCXOptions
 from .reads import Reader
 from .serving import PoolServer, Server
@@ -27,6 +26,7 @@ class Local:
     """What this process is to every peer."""
 
     options: UCXOptions
+    context: Context
     source: PoolServer
     events: list[Event]
 
@@ -44,24 +44,29 @@ class Greeting:
     """A connection that is not a peer yet, or never will be.
 
     Attributes:
+        is_prefaced: The other side's preface came: it is a node, of our version.
         workers: The one that we told the other side of, if we did.
         hellos: The other side's, once it came: then only its ready is missing.
     """
 
-    def __init__(self, peer_id: int, channel: Channel, *, incoming: bool, timeout_s: float) -> None:
+    def __init__(
+        self, peer_id: int, channel: Channel, incoming: bool, timeout_s: float, deadline: float
+    ) -> None:
         self.peer_id = peer_id
         self.channel = channel
         self.incoming = incoming
         self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = deadline
+        self.is_prefaced = False
         self.workers: list[Worker] = []
         self.hellos: list[Hello] = []
 
     def close(self) -> None:
-        self.channel.close()
-        for worker in self.workers:
-            worker.close()
-        self.workers.clear()
+        try:
+            self.channel.close()
+        finally:
+            while self.workers:
+                self.workers.pop().close()
 
 
 class Peer:
@@ -111,6 +116,10 @@ class Peer:
 
     def close(self, error: KVTransferError) -> None:
         """Cut everything; end the reads with `error`."""
-        self.channel.close()
-        self.worker.close()
-        self.reader.end_all(error)
+        try:
+            self.channel.close()
+        finally:
+            try:
+                self.worker.close()
+            finally:
+                self.reader.end_all(error)

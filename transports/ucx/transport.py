@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from .._descriptors import Reserve, warn_if_few
 from .._network import NetworkTransport
 from .._options import parse_options
 from ..regions import Pool
-from .library import require_network
+from .library import NUM_HELD, PER_CONNECTION, Context, require_network
 from .node import Node
 from .options import SCHEME, Address, UCXOptions
 from .peers import Local
@@ -44,7 +45,14 @@ class UCXTransport(NetworkTransport[Node]):
     def _make_node(self, pool: Pool) -> Node:
         limits = limits_of(self._options)
         source = PoolServer(pool, self.guards, Stages(limits.slice_bytes + limits.alone_bytes))
-        return Node(Local(self._options, source, []), self._poller)
+        warn_if_few(SCHEME, NUM_HELD, self._options.max_connecting, PER_CONNECTION)
+        reserve = Reserve(NUM_HELD)
+        try:
+            context = Context(self._options, reserve)
+        except BaseException:
+            reserve.close()
+            raise
+        return Node(Local(self._options, context, source, []), self._poller)
 
     def listen(self, address: str) -> str:
         """Accept peers on `ucx://host:port`; port 0 lets the system choose, an empty address the options.
@@ -65,5 +73,6 @@ class UCXTransport(NetworkTransport[Node]):
         Raises:
             ConfigurationError: the address is malformed, of another scheme, or beyond this machine without
                 `allow_plaintext`.
+            BackpressureError: see `Transport.start_connect`.
         """
         return self._node().connect(Address.parse(address), timeout_s)

@@ -4,6 +4,7 @@ Frames are those of `_frames`; all is little-endian.
 
 | kind | body |
 |---|---|
+| hello, as a preface | magic, version: u32 |
 | hello | magic, version: u32, num_guards: u32, num_segments: u32, mechanism: 32 bytes; segment sizes: i64 each; UCX address |
 | ready | mechanism |
 | refused | why, in words |
@@ -13,7 +14,8 @@ Frames are those of `_frames`; all is little-endian.
 | ping | empty |
 | write | see `_write_frames` |
 
-Who connected says hello; the other opens its way to that UCX address, and answers with a hello that names what UCX
+Each side begins with a preface, as soon as the TCP connection stands; so versions are told before anything is opened.
+After the listener's, who connected opens a worker and says hello; the other opens its way to that UCX address, and answers with a hello that names what UCX
 chose; the first does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
 stale here.
 """
@@ -45,13 +47,14 @@ __all__ = [
     "Incoming",
     "Message",
     "Ping",
+    "Preface",
     "Ready",
     "Refused",
     "WriteFrame",
     "decode",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -96,13 +99,21 @@ FRAME_LIMITS: Mapping[int, int] = {
 
 
 @dataclass(frozen=True)
+class Preface:
+    """There is a node here, of this version. The kind is a hello's, whose version each version can read."""
+
+    def encode(self) -> bytes:
+        return encode_frame(_Kind.HELLO, _GREETING.pack(_MAGIC, PROTOCOL_VERSION))
+
+
+@dataclass(frozen=True)
 class Hello:
     """What a process says of itself first.
 
     Attributes:
         num_bytes: Sizes of its pool's segments.
         address: Its UCX worker's.
-        mechanism: What it sends to us by; empty in the first hello of a connection.
+        mechanism: What it sends to us by; empty in the hello of the side that connected.
     """
 
     num_guards: int
@@ -197,7 +208,7 @@ class WriteFrame:
         return encode_frame(_Kind.WRITE, self.body)
 
 
-Incoming = Hello | Ready | Refused | Message | Fetch | Answer | Ping | WriteFrame
+Incoming = Preface | Hello | Ready | Refused | Message | Fetch | Answer | Ping | WriteFrame
 
 
 def decode(kind: int, body: bytes) -> Incoming:
@@ -213,12 +224,14 @@ def decode(kind: int, body: bytes) -> Incoming:
         raise ProtocolError(f"a frame of kind {kind} cannot be read: {error}") from None
 
 
-def _decode_hello(body: bytes) -> Hello:
+def _decode_hello(body: bytes) -> Preface | Hello:
     magic, version = _GREETING.unpack_from(body)
     if magic != _MAGIC:
         raise ProtocolError("the peer does not speak kvferry over ucx")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+    if len(body) == _GREETING.size:
+        return Preface()
     _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
     end = _HELLO.size + 8 * num_segments
     if not 1 <= num_segments <= _MAX_SEGMENTS or not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
