@@ -104,7 +104,7 @@ class TestTheChoice:
             address = AutoAddress.parse(listener.listen(""))
             walled = AutoAddress(address.host, "shm://@kvferry-mute", address.network)
             route = dialer.route_of(self.connect(dialer, listener, str(walled)))
-        assert "said no hello in time" in route.reason
+        assert "timed out waiting for the peer's hello" in route.reason
 
 
 def _started() -> Iterator[auto.AutoTransport]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import logging
 import os
@@ -21,6 +22,7 @@ from kvferry.transports._frames import FrameReader, encode_frame
 from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
 from kvferry.transports.errors import (
     KVTransferError,
+    PeerRefusedError,
     ProtocolError,
     TransferTimeoutError,
     VersionMismatchError,
@@ -34,8 +36,10 @@ from kvferry.transports.shm.hello import (
     Hello,
     SharedSegment,
     decode_hello,
+    encode_greeting,
     encode_hello,
 )
+from kvferry.transports.shm.sockets import Connection
 
 PAGE = 4096
 GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
@@ -117,8 +121,17 @@ def send_with(sock: socket.socket, data: bytes, descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
+HELLO_FRAME = encode_frame(FrameKind.HELLO, encode_hello(GOOD))
+DESCRIPTORS_FRAME = encode_frame(FrameKind.DESCRIPTORS, b"")
+
+
+def say_hello(sock: socket.socket, descriptors: list[int]) -> None:
+    sock.sendall(HELLO_FRAME)
+    send_with(sock, DESCRIPTORS_FRAME, descriptors)
+
+
 def good_hello(sock: socket.socket) -> None:
-    send_with(sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD)), [memory_file(PAGE), memory_file(PAGE)])
+    say_hello(sock, [memory_file(PAGE), memory_file(PAGE)])
 
 
 # -- before the hello --------------------------------------------------------------------------------
@@ -146,9 +159,7 @@ def test_any_garbage_in_a_hello_is_dropped(shared_victim: Victim, body: bytes) -
 @pytest.mark.parametrize("num_bytes", [1, 4, 5, 20, 40])
 def test_a_hello_cut_short_is_dropped(victim: Victim, num_bytes: int) -> None:
     with victim.dial() as sock:
-        send_with(
-            sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD))[:num_bytes], [memory_file(PAGE)] * 1
-        )
+        sock.sendall(HELLO_FRAME[:num_bytes])
         sock.shutdown(socket.SHUT_WR)
         victim.until_dropped(sock)
     assert victim.still_serves()
@@ -157,7 +168,7 @@ def test_a_hello_cut_short_is_dropped(victim: Victim, num_bytes: int) -> None:
 def test_silence_is_dropped_after_a_while(victim: Victim, caplog: pytest.LogCaptureFixture) -> None:
     with victim.dial() as sock, caplog.at_level(logging.WARNING):
         victim.until_dropped(sock)
-    assert "no hello in time" in caplog.text
+    assert "timed out waiting for the peer's hello" in caplog.text
     assert victim.still_serves()
 
 
@@ -199,9 +210,57 @@ def test_descriptors_that_could_harm_us_are_refused(victim: Victim, files: str) 
     """Above all a file that could shrink under the mapping, which would kill this process."""
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
-        send_with(sock, encode_frame(FrameKind.HELLO, encode_hello(GOOD)), FILES[files]())
+        say_hello(sock, FILES[files]())
         victim.until_dropped(sock)
     assert len(os.listdir("/proc/self/fd")) == before
+    assert victim.still_serves()
+
+
+BEFORE_THEIR_TIME: dict[str, Callable[[socket.socket, list[int]], None]] = {
+    "with the hello": lambda sock, files: send_with(sock, HELLO_FRAME, files),
+    "with the first byte": lambda sock, files: send_with(sock, HELLO_FRAME[:1], files),
+    "with the last byte of the hello": lambda sock, files: (
+        sock.sendall(HELLO_FRAME[:-1]),
+        send_with(sock, HELLO_FRAME[-1:], files),
+    )[1],
+    "with garbage": lambda sock, files: send_with(sock, b"\0" * 64, files),
+}
+
+
+@pytest.mark.parametrize("when", BEFORE_THEIR_TIME)
+def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -> None:
+    """Not one is held, while the one who sent them says nothing more; and they do not count as those of the hello."""
+    before = len(os.listdir("/proc/self/fd"))
+    with victim.dial() as sock:
+        BEFORE_THEIR_TIME[when](sock, [memory_file(PAGE) for _ in range(100)])
+        for _ in range(5):
+            victim.seen += victim.transport.wait_events(0.005)
+            assert len(os.listdir("/proc/self/fd")) <= before + 2  # both ends of the connection
+        with contextlib.suppress(OSError):
+            sock.sendall(DESCRIPTORS_FRAME)
+        victim.until_dropped(sock)
+    assert victim.seen == []
+    assert victim.still_serves()
+
+
+def test_no_more_descriptors_are_taken_than_the_hello_names(victim: Victim) -> None:
+    """The kernel throws the others away: at no time are they open here."""
+    before = len(os.listdir("/proc/self/fd"))
+    most = before
+    received = Connection._receive_some
+
+    def counted(self: Connection) -> bytes:
+        nonlocal most
+        try:
+            return received(self)
+        finally:
+            most = max(most, len(os.listdir("/proc/self/fd")))
+
+    with victim.dial() as sock, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "_receive_some", counted)
+        say_hello(sock, [memory_file(PAGE) for _ in range(100)])
+        victim.until_dropped(sock)
+    assert most <= before + 2 + 2  # both ends of the connection, and the two of the hello
     assert victim.still_serves()
 
 
@@ -275,6 +334,77 @@ def test_a_listener_that_is_none_of_ours_is_lost(
     (lost,) = victim.seen
     assert isinstance(lost, PeerLost)
     assert isinstance(lost.error, error)
+
+
+class Impostor:
+    """A socket of this user that is no node's, and what a node tells it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.address = f"shm://@kvferry-{os.getpid()}-impostor"
+        self._listener = listener
+        listener.bind("\0" + self.address.removeprefix("shm://@"))
+        listener.listen()
+
+    def told(self, victim: Victim, said: bytes) -> tuple[bytes, list[int]]:
+        """Have a node connect, say something, and return all that comes, as bytes and descriptors."""
+        victim.transport.start_connect(self.address, timeout_s=0.3)
+        accepted, _ = self._listener.accept()
+        heard, descriptors = b"", array.array("i")
+        with accepted:
+            accepted.sendall(said)
+            victim.until(lambda: bool(victim.seen))
+            accepted.setblocking(False)
+            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+                while True:
+                    data, ancillary, _, _ = accepted.recvmsg(1 << 16, 1 << 12)
+                    heard += data
+                    for _, _, payload in ancillary:
+                        descriptors.frombytes(payload)
+                    if not data:
+                        break
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return heard, list(descriptors)
+
+
+@pytest.fixture
+def impostor() -> Iterator[Impostor]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        yield Impostor(listener)
+
+
+GREETINGS: dict[str, tuple[bytes, type[Exception]]] = {
+    "silence": (b"", TransferTimeoutError),
+    "another protocol": (b"220 mail.example ESMTP\r\n", ProtocolError),
+    "a hello, as of a peer": (HELLO_FRAME, PeerRefusedError),
+    "a node at another address": (
+        encode_frame(FrameKind.HELLO, encode_greeting("shm://@kvferry-another")),
+        PeerRefusedError,
+    ),
+    "an older version": (
+        encode_frame(FrameKind.HELLO, encode_greeting("").replace(b"\4\0\0\0", b"\3\0\0\0")),
+        VersionMismatchError,
+    ),
+}
+
+
+@pytest.mark.parametrize("said", GREETINGS)
+def test_a_forged_address_gets_nothing_from_us(victim: Victim, impostor: Impostor, said: str) -> None:
+    """Above all no descriptor of our pool."""
+    greeting, error = GREETINGS[said]
+    assert impostor.told(victim, greeting) == (b"", [])
+    (lost,) = victim.seen
+    assert isinstance(lost, PeerLost)
+    assert isinstance(lost.error, error)
+    assert victim.still_serves()
+
+
+def test_a_listener_tells_of_its_memory_after_a_hello_only(victim: Victim) -> None:
+    with victim.dial() as sock:
+        victim.seen += victim.transport.wait_events(0.05)
+        data, ancillary, _, _ = sock.recvmsg(1 << 16, 1 << 12)
+        assert data == encode_frame(FrameKind.HELLO, encode_greeting(victim.address))
+        assert ancillary == []
 
 
 # -- the frames alone --------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ import logging
 import select
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from .._options import parse_options
+from .._outside import outside
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, Route, TransferEnded, Transport
 from ..errors import (
     ConfigurationError,
@@ -96,15 +98,15 @@ class AutoTransport(Transport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         settings = parse_options(AutoOptions, options, SCHEME)
         self._network = create_network(settings.network, settings.network_options)
-        try:
+        with ExitStack() as opened, outside(f"cannot open transport {SCHEME!r}", ConfigurationError):
+            opened.callback(self._network.close)
             self._local = SharedMemoryTransport(settings.local_options)
-        except BaseException:
-            self._network.close()
-            raise
+            opened.callback(self._local.close)
+            self._host = this_host()
+            self._waker = Waker(self._local.fileno(), self._network.wake)
+            opened.pop_all()
         self.guards = JoinedGuards((self._local.guards, self._network.guards))
-        self._waker = Waker(self._local.fileno(), self._network.wake)
         self._has_network = True
-        self._host = this_host()
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
         self._transfers: dict[tuple[Transport, int], int] = {}

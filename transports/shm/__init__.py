@@ -12,6 +12,7 @@ instead, and copied by the GPU; guards are in main memory all the same.
     cuda_pools  as `pools`, on a GPU
     copier      the threads that copy
     hello       what goes over the socket
+    greeting    how a connection begins
     options     what a user may set
     sockets     how it goes: frames, descriptors, the peer's user id
     transport   `SharedMemoryTransport`

@@ -6,6 +6,7 @@ before its descriptor goes out, and a received one is not mapped unless it is se
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -36,6 +37,7 @@ class SharedFile:
         Raises:
             ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
             BackendUnavailableError: this system has no sealed files in memory.
+            OSError: there is no descriptor left.
         """
         require_available(num_bytes)
         writable = _create(name)
@@ -64,6 +66,8 @@ def _create(name: str) -> int:
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise  # which says nothing about the system
         raise BackendUnavailableError(
             f"this system has no sealed files in memory (Linux has): {error}"
         ) from error

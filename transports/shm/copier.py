@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .._outside import typed
 from ..base import TransferEnded
-from ..errors import KVTransferError, TransferTimeoutError, TransportError
+from ..errors import KVTransferError, TransferTimeoutError
 from ..regions import Guard
 
 __all__ = ["MAPPED", "PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
@@ -212,10 +213,8 @@ class Copier:
         try:
             _require_time(read)
             read.source.copy(piece)
-        except KVTransferError as error:
-            return error
         except Exception as error:  # noqa: BLE001 - a dead thread would leave its reads without an end
-            return TransportError(f"copying failed: {error!r}")
+            return typed(error, "copying failed")
         return None
 
     def _end(self, read: Read) -> None:
@@ -224,8 +223,8 @@ class Copier:
             try:
                 _require_time(read)
                 read.source.check(read.guard)
-            except KVTransferError as found:
-                error = found
+            except Exception as found:  # noqa: BLE001 - as in `_copy`
+                error = typed(found, "cannot check the guard")
         seconds = time.monotonic() - read.started
         self._ended.put(TransferEnded(read.transfer_id, error, read.num_bytes, seconds, read.mechanism))
         self._on_ended()

@@ -1,12 +1,19 @@
-"""What two shm transports say to each other: frames, and the hello that opens a connection. Pure.
+"""What two shm transports say to each other: frames, and how a connection begins. Pure.
 
-Frames are those of `_frames`. The first one each way is a hello, little-endian:
+Frames are those of `_frames`, little-endian. The listener speaks first, with a *greeting* in a frame of a hello's kind:
+
+    magic: 8 bytes, version: u32, 16 zero bytes; the address at which it listens
+
+Only to a listener that greets with the very address that was asked for does the other side tell of its memory. So an
+address that leads to another program's socket, or through one to another node, makes no process give anything away.
+Then the side that connected says hello and sends its descriptors, and the listener does the same. A hello is
 
     magic: 8 bytes, version: u32, num_guards: u32, num_files: u32, num_allocations: u32, num_segments: u32
     num_allocations times: gpu: 16 bytes, handle: 64 bytes
     num_segments times: file: i32, start: u64, num_bytes: u64
 
-With it come `1 + num_files` read-only descriptors: the guard table, then the files. A segment lies at offset
+With the next frame, which has no body, come `1 + num_files` read-only descriptors: the guard table, then the files. No
+other frame may bring any. A segment lies at offset
 `start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. If there are allocations on a
 GPU, all segments lie there: `file` is the number of an allocation, `start` the offset in it. Every later frame
 is one control message, or says something about a write (`_write_frames`).
@@ -15,6 +22,7 @@ is one control message, or says something about a write (`_write_frames`).
 from __future__ import annotations
 
 import enum
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +30,7 @@ from dataclasses import dataclass
 from .._memory import NUM_OWN_WORDS
 from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import ProtocolError, VersionMismatchError
+from ..errors import PeerRefusedError, ProtocolError, VersionMismatchError
 
 __all__ = [
     "FOREIGN",
@@ -36,10 +44,12 @@ __all__ = [
     "Hello",
     "SharedSegment",
     "decode_hello",
+    "encode_greeting",
     "encode_hello",
+    "require_greeting",
 ]
 
-VERSION = 3
+VERSION = 4
 
 #: Of a segment that is in no file.
 FOREIGN = -1
@@ -51,6 +61,7 @@ MAX_GUARDS = (1 << 24) + NUM_OWN_WORDS
 
 _MAGIC = b"kvferry\0"
 _HEAD = struct.Struct("<8sIIIII")
+_GREETING = struct.Struct("<8sI16x")  # as long as a hello's head, so that any version finds the version in it
 _ALLOCATION = struct.Struct("<16s64s")
 _SEGMENT = struct.Struct("<iQQ")
 
@@ -59,6 +70,7 @@ class FrameKind(enum.IntEnum):
     HELLO = 1
     MESSAGE = 2
     WRITE = 3
+    DESCRIPTORS = 4
 
 
 #: The most bytes of a frame's body.
@@ -66,6 +78,7 @@ FRAME_LIMITS: Mapping[int, int] = {
     FrameKind.HELLO: _HEAD.size + MAX_ALLOCATIONS * _ALLOCATION.size + MAX_SEGMENTS * _SEGMENT.size,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
     FrameKind.WRITE: MAX_FRAME_BYTES,
+    FrameKind.DESCRIPTORS: 0,
 }
 
 
@@ -97,6 +110,36 @@ class Hello:
     allocations: tuple[Allocation, ...] = ()
 
 
+def encode_greeting(address: str) -> bytes:
+    """The body of a listener's first frame."""
+    return _GREETING.pack(_MAGIC, VERSION) + os.fsencode(address)
+
+
+def require_greeting(body: bytes, address: str) -> None:
+    """Check that a listener greets as one of ours at `address` does.
+
+    Raises:
+        ProtocolError: it is none of ours.
+        VersionMismatchError: it speaks another version.
+        PeerRefusedError: it listens at another address, so something between us forwards what we say.
+    """
+    if len(body) < _GREETING.size:
+        raise ProtocolError(f"a greeting of {len(body)} bytes")
+    _require_version(*_GREETING.unpack_from(body))
+    if body[_GREETING.size :] != os.fsencode(address):
+        raise PeerRefusedError(
+            f"the listener at {address!r} says that it listens at {os.fsdecode(body[_GREETING.size :][:120])!r}: "
+            "nothing was told to it; connect to that address if it is the one that is meant"
+        )
+
+
+def _require_version(magic: bytes, version: int) -> None:
+    if magic != _MAGIC:
+        raise ProtocolError(f"the peer does not speak kvferry: it began with {magic!r}")
+    if version != VERSION:
+        raise VersionMismatchError(local=VERSION, remote=version)
+
+
 def encode_hello(hello: Hello) -> bytes:
     """The body of a hello frame."""
     counts = hello.num_guards, hello.num_files, len(hello.allocations), len(hello.segments)
@@ -119,10 +162,7 @@ def decode_hello(body: bytes) -> Hello:
     if len(body) < _HEAD.size:
         raise ProtocolError(f"a hello of {len(body)} bytes")
     magic, version, num_guards, num_files, num_allocations, num_segments = _HEAD.unpack_from(body)
-    if magic != _MAGIC:
-        raise ProtocolError(f"the peer does not speak kvferry: it began with {magic!r}")
-    if version != VERSION:
-        raise VersionMismatchError(local=VERSION, remote=version)
+    _require_version(magic, version)
     at = _HEAD.size + num_allocations * _ALLOCATION.size
     if len(body) != at + num_segments * _SEGMENT.size:
         raise ProtocolError(

@@ -25,6 +25,8 @@ class SharedMemoryOptions:
         inline_bytes: A read of at most so many bytes is copied by the caller of `start_read`, which takes less time than
             to wake a copying thread; 0 turns this off.
         max_queued_bytes: Bytes of messages that wait for one peer, before `send` refuses more.
+        max_connecting: Connections that may be in the making at a time. `start_connect` refuses more, and of those that
+            others make, the one that has said nothing for the longest time is dropped.
         handshake_timeout_s: For how long one who connected may say nothing.
         socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
             have no file; they are found within one network namespace.
@@ -35,6 +37,7 @@ class SharedMemoryOptions:
     copy_threads: int = 1
     inline_bytes: int = 2 << 20
     max_queued_bytes: int = 8 << 20
+    max_connecting: int = 128
     handshake_timeout_s: float = 5.0
     socket_dir: str = ""
     allowed_uids: Sequence[int] = ()
@@ -44,6 +47,7 @@ class SharedMemoryOptions:
         require_int("copy_threads", self.copy_threads, 1, 64)
         require_int("inline_bytes", self.inline_bytes, 0, PIECE_BYTES)
         require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
+        require_int("max_connecting", self.max_connecting, 1, 65536)
         _require("handshake_timeout_s", self.handshake_timeout_s, _is_positive(self.handshake_timeout_s))
         _require(
             "socket_dir", self.socket_dir, isinstance(self.socket_dir, str) and _is_folder(self.socket_dir)

@@ -11,19 +11,22 @@ import socket
 import stat
 import struct
 
-from .._frames import RECEIVE_BYTES, FrameSocket, encode_frame
+from .._descriptors import remedy
+from .._frames import FrameSocket, encode_frame
+from .._outside import outside
 from ..errors import (
+    BackpressureError,
     ConfigurationError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
 )
-from .hello import FRAME_LIMITS, MAX_FILES, FrameKind
+from .hello import FRAME_LIMITS, FrameKind
 
 __all__ = ["Connection", "Listener", "connect", "new_address", "parse_address"]
 
 _CREDENTIALS = struct.Struct("3i")
-_ANCILLARY_BYTES = socket.CMSG_SPACE((1 + MAX_FILES) * array.array("i").itemsize)
+_DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 def new_address(socket_dir: str) -> str:
@@ -53,7 +56,8 @@ def parse_address(address: str) -> str:
 
 
 class Connection(FrameSocket):
-    """One socket to a peer, which brings descriptors with its first frame.
+    """One socket to a peer. While the connection begins it is read frame by frame, so that descriptors are taken with
+    the one frame that may bring them, and no more of them than `expect_descriptors` was told.
 
     Attributes:
         pid, uid: The peer, as the kernel says: when it connected, or when it began to listen.
@@ -63,8 +67,11 @@ class Connection(FrameSocket):
         super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
-        self._takes_descriptors = True
-        self._descriptors: list[int] = []
+        self._is_beginning = True
+        self._num_expected = 0
+        self._received: list[int] = []
+        self._outgoing: list[int] = []  # descriptors to be sent when what is unsent has left
+        self._later = bytearray()  # what is to be sent after them
 
     def require_user(self, allowed_uids: frozenset[int]) -> None:
         """Raises PeerRefusedError: the peer runs as none of the users."""
@@ -74,34 +81,74 @@ class Connection(FrameSocket):
             )
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
-        """Send the first frame, with descriptors. Raises PeerLostError: the peer is gone."""
-        frame = encode_frame(FrameKind.HELLO, body)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        """Send a hello, and the descriptors after it. The caller keeps those open for as long as this connection."""
+        self._unsent += encode_frame(FrameKind.HELLO, body)
+        self._outgoing = descriptors
+        self.flush()
+
+    def send(self, frame: bytes) -> None:
+        if self._outgoing:
+            self._later += frame
+        else:
+            self._unsent += frame
+        self.flush()
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self._unsent) + len(self._outgoing) + len(self._later)
+
+    def flush(self) -> None:
+        super().flush()
+        if self._outgoing and not self._unsent:
+            self._send_descriptors()
+
+    def _send_descriptors(self) -> None:
+        frame = encode_frame(FrameKind.DESCRIPTORS, b"")
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._outgoing))
         try:
             sent = self._socket.sendmsg([frame], [rights])
-        except OSError as error:
-            raise PeerLostError(f"the peer closed the connection: {error}") from error
-        self._unsent += frame[sent:]
+        except BlockingIOError:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            self._outgoing = []
+            self.give_up(error)
+            return
+        self._outgoing = []
+        self._unsent += frame[sent:] + self._later
+        self._later.clear()
+        super().flush()
 
     def _receive_some(self) -> bytes:
-        if not self._takes_descriptors:
-            return super()._receive_some()  # the kernel closes descriptors that nobody asked for
+        if not self._is_beginning:
+            return super()._receive_some()
+        num_left = self._num_expected - len(self._received)
+        if num_left <= 0:
+            # The kernel closes descriptors that no one asks for.
+            return self._socket.recv(self._reader.num_missing)
+        # Without padding, which would be room for one more.
+        room = socket.CMSG_LEN(num_left * _DESCRIPTOR_BYTES)
         data, ancillary, flags, _ = self._socket.recvmsg(
-            RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            self._reader.num_missing, room, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 received = array.array("i")
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-                self._descriptors += received
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > 1 + MAX_FILES:
-            raise ProtocolError("the peer sent more descriptors than a hello has")
+                self._received += received
+        if flags & socket.MSG_CTRUNC:
+            if len(self._received) < self._num_expected:
+                raise BackpressureError(f"cannot take the peer's descriptors; {remedy()}")
+            raise ProtocolError(f"the peer sent more than the {self._num_expected} descriptors of its hello")
         return data
 
+    def expect_descriptors(self, num: int) -> None:
+        """With the next frame so many descriptors may come."""
+        self._num_expected = num
+
     def take_descriptors(self) -> list[int]:
-        """The descriptors received so far, which the caller now owns; later ones are refused."""
-        self._takes_descriptors = False
-        descriptors, self._descriptors = self._descriptors, []
+        """The descriptors received so far, which the caller now owns; none is taken from now on."""
+        self._is_beginning = False
+        descriptors, self._received = self._received, []
         return descriptors
 
     def close(self) -> None:
@@ -117,16 +164,20 @@ def connect(address: str, max_queued_bytes: int) -> Connection:
         ConfigurationError: the address is malformed.
         PeerLostError: nobody listens there, or it has as many unanswered connections as the system allows.
         PeerRefusedError: the socket's file may not be opened by us.
+        BackpressureError: there is no descriptor left.
     """
     name = parse_address(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        sock.connect(name)
-        return Connection(sock, max_queued_bytes)
-    except OSError as error:
-        sock.close()
-        kind = PeerRefusedError if error.errno in (errno.EACCES, errno.EPERM) else PeerLostError
-        raise kind(f"cannot connect to {address}: {error}") from error
+    what = f"cannot connect to {address}"
+    with outside(what, PeerLostError):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(name)
+            return Connection(sock, max_queued_bytes)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+                raise PeerRefusedError(f"{what}: {error}") from error
+            raise
 
 
 class Listener:
@@ -141,7 +192,8 @@ class Listener:
         self.address = address
         self._max_queued_bytes = max_queued_bytes
         self._path = parse_address(address)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with outside(f"cannot listen at {address}", ConfigurationError):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._inode = self._bind(is_shared)
             self._socket.listen(4096)
@@ -171,7 +223,11 @@ class Listener:
     def accept(self) -> Connection:
         """See `_accepting.Listening`."""
         sock, _ = self._socket.accept()
-        return Connection(sock, self._max_queued_bytes)
+        try:
+            return Connection(sock, self._max_queued_bytes)
+        except BaseException:
+            sock.close()
+            raise
 
     def close(self) -> None:
         """Stop listening, and remove the file if it is still ours."""

@@ -8,15 +8,20 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from .._accepting import Acceptor
 from .._copy import IS_ORDERED
+from .._descriptors import warn_if_few
 from .._frames import encode_frame
+from .._limited_log import LimitedLog
 from .._memory import require_guard, require_transfer
+from .._network_options import require_room
 from .._options import parse_options
+from .._outside import outside, survived, unexpected
 from .._poller import Poller
 from .._writes import Writes
 from ..base import (
@@ -30,6 +35,8 @@ from ..base import (
 )
 from ..errors import (
     BackendUnavailableError,
+    BackpressureError,
+    ConfigurationError,
     KVTransferError,
     PeerLostError,
     ProtocolError,
@@ -38,7 +45,8 @@ from ..errors import (
 )
 from ..regions import Guard, Pool, RegionPairs, Regions
 from .copier import Copier, Read
-from .hello import FrameKind, decode_hello, encode_hello
+from .greeting import Greeting, out_of_order
+from .hello import FrameKind
 from .options import SharedMemoryOptions
 from .pools import LocalMemory, PeerMemory
 from .sockets import Connection, Listener, connect, new_address, parse_address
@@ -46,16 +54,6 @@ from .sockets import Connection, Listener, connect, new_address, parse_address
 __all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Greeting:
-    """A connection over which the peer has not said hello yet."""
-
-    peer_id: int
-    incoming: bool
-    connection: Connection
-    deadline: float
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,21 @@ class SharedMemoryTransport(Transport):
             raise BackendUnavailableError(
                 "this processor needs kvferry's compiled part: install a C compiler"
             )
-        self._memory = LocalMemory(self._options.num_guards)
+        self._log = LimitedLog(logger)
+        warn_if_few(self.scheme, 0, self._options.max_connecting, 1)
+        with outside(f"cannot open transport {self.scheme!r}", ConfigurationError), ExitStack() as opened:
+            self._poller = Poller()
+            opened.callback(self._poller.close)
+            self._memory = LocalMemory(self._options.num_guards)
+            opened.callback(self._memory.withdraw)
+            self._copier = Copier(
+                self._options.copy_threads, self._options.inline_bytes, on_ended=self._poller.interrupt
+            )
+            opened.pop_all()
         self.guards = self._memory.guards
-        self._poller = Poller()
-        self._copier = Copier(
-            self._options.copy_threads, self._options.inline_bytes, on_ended=self._poller.interrupt
-        )
         self._ids = itertools.count(1)
         self._acceptors: dict[str, Acceptor[Connection]] = {}  # by address
-        self._greetings: dict[int, _Greeting] = {}
+        self._greetings: dict[int, Greeting] = {}
         self._peers: dict[int, _Peer] = {}
         self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
         self._events: list[Event] = []
@@ -108,11 +112,13 @@ class SharedMemoryTransport(Transport):
 
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
-        return self._memory.allocate(num_bytes)
+        with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
+            return self._memory.allocate(num_bytes)
 
     def register(self, pool: Pool) -> None:
         self._require_open()
-        self._memory.register(pool)
+        with outside("cannot register a pool", ConfigurationError):
+            self._memory.register(pool)
 
     def _require_open(self) -> None:
         if self._poller.is_closed:
@@ -126,41 +132,61 @@ class SharedMemoryTransport(Transport):
         address = address or new_address(self._options.socket_dir)
         options = self._options
         listener = Listener(address, options.max_queued_bytes, is_shared=bool(options.allowed_uids))
-        self._acceptors[address] = Acceptor(listener, self._poller, self._accept)
+        self._acceptors[address] = Acceptor(listener, self._poller, partial(self._accept, address))
         return address
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         self._memory.require_registered()
         parse_address(address)
+        num_connecting = sum(not greeting.incoming for greeting in self._greetings.values())
+        require_room(num_connecting, self._options.max_connecting)
         peer_id = next(self._ids)
         try:
             connection = connect(address, self._options.max_queued_bytes)
-            self._greet(_Greeting(peer_id, False, connection, time.monotonic() + timeout_s))
+            deadline = time.monotonic() + timeout_s
+            self._begin(Greeting(peer_id, False, connection, deadline, address))
         except KVTransferError as error:
             self._events.append(PeerLost(peer_id, error))
         return peer_id
 
-    def _accept(self, connection: Connection) -> None:
+    def _accept(self, address: str, connection: Connection) -> None:
+        incoming = [greeting for greeting in self._greetings.values() if greeting.incoming]
+        max_connecting = self._options.max_connecting
+        if len(incoming) >= max_connecting:
+            # Peers say hello at once, so it is hardly one of them that has been silent for the longest time.
+            error = BackpressureError(f"{max_connecting} others are being greeted (option max_connecting)")
+            self._lose(incoming[0].peer_id, error)
         deadline = time.monotonic() + self._options.handshake_timeout_s
         try:
-            self._greet(_Greeting(next(self._ids), True, connection, deadline))
+            self._begin(Greeting(next(self._ids), True, connection, deadline, address))
         except KVTransferError as error:
-            logger.warning("refused a connection: %s", error)
+            self._log.warning("refused a connection: %s", error)
 
-    def _greet(self, greeting: _Greeting) -> None:
+    def _begin(self, greeting: Greeting) -> None:
+        """Greet who connected; wait for the greeting of a listener.
+
+        Raises:
+            KVTransferError: it ends here; the connection is closed.
+        """
         connection = greeting.connection
         try:
-            connection.require_user(frozenset({os.geteuid(), *self._options.allowed_uids}))
-            connection.send_hello(encode_hello(self._memory.hello), self._memory.descriptors)
-        except KVTransferError:
+            greeting.begin(frozenset({os.geteuid(), *self._options.allowed_uids}))
+            self._watch(greeting.peer_id, connection)
+        except Exception as error:
             connection.close()
-            raise
+            raise unexpected(error, "cannot begin a connection", self._log) from error
         self._greetings[greeting.peer_id] = greeting
-        self._watch(greeting.peer_id, connection)
 
     def _watch(self, peer_id: int, connection: Connection) -> None:
         self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.num_unsent > 0)
+
+    def _watch_peer(self, peer_id: int, connection: Connection) -> None:
+        """As `_watch`, from where no error may leave: the connection is given up then, which the poller tells of."""
+        try:
+            self._watch(peer_id, connection)
+        except Exception as error:  # noqa: BLE001 - see above
+            connection.give_up(unexpected(error, f"lost peer {peer_id}", self._log))
 
     def _serve(self, peer_id: int) -> None:
         """A socket is ready: take what came, send what waits."""
@@ -170,58 +196,52 @@ class SharedMemoryTransport(Transport):
         try:
             for kind, body in owner.connection.receive():
                 self._handle(peer_id, FrameKind(kind), body)
-        except KVTransferError as error:
-            self._lose(peer_id, error)
-            return
-        owner.connection.flush()
-        self._watch(peer_id, owner.connection)
+            owner.connection.flush()
+            self._watch(peer_id, owner.connection)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            self._lose(peer_id, unexpected(error, f"lost peer {peer_id}", self._log))
 
     def _handle(self, peer_id: int, kind: FrameKind, body: bytes) -> None:
         greeting = self._greetings.get(peer_id)
-        if (kind is FrameKind.HELLO) != (greeting is not None):
-            raise ProtocolError(f"the peer sent a {kind.name} frame out of order")
-        if kind is FrameKind.MESSAGE:
+        if greeting is not None:
+            memory = greeting.on_frame(kind, body, self._memory)
+            if memory is not None:
+                del self._greetings[peer_id]
+                self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
+                self._events.append(Connected(peer_id, greeting.incoming))
+        elif kind is FrameKind.MESSAGE:
             self._events.append(MessageReceived(peer_id, body))
         elif kind is FrameKind.WRITE:
             self._writes.on_frame(peer_id, body, self._peers[peer_id].connection.num_unsent)
-        elif greeting is not None:
-            self._welcome(greeting, body)
-
-    def _welcome(self, greeting: _Greeting, body: bytes) -> None:
-        peer_id = greeting.peer_id
-        memory = self._open_memory(greeting.connection, body)
-        del self._greetings[peer_id]
-        self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
-        self._events.append(Connected(peer_id, greeting.incoming))
-
-    def _open_memory(self, connection: Connection, hello: bytes) -> PeerMemory:
-        descriptors = connection.take_descriptors()
-        try:
-            return self._memory.open_peer(decode_hello(hello), descriptors, connection.pid)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        else:
+            raise out_of_order(kind)
 
     def _lose(self, peer_id: int, error: KVTransferError) -> None:
         """The peer is gone, or has to go; the owner hears of it if he ever heard of the peer."""
         greeting = self._greetings.pop(peer_id, None)
         if greeting is None:
-            self._leave(self._peers.pop(peer_id), error, [PeerLost(peer_id, error)])
+            peer = self._peers.pop(peer_id, None)
+            if peer is not None:
+                self._leave(peer, error, [PeerLost(peer_id, error)])
             return
-        self._poller.unwatch(greeting.connection)
-        greeting.connection.close()
+        self._hang_up(greeting.connection)
         if greeting.incoming:
-            logger.warning("process %d connected but said no hello: %s", greeting.connection.pid, error)
+            self._log.warning("process %d connected but said no hello: %s", greeting.connection.pid, error)
         else:
             self._events.append(PeerLost(peer_id, error))
 
     def _leave(self, peer: _Peer, error: KVTransferError, farewell: list[Event]) -> None:
-        self._poller.unwatch(peer.connection)
-        peer.connection.close()
+        self._hang_up(peer.connection)
         self._writes.end_all(peer.peer_id, error)
         for read in peer.reads.values():
             self._copier.cancel(read, error)
         self._leaving.append((peer, farewell))
+
+    def _hang_up(self, connection: Connection) -> None:
+        with survived("cannot stop waiting for a connection", self._log):
+            self._poller.unwatch(connection)
+        with survived("cannot close a connection", self._log):
+            connection.close()
 
     def disconnect(self, peer_id: int) -> None:
         if peer_id in self._peers:
@@ -231,9 +251,7 @@ class SharedMemoryTransport(Transport):
             for read_id in self._writes.reads_for(peer_id):
                 self._copier.wait_for(peer.reads[read_id])
         elif peer_id in self._greetings:
-            greeting = self._greetings.pop(peer_id)
-            self._poller.unwatch(greeting.connection)
-            greeting.connection.close()
+            self._hang_up(self._greetings.pop(peer_id).connection)
 
     def send(self, peer_id: int, message: bytes) -> None:
         self._require_open()
@@ -241,7 +259,7 @@ class SharedMemoryTransport(Transport):
             raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
         peer = self._peer(peer_id)
         peer.connection.send_message(encode_frame(FrameKind.MESSAGE, message))
-        self._watch(peer_id, peer.connection)
+        self._watch_peer(peer_id, peer.connection)
 
     def _peer(self, peer_id: int) -> _Peer:
         peer = self._peers.get(peer_id)
@@ -287,7 +305,7 @@ class SharedMemoryTransport(Transport):
         if peer_id in self._peers:
             connection = self._peers[peer_id].connection
             connection.send(encode_frame(FrameKind.WRITE, frame))
-            self._watch(peer_id, connection)
+            self._watch_peer(peer_id, connection)
 
     def _collect(self) -> None:
         """Report the transfers that ended, then the peers that have left with their last one."""
@@ -297,7 +315,8 @@ class SharedMemoryTransport(Transport):
             if not self._writes.take_read(ended):
                 self._events.append(ended)
         for peer, farewell in [entry for entry in self._leaving if not entry[0].reads]:
-            peer.memory.close()
+            with survived("cannot close a peer's memory", self._log):
+                peer.memory.close()
             self._events += farewell
         self._leaving = [entry for entry in self._leaving if entry[0].reads]
 
@@ -328,7 +347,7 @@ class SharedMemoryTransport(Transport):
         for acceptor in self._acceptors.values():
             acceptor.resume(now)
         for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
-            self._lose(greeting.peer_id, TransferTimeoutError("the peer said no hello in time"))
+            self._lose(greeting.peer_id, TransferTimeoutError("timed out waiting for the peer's hello"))
         for peer in self._peers.values():
             for read in peer.reads.values():
                 if read.deadline <= now:
@@ -353,10 +372,13 @@ class SharedMemoryTransport(Transport):
         for acceptor in self._acceptors.values():
             acceptor.close()
         for greeting in self._greetings.values():
-            greeting.connection.close()
+            with survived("cannot close a connection", self._log):
+                greeting.connection.close()
         for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
-            peer.connection.close()
-            peer.memory.close()
+            with survived("cannot close a peer", self._log):
+                peer.connection.close()
+                peer.memory.close()
+        self._log.flush()
         self._greetings.clear()
         self._peers.clear()
         self._memory.close()
