@@ -1,0 +1,212 @@
+"""Connections that are made or refused in numbers, names that are looked up slowly, and addresses of another transport."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from kvferry.transports import Connected, PeerLost
+from kvferry.transports._limited_log import LimitedLog
+from kvferry.transports.errors import BackpressureError, ConfigurationError, PeerLostError
+from kvferry.transports.registry import create_transport
+from kvferry.transports.testing import World
+from kvferry.transports.ucx.library import Worker
+
+needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+UCX = pytest.param("ucx", marks=needs_ucxx)
+ADDRESSES = {
+    "shm": "shm://@none",
+    "zeromq": "zeromq://127.0.0.1:1",
+    "ucx": "ucx://127.0.0.1:1",
+    "auto": "auto://host;shm://@none;none",
+    "inproc": "inproc://none",
+}
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+
+        def make(scheme: str, **options: Any) -> World:
+            world = World(lambda: create_transport(scheme, options))
+            stack.callback(world.close)
+            return world
+
+        yield make
+
+
+def stranger(address: str) -> socket.socket:
+    """A connection to a listener's port that says nothing."""
+    scheme, _, where = address.partition("://")
+    if scheme == "shm":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + where[1:])
+        return connection
+    host, _, port = where.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+# -- addresses of other transports -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX, "auto", "inproc"])
+@pytest.mark.parametrize("other", ADDRESSES)
+def test_an_address_of_another_scheme_is_refused_at_once(
+    make_world: Callable[..., World], scheme: str, other: str
+) -> None:
+    if scheme == other:
+        pytest.skip("its own")
+    client = make_world(scheme).node(4096)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigurationError, match=scheme) as caught:
+        client.transport.start_connect(ADDRESSES[other], timeout_s=5)
+    assert caught.value.value == ADDRESSES[other]
+    assert os.listdir("/proc/self/fd") == before
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The name service does not answer until the event is set; numbers need none."""
+    answers = threading.Event()
+    lookup = socket.getaddrinfo
+
+    def slow(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        if host == "slow.example" and not kwargs.get("flags"):
+            assert answers.wait(30)
+            host = "127.0.0.1"
+        return lookup(host, port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    yield answers
+    answers.set()
+
+
+@pytest.mark.parametrize("scheme", ["zeromq", UCX])
+def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
+    make_world: Callable[..., World], slow_names: threading.Event, scheme: str
+) -> None:
+    world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
+    server, client = world.node(4096), world.node(4096)
+    port = int(server.transport.listen("").rpartition(":")[2])
+    began = time.monotonic()
+    # More than there are threads for lookups.
+    given_up = [
+        client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=1.0) for _ in range(9)
+    ]
+    link = world.link(server, client)
+    link.consumer.transport.send(link.producer_id, b"meanwhile")
+    world.serve(lambda: server.messages(link.consumer_id) == [b"meanwhile"])
+    assert client.of_type(PeerLost) == []
+    world.serve(lambda: len(client.of_type(PeerLost)) == len(given_up))
+    assert time.monotonic() - began < 10
+    for lost in client.of_type(PeerLost):
+        assert isinstance(lost.error, PeerLostError)
+        assert "slow.example" in str(lost.error)
+
+    dropped = client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
+    awaited = client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
+    client.transport.disconnect(dropped)
+    slow_names.set()
+    world.serve(lambda: Connected(awaited, incoming=False) in client.history)
+    assert not any(getattr(event, "peer_id", None) == dropped for event in client.history)
+
+
+@pytest.mark.parametrize("scheme", ["zeromq", UCX])
+def test_a_name_that_no_one_has_is_named(make_world: Callable[..., World], scheme: str) -> None:
+    world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
+    client = world.node(4096)
+    client.transport.start_connect(f"{scheme}://no-such-host.invalid:1", timeout_s=20)
+    world.serve(lambda: bool(client.history))
+    (lost,) = client.of_type(PeerLost)
+    assert "no-such-host.invalid" in str(lost.error)
+
+
+# -- many at a time ----------------------------------------------------------------------------------
+
+
+@needs_ucxx
+def test_ucx_opens_nothing_for_addresses_where_no_node_is(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where nothing listens, nor where another program does."""
+    opened: list[Worker] = []
+    original = Worker.__init__
+
+    def counted(self: Worker, *args: Any) -> None:
+        opened.append(self)
+        original(self, *args)
+
+    world = make_world("ucx")
+    client = world.node(4096)
+    monkeypatch.setattr(Worker, "__init__", counted)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as mute, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        for port in (closed.getsockname()[1], mute.getsockname()[1]):
+            for _ in range(60):
+                client.transport.start_connect(f"ucx://127.0.0.1:{port}", timeout_s=0.5)
+        world.serve(lambda: len(client.of_type(PeerLost)) == 120)
+    assert opened == []
+
+
+@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX])
+def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., World], scheme: str) -> None:
+    world = make_world(scheme, max_connecting=3)
+    server, client = world.node(4096), world.node(4096)
+    address = server.transport.listen("")
+    first = [client.transport.start_connect(address, timeout_s=20) for _ in range(3)]
+    with pytest.raises(BackpressureError, match="max_connecting"):
+        client.transport.start_connect(address, timeout_s=20)
+    world.serve(lambda: all(Connected(peer_id, incoming=False) in client.history for peer_id in first))
+    again = client.transport.start_connect(address, timeout_s=20)
+    world.serve(lambda: Connected(again, incoming=False) in client.history)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX])
+def test_strangers_hold_neither_a_listener_nor_its_log(
+    make_world: Callable[..., World], scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many connect and say nothing: the one that has been silent for the longest time makes room."""
+    world = make_world(scheme, max_connecting=4, handshake_timeout_s=30)
+    server, client = world.node(4096), world.node(4096)
+    address = server.transport.listen("")
+    with ExitStack() as strangers, caplog.at_level(logging.WARNING):
+        for _ in range(60):
+            strangers.enter_context(stranger(address))
+            server.history += server.transport.wait_events(0)
+        peer_id = client.transport.start_connect(address, timeout_s=20)
+        world.serve(lambda: Connected(peer_id, incoming=False) in client.history)
+        world.serve(lambda: bool(server.history))
+    assert server.of_type(PeerLost) == []
+    assert 1 <= len(caplog.records) <= 12
+
+
+# -- the log -----------------------------------------------------------------------------------------
+
+
+def test_a_limited_log_tells_how_much_it_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    log = LimitedLog(logging.getLogger("kvferry.test"), max_lines=3, interval_s=10)
+    with caplog.at_level(logging.WARNING):
+        for count in range(1000):
+            log.warning("line %d", count)
+        assert caplog.messages == ["line 0", "line 1", "line 2"]
+        now = 111.0
+        log.warning("line %d", 1000)
+        log.flush()
+    assert caplog.messages[3].startswith("suppressed 997 more lines")
+    assert caplog.messages[4:] == ["line 1000"]
