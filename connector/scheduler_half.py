@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
+from .unexpected import RepeatLog
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: A consumer computes the last prompt token itself, to get its logits: fewer missing tokens are not worth a load.
 _TOKENS_COMPUTED_ANYWAY = 1
-#: Between two warnings about requests that ask for what this node's role does not do.
-_ROLE_WARNING_INTERVAL_S = 10.0
 
 
 @dataclass
@@ -77,33 +75,6 @@ class _Wanted:
     is_early: bool
 
 
-@dataclass
-class _RoleWarning:
-    """Says that requests ask for what this node's role does not do; rarely, since any client can cause it.
-
-    Attributes:
-        next_at: Not before this time, of the monotonic clock.
-        num_suppressed: Requests that it did not speak of since it last spoke.
-    """
-
-    next_at: float = 0.0
-    num_suppressed: int = 0
-
-    def log(self, request_id: str, key: str, role: str) -> None:
-        """Say it, unless it was said a moment ago."""
-        now = time.monotonic()
-        if now < self.next_at:
-            self.num_suppressed += 1
-            return
-        better = "kv_consumer" if role == "kv_producer" else "kv_producer"
-        logger.warning(
-            "ignoring %r of request %s: this node's kv_role %r does not support it; send such requests to a node with "
-            "kv_role %r or 'kv_both' (suppressed %d more such lines since the last one)",
-            *(key, request_id, role, better, self.num_suppressed),
-        )
-        self.next_at, self.num_suppressed = now + _ROLE_WARNING_INTERVAL_S, 0
-
-
 class HandoffScheduler:
     """Decides, request by request; the methods are those of `KVConnectorBase`'s scheduler half.
 
@@ -136,7 +107,7 @@ class HandoffScheduler:
         self._unreported: set[str] = set()
         self._numbers = GuardNumbers()
         self._orders = _Orders()
-        self._role_warning = _RoleWarning()
+        self._role_log = RepeatLog()  # any client can cause it
 
     @property
     def num_requests(self) -> int:
@@ -360,7 +331,16 @@ class HandoffScheduler:
         if allowed != wish:
             key = "do_release" if wish.release is not None else "do_remote_decode"
             key = "do_remote_prefill" if allowed.load_from != wish.load_from else key
-            self._role_warning.log(request_id, key, self._config.kv_role)
+            role = self._config.kv_role
+            better = "kv_consumer" if role == "kv_producer" else "kv_producer"
+            self._role_log.log(
+                logging.WARNING,
+                key,
+                lambda: (
+                    f"ignoring {key!r} of request {request_id}: this node's kv_role {role!r} does not support it; "
+                    f"send such requests to a node with kv_role {better!r} or 'kv_both'"
+                ),
+            )
         return allowed
 
 
