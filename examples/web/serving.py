@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -41,6 +42,8 @@ EXIT_BROKEN = 1
 #: Exit status of a process that could not start because of how it was asked to.
 EXIT_BAD_START = 2
 MAX_PORT = 65535
+#: Enough for thousands of clients and hundreds of peers; much more costs memory in some libraries.
+MOST_OPEN_FILES = 65536
 #: Connections that the system keeps for us until we accept them.
 BACKLOG = 128
 #: What is left to finish when the process is told to stop has this long.
@@ -222,6 +225,7 @@ def exit_status_of(program: str, run: Callable[[], None]) -> int:
     Returns:
         The exit status.
     """
+    _raise_open_file_limit()
     try:
         run()
     except StartupError as error:
@@ -235,6 +239,21 @@ def exit_status_of(program: str, run: Callable[[], None]) -> int:
     finally:
         _give_up_unwritten()
     return 0
+
+
+def _raise_open_file_limit() -> None:
+    """Let this process open as many files as it may, up to `MOST_OPEN_FILES`.
+
+    The usual soft limit of 1,024 is there for programs that call `select()`. Ours do not, and each client and peer costs them
+    descriptors. The transports leave the limit alone, because they cannot know what else their process does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # a sandbox may not allow it; the limit then stays as it was
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

@@ -59,3 +59,15 @@ def test_what_can_be_written_is(end: str) -> None:
     assert "an error with its traceback" in done.stderr
     if "raise" in end:
         assert done.stderr.endswith(f"test.py: error: {end.split(chr(39))[1]}\n")
+
+
+def test_a_program_may_open_as_many_files_as_its_hard_limit_allows() -> None:
+    program = (
+        "import resource\n"
+        "from web.serving import exit_status_of\n"
+        "exit_status_of('serve.py', lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
+    )
+    limited = ("sh", "-c", 'ulimit -H -n 700 && ulimit -S -n 300 && exec "$@"', "sh")
+    command = [*limited, sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES, check=True, timeout=60)
+    assert done.stdout.strip() == "(700, 700)"
