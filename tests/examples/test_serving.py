@@ -67,7 +67,7 @@ def test_a_program_may_open_as_many_files_as_its_hard_limit_allows() -> None:
         "from web.serving import exit_status_of\n"
         "exit_status_of('serve.py', lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
     )
-    limited = ("sh", "-c", 'ulimit -H -n 700 && ulimit -S -n 300 && exec "$@"', "sh")
+    limited = ("sh", "-c", 'ulimit -S -n 300 && ulimit -H -n 700 && exec "$@"', "sh")
     command = [*limited, sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES, check=True, timeout=60)
     assert done.stdout.strip() == "(700, 700)"
