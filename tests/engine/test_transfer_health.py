@@ -28,7 +28,7 @@ FOREIGN_OFFER = {
     "remote_engine_id": "there",
     "remote_epoch": "1",
     "remote_request_id": "theirs",
-    "remote_lease": 1,
+    "remote_lease": "1",
     "remote_addresses": ["shm://@there"],
     "remote_num_tokens": 9,
     "remote_block_ids": [[1, 2, 3]],
@@ -110,7 +110,7 @@ def test_an_offer_of_another_transport_is_computed_and_shown(
 ) -> None:
     async def run() -> None:
         async with served(tiny_model) as client:
-            assert (await health(client)) == (200, {"status": "ok"})
+            assert (await health(client)) == (200, {"status": "ok", "load_failure_policy": "recompute"})
             assert (await complete(client, stream=stream))[:2] == (200, "none")
             prompt = [*range(50, 59)]
             status, outcome, _ = await complete(
