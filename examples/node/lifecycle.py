@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import signal
 import socket
 import threading
 import time
@@ -15,7 +14,15 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import EngineDeadError
 from web.launcher_link import Link
-from web.serving import SHUTDOWN_DEADLINE_S, BrokenError, StartupError, leave_now, say, serving
+from web.serving import (
+    SHUTDOWN_DEADLINE_S,
+    BrokenError,
+    StartupError,
+    StopRequest,
+    leave_now,
+    say,
+    serving,
+)
 
 from .app import NodeServer
 from .cli import NodeOptions
@@ -30,32 +37,6 @@ _LOOK_INTERVAL_S = 0.02
 _SHOW_DEATH_S = 1.0
 #: By then its last clients have been told, or do not read.
 _TELL_DEATH_S = 5.0
-
-
-class StopRequest:
-    """What the node was told about its end.
-
-    A first SIGTERM or SIGINT sets `drain`. A second one, or the launcher's end, sets `drain` and `now`. A third signal
-    ends the process on the spot.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.drain = asyncio.Event()
-        self.now = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        link.watch(self.at_once)
-
-    def at_once(self) -> None:
-        self.drain.set()
-        self.now.set()
-
-    def _on_signal(self, number: int) -> None:
-        if self.now.is_set():
-            leave_now(128 + number)
-        if self.drain.is_set():
-            self.now.set()
-        self.drain.set()
 
 
 async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> None:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import math
-import signal
 import socket
 from collections.abc import Sequence
 from typing import get_args
@@ -17,6 +16,7 @@ from web.connections import ConnectionLimits
 from web.launcher_link import Link, open_link
 from web.serving import (
     StartupError,
+    StopRequest,
     add_serving_arguments,
     bind,
     exit_status_of,
@@ -148,42 +148,23 @@ def _check_times(options: argparse.Namespace) -> None:
 async def _serve(
     router: Router, listener: socket.socket, link: Link, drain_timeout_s: float, limits: ConnectionLimits
 ) -> None:
-    drain, stop = _told_to_end(link)
+    stop = StopRequest(link)
     host, port = listener.getsockname()[:2]
     async with serving(router.application(), listener, limits):
         link.report(listening=port)
         say(f"router listening on http://{host}:{port}")
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
-        await drain.wait()
+        await stop.drain.wait()
         ready.cancel()
-        if not stop.is_set():
+        if not stop.now.is_set():
             logger.info("draining for up to %g s; a second signal ends the router at once", drain_timeout_s)
             draining = asyncio.create_task(router.drain(drain_timeout_s))
-            stopped = asyncio.create_task(stop.wait())
+            stopped = asyncio.create_task(stop.now.wait())
             await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
             stopped.cancel()
         router.stop()
-
-
-def _told_to_end(link: Link) -> tuple[asyncio.Event, asyncio.Event]:
-    """Two events: the first is set by a first SIGTERM or SIGINT; both by a second one, or by the launcher's end."""
-    drain, stop = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        if drain.is_set():
-            stop.set()
-        drain.set()
-
-    def on_gone() -> None:
-        stop.set()
-        drain.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    link.watch(on_gone)
-    return drain, stop
 
 
 def _url(text: str) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "EXIT_BROKEN",
     "BrokenError",
     "StartupError",
+    "StopRequest",
     "add_serving_arguments",
     "bind",
     "exit_status_of",
@@ -34,7 +35,6 @@ __all__ = [
     "say",
     "serving",
     "set_up_logging",
-    "stop_event",
 ]
 
 #: Exit status of a process that cannot go on and should be started again.
@@ -181,14 +181,30 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def stop_event(link: Link) -> asyncio.Event:
-    """An event that is set by SIGTERM, SIGINT, or the launcher's end."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    link.watch(stop.set)
-    return stop
+class StopRequest:
+    """What a process was told about its end.
+
+    A first SIGTERM or SIGINT sets `drain`. A second one, or the launcher's end, sets `drain` and `now`. A third signal
+    ends the process on the spot.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        link.watch(self.at_once)
+
+    def at_once(self) -> None:
+        self.drain.set()
+        self.now.set()
+
+    def _on_signal(self, number: int) -> None:
+        if self.now.is_set():
+            leave_now(128 + number)
+        if self.drain.is_set():
+            self.now.set()
+        self.drain.set()
 
 
 @contextlib.asynccontextmanager
