@@ -177,6 +177,7 @@ class Node(KVConnectorModelRunnerMixin):
         self.scheduler.on_new_request(request)
         assert self.manager.allocate_slots(request, PROMPT)
         self.scheduler.update_state_after_alloc(request, self.manager.get_block_ids("a"), 0)
+        self.step()  # it tells the workers of the request before anything of it is computed
         out = self.compute(request, PROMPT)
         self.write_state(seed=1)
         request.finish_reason = "length"
