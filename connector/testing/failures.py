@@ -78,7 +78,7 @@ class FailurePromises:
 
     def test_a_claim_keeps_the_lease_alive(self, make_node: MakeNode) -> None:
         # Its heartbeats must come in time also when this process has to wait for a core.
-        options = {"lease_s": 0.8, "heartbeat_s": 0.1}
+        options = {"lease_s": 1.5, "heartbeat_s": 0.1}
         producer, consumer = make_node(options=options), make_node(options=options)
         offered, params = producer.prefill("p", 10, seed=7)
         expected = producer.contents(offered)
@@ -86,7 +86,7 @@ class FailurePromises:
         consumer.scheduler.on_new_request(request)
         consumer.step()
         with pytest.raises(TimeoutError):  # it queues for longer than a lease
-            producer.step_until(is_freed(producer), consumer, timeout_s=1.2)
+            producer.step_until(is_freed(producer), consumer, timeout_s=2.0)
         blocks, _ = consumer.start_load(request)
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
         assert torch.equal(consumer.contents(blocks), expected)
