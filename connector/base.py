@@ -170,7 +170,7 @@ class KVConnectorBase(ABC):
     def failure(self) -> str:
         """Why the worker half transfers nothing any more, in words for operators; empty while it does.
 
-        An engine asks after every step and while it is idle, and then tells its health check: requests that need a
+        An engine asks after every step and while it is idle, and then reports it in its health check: requests that need a
         transfer fail until the node is restarted. It never becomes empty again.
         """
         return ""

@@ -122,7 +122,7 @@ class HandoffActions:
         self._writers.discard(peer_id)
 
     def forget_load(self, request_id: str) -> None:
-        """Nobody will ask for the load of this request any more."""
+        """Forget why the load of this request is to fail: it will not be asked for any more."""
         self._bugs.pop(request_id, None)
 
     def clear_guards(self) -> bool:

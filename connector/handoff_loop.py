@@ -169,11 +169,11 @@ class HandoffLoop:
         try:
             self._serve()
             self._drain()
-        except Exception as bug:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
+        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread for ever
             error = self._die(bug)
         try:
             self._transport.close()
-        except Exception as bug:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
+        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread for ever
             self._unexpected.log("closing the transport", bug)
             # It did not say that it stopped writing, so the engine must not reuse the blocks of these loads.
             self._outcomes.forget_loads(self._actions.loads_in_transfer)

@@ -1,4 +1,4 @@
-"""Who counts as the same model: digests of its weights, configuration, tokenizer and chat template."""
+"""Digests that say whether two nodes run the same model: of its weights, configuration, tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class HandoffScheduler:
     A request id means one request until nothing of it is left here: it is not taken again while a worker half
     owes a report of its offer or its load.
 
-    A request that asks for an offer has its lease number drawn at its arrival, and the worker halves are told of it: a
+    A request that asks for an offer has its lease number drawn at its arrival, and the worker halves learn it at once: a
     consumer that claims before the offer reaches them waits, for as long as the request is known.
 
     A request with an offer to load goes: claimed at its arrival, so that the handshake is done and the lease

@@ -67,7 +67,7 @@ class Acceptor(Generic[Connection]):
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._rest(error)
-                return  # none waits; or one hung up, and the next one is told of again
+                return  # none waits; or one hung up, and the next one is reported again
             except Exception as error:  # noqa: BLE001 - it is over for this connection alone
                 self._log.warning("cannot accept a connection: %r", error, exc_info=error)
                 continue

@@ -116,7 +116,7 @@ class Reserve:
             what: What fails, for the error's message.
 
         Raises:
-            BackpressureError: there are not so many. The call was not made.
+            BackpressureError: fewer are free. The call was not made.
         """
         is_there = self._take(self.num_held + num_needed)
         if not is_there:

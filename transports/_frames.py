@@ -144,7 +144,7 @@ class FrameSocket:
         self._reason = f"cannot send to the peer: {error!r}"
         self._unsent.clear()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which the poller tells of
+            self._socket.shutdown(socket.SHUT_RDWR)  # which the poller reports
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return the frames that arrived, as (kind, body).

@@ -11,7 +11,7 @@ __all__ = ["LimitedLog"]
 class LimitedLog:
     """Passes the first lines of each interval on; of the others it tells only how many there were.
 
-    Whoever reaches a port can have connections refused as fast as the network allows: with a line for each, a disk
+    Any process that reaches a port can have connections refused as fast as the network allows: with a line for each, a disk
     fills up. One owner; not for several threads.
 
     Args:

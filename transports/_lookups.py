@@ -168,7 +168,7 @@ def _work(shared: _Shared) -> None:
 def _resolved(lookup: _Lookup, flags: int = 0) -> Found | KVTransferError:
     try:
         found = socket.getaddrinfo(lookup.host, lookup.port, type=socket.SOCK_STREAM, flags=flags)
-    except Exception as error:  # noqa: BLE001 - a name can also be one that cannot be encoded; a dead thread tells nobody
+    except Exception as error:  # noqa: BLE001 - a name can also be one that cannot be encoded; a dead thread reports nothing
         where = authority(lookup.host, lookup.port)
         return typed(error, f"cannot connect to {where}: cannot look up {lookup.host!r}", PeerLostError)
     family, _, _, _, sockaddr = found[0]

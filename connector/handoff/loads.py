@@ -246,7 +246,7 @@ class Loads:
         if len(load.parts) > self._max_ranks:
             raise InvalidTransferParamsError(
                 f"the offer was not claimed: it names {len(load.parts)} addresses, and max_peer_ranks is {self._max_ranks}; "
-                "raise max_peer_ranks if its node has so many ranks",
+                "raise max_peer_ranks if its node really has that many ranks",
                 key="remote_addresses",
                 value=len(load.parts),
             )

@@ -204,7 +204,7 @@ class Peers:
         return TransferTimeoutError(f"{address} did not shake hands in time")
 
     def advance(self, now: float) -> list[Action]:
-        """Connect to what waits and may, and to what is wanted and has rested; forget what nobody wanted."""
+        """Connect to addresses that wait for their turn or have rested; forget those that are not wanted."""
         actions = self._start_waiting(now)
         resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
         return actions + [

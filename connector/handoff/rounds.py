@@ -46,7 +46,7 @@ class Rounds:
             self._timeout_s,
             plan.num_regions_per_layer,
         )
-        # READING is set after all that can fail: nobody would ever report the end of a read that no action starts.
+        # READING is set after all that can fail: the end of a read that no action starts would never be reported.
         if not self._prefers_push:
             part.state = PartState.READING
             return [read]

@@ -115,7 +115,7 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Answer a request, piece by piece. Closing the generator, or cancelling its task, aborts the request.
 
-        The first item tells that the request was admitted; a refusal is raised instead of it. Whatever else goes wrong
+        The first item says that the request was admitted; a refusal is raised instead of it. Whatever else goes wrong
         with this request ends it with `finish_reason` `"error"`, and leaves the others alone.
 
         Raises:

@@ -76,5 +76,5 @@ class EngineDeadError(EngineError, RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """What a client is told of an unexpected error."""
+    """Say in one line, for a client, what an unexpected error was."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Who runs the steps: a model in this process, or (`parallel/`) one that is spread over several.
+"""Executors run the steps: a model in this process, or (`parallel/`) one that is spread over several.
 
 A step fails when the computation raises. What that means depends on whether the model still runs:
 

@@ -160,7 +160,7 @@ class Handoffs:
         try:
             connector.update_connector_output(report)
             for event in connector.take_events():
-                logger.debug("the connector tells of %s", event)
+                logger.debug("the connector reports %s", event)
         except Exception:
             # The transfers have ended whatever the connector makes of it, so their requests go on.
             logger.exception("the connector failed to take in a step's report")

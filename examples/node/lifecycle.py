@@ -72,7 +72,7 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing waits any more
         loop.call_soon_threadsafe(event.set)
 
 

@@ -150,7 +150,7 @@ class Handoffs:
     # -- releases --------------------------------------------------------------------------------------
 
     def _release(self, call: Call, offer: Offer) -> None:
-        """Tell the producer, in the background, that nobody will load the offer."""
+        """Tell the producer, in the background, that no node will load the offer."""
         if len(self._releases) < MAX_RELEASES:
             release = asyncio.create_task(_released(call, offer))
             self._releases.add(release)

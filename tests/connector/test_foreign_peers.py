@@ -1,4 +1,4 @@
-"""Addresses that a node cannot connect to: of another transport, too many, or where nobody is."""
+"""Addresses that a node cannot connect to: of another transport, too many, or where no node is."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvferry.connector.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 from kvferry.connector.unexpected import RepeatLog
 
-#: Deadlines that a busy machine does not reach, and rests that nobody has to wait out.
+#: Deadlines that a busy machine does not reach, and rests that are short to wait out.
 OPTIONS: Mapping[str, object] = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s"), 20.0),
     "lease_s": 1.5,

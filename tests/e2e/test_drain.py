@@ -75,7 +75,7 @@ def is_draining(client: Client) -> bool:
 
 
 def retry_after(client: Client) -> str | None:
-    """What a request that is refused with 503 is told of when to come again."""
+    """When a request that is refused with 503 may come again."""
     connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=END_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "too late"}))

@@ -30,4 +30,4 @@ def test_what_a_connector_tells_is_taken(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.DEBUG, "engine.handoffs"):
         handoffs.apply(KVConnectorOutput(), {})
         handoffs.apply(KVConnectorOutput(), {})
-    assert caplog.messages == ["the connector tells of block 7 arrived"]
+    assert caplog.messages == ["the connector reports block 7 arrived"]

@@ -31,7 +31,7 @@ Sabotage = Callable[[Engine, pytest.MonkeyPatch], None]
 
 
 class Boom(Exception):
-    """What nobody expects."""
+    """An error of no documented type."""
 
 
 @pytest.fixture

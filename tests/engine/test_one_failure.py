@@ -43,7 +43,7 @@ Sabotage = Callable[[EngineCore, pytest.MonkeyPatch], None]
 
 
 class Boom(Exception):
-    """What nobody expects."""
+    """An error of no documented type."""
 
 
 def is_victim(request: Any) -> bool:
@@ -129,7 +129,7 @@ def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
 
 
 def hasher_at(num_tokens: int) -> Sabotage:
-    """The block hasher, once the victim has so many tokens."""
+    """The block hasher, once the victim has this many tokens."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         hasher = core.parts.hasher
@@ -196,7 +196,7 @@ def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def inputs_from(num_computed_tokens: int) -> Sabotage:
-    """The making of a step's inputs, once so many of the victim's tokens are computed."""
+    """The making of a step's inputs, once this many of the victim's tokens are computed."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         batch = core.parts.executor.runner._batch  # type: ignore[attr-defined]

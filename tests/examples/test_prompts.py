@@ -1,4 +1,4 @@
-"""Prompts of any size: what cannot fit is refused unread, and a long one holds nobody up."""
+"""Prompts of any size: what cannot fit is refused unread, and a long one holds up no other request."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_connection_that_fails_fails_its_claims_and_rests(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
     connecting(consumer, welcome)
-    consumer.peer_lost(PEER, PeerLostError("nobody there"), 1.0)
+    consumer.peer_lost(PEER, PeerLostError("no node there"), 1.0)
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 1.0)).error, PeerLostError)
     assert (
         consumer.claim("second", OFFER, 1.5) == []
@@ -347,11 +347,11 @@ class TestConnectionsInProgress:
         assert consumer.claim("many", many, 0.0) == [Connect("sim://0", 4.0), Connect("sim://1", 4.0)]
         consumer.connecting("sim://0", 1, 0.0)
         consumer.connecting("sim://1", 2, 0.0)
-        assert consumer.peer_lost(1, PeerLostError("nobody there"), 1.0) == [
+        assert consumer.peer_lost(1, PeerLostError("no node there"), 1.0) == [
             Disconnect(1),
             Connect("sim://2", 3.0),
         ]
-        assert consumer.connect_failed("sim://2", PeerLostError("nobody there"), 1.0) == [
+        assert consumer.connect_failed("sim://2", PeerLostError("no node there"), 1.0) == [
             Connect("sim://3", 3.0)
         ]
 

@@ -142,7 +142,7 @@ class Connection(FrameSocket):
         return data
 
     def expect_descriptors(self, num: int) -> None:
-        """With the next frame so many descriptors may come."""
+        """Allow this many descriptors to come with the next frame."""
         self._num_expected = num
 
     def take_descriptors(self) -> list[int]:

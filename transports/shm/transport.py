@@ -182,7 +182,7 @@ class SharedMemoryTransport(Transport):
         self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.num_unsent > 0)
 
     def _watch_peer(self, peer_id: int, connection: Connection) -> None:
-        """As `_watch`, from where no error may leave: the connection is given up then, which the poller tells of."""
+        """As `_watch`, from where no error may leave: the connection is given up then, which the poller reports."""
         try:
             self._watch(peer_id, connection)
         except Exception as error:  # noqa: BLE001 - see above

@@ -14,9 +14,9 @@ Frames are those of `_frames`; all is little-endian.
 | ping | empty |
 | write | see `_write_frames` |
 
-Each side begins with a preface, as soon as the TCP connection stands; so versions are told before anything is opened.
-After the listener's, who connected opens a worker and says hello; the other opens its way to that UCX address, and answers with a hello that names what UCX
-chose; the first does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
+Each side begins with a preface, as soon as the TCP connection stands; so versions are known before anything is opened.
+After the listener's preface the connecting side opens a worker and says hello. The listener opens an endpoint to that UCX
+address, and answers with a hello that names what UCX chose. The connecting side does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
 stale here.
 """
 

@@ -167,7 +167,7 @@ def _require_private(key: str, name: str, status: os.stat_result) -> None:
     """
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
-            f"{key}={name!r} belongs to user {status.st_uid}, who is neither this user nor root and knows the secret: "
+            f"{key}={name!r} belongs to user {status.st_uid}, which is neither this user nor root and knows the secret: "
             f"make a new secret, and `chown {os.geteuid()} {name}`",
             key=key,
             value=name,

@@ -142,7 +142,7 @@ class Sockets:
 
     @property
     def has_broken(self) -> bool:
-        """Whether `pump` has something to tell that no socket tells of."""
+        """Whether `pump` has something to report that no socket signals."""
         return bool(self._broken)
 
     def _add(self, port: Port) -> None:
