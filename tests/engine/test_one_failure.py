@@ -28,7 +28,7 @@ from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.config import KVTransferConfig
 from kvferry.runner_mixin import state
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 VICTIM = "victim"
 #: Only the victim's prompt has it, among its last tokens, and only the victim has this seed.
 MARK, VICTIM_SEED = 250, 777
