@@ -44,6 +44,7 @@ class VllmHost:
                     "tokens": list(answer.token_ids),
                     "reason": answer.finish_reason,
                     "params": output.kv_transfer_params,
+                    "top_logits": _top_logits(answer.logprobs),
                 }
         if not self._scheduler.running:
             time.sleep(0.001)  # as vLLM's own loop does when a step computed nothing
@@ -53,12 +54,15 @@ class VllmHost:
 
     # -- orders --------------------------------------------------------------------------------------
 
-    def add(self, request: str, prompt: list[int], max_tokens: int, params: Any) -> dict[str, Any]:
+    def add(
+        self, request: str, prompt: list[int], max_tokens: int, params: Any, num_top_logits: int = 0
+    ) -> dict[str, Any]:
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=num_top_logits or None,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
         self._engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
@@ -112,6 +116,12 @@ class VllmHost:
 
     def _total(self, name: str) -> float:
         return sum(sample.value for sample in _samples(name))
+
+
+def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
+    """The first token's log-probabilities, the largest first; they differ from each other as the logits do."""
+    first = logprobs[0] if logprobs else {}
+    return sorted(((token, told.logprob) for token, told in first.items()), key=lambda pair: -pair[1])
 
 
 def _samples(name: str) -> list[Any]:

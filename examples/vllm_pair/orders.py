@@ -1,7 +1,9 @@
 """An engine as a child process: orders come as JSON lines on a socket that it inherits, answers go the same way.
 
 Every order, `{"id": 1, "do": "add", ...}`, gets one line with its `id`. A request gets one more, `{"first": ...}`, with its
-first token, and one, `{"finished": ..., "tokens": ..., "reason": ..., "params": ...}`, when it has ended.
+first token, and one, `{"finished": ..., "tokens": ..., "reason": ..., "params": ..., "top_logits": ...}`, when it has ended.
+`"num_top_logits": n` in an order to add a request asks for the n largest logits of its first token, as
+`[token id, logit]`, the largest first. They may all be off by the same amount, as log-probabilities are.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -29,7 +30,7 @@ from .cluster import KVFERRY, start_vllm
 from .figures import Transfers, read_transfers
 from .proxy import proxy_application
 
-__all__ = ["NODE_ARGUMENTS", "in_front_of", "main"]
+__all__ = ["NODE_ARGUMENTS", "TELL_LOGITS", "in_front_of", "main", "top_logits"]
 
 STORY = (
     "A short history of the lighthouse: long before there were maps of the coast, people lit fires on hills so that "
@@ -41,6 +42,8 @@ WARM_UP_PROMPT = (
 )
 NODE_ARGUMENTS = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager")
 START_TIMEOUT_S = 600.0
+#: Fields of a completion that make vLLM say which tokens are likely. Log-probabilities differ as the logits do.
+TELL_LOGITS = {"logprobs": 2, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True)
@@ -157,19 +160,21 @@ def _compare_tokens(
         return None
 
     def ask_alone(prompt: str | Sequence[int], max_tokens: int) -> near_tie.Expectation:
-        # Log-probabilities differ as the logits do.
-        told = {"logprobs": 2, "return_tokens_as_token_ids": True}
-        choice = Client(single).complete(prompt, max_tokens=max_tokens, **told).body["choices"][0]
-        likely = choice["logprobs"]["top_logprobs"][0].items()
-        pairs = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in likely]
-        top_logits = sorted(pairs, key=lambda pair: -pair[1])[:2]
-        return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
+        choice = Client(single).complete(prompt, max_tokens=max_tokens, **TELL_LOGITS).body["choices"][0]
+        return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits(choice))
 
     try:
         return near_tie.compare(prompt, pair.token_ids, alone.token_ids, ask_alone)
     except (OSError, HTTPException, ValueError, LookupError) as error:
         print(f"cannot ask the single node for its logits: {type(error).__name__}: {error}")
         return None
+
+
+def top_logits(choice: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """The two largest logits of the first token of a completion that was asked for with `TELL_LOGITS`."""
+    likely = choice["logprobs"]["top_logprobs"][0].items()
+    pairs = [(int(name.removeprefix("token_id:")), float(logprob)) for name, logprob in likely]
+    return sorted(pairs, key=lambda pair: -pair[1])[:2]
 
 
 def in_front_of(

@@ -65,8 +65,10 @@ class Node:
         self._link.sendall(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
         return self._take(lambda answer: answer.get("id") == number, ANSWER_S)
 
-    def start(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> None:
-        self.order("add", request=request, prompt=prompt, max_tokens=max_tokens, params=params)
+    def start(
+        self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None, **more: Any
+    ) -> None:
+        self.order("add", request=request, prompt=prompt, max_tokens=max_tokens, params=params, **more)
 
     def wait_for_first_token(self, request: str) -> None:
         self._take(lambda answer: answer.get("first") == request, ANSWER_S)
@@ -79,8 +81,10 @@ class Node:
         with self._arrived:
             return any(answer.get("finished") == request for answer in self._answers)
 
-    def ask(self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None) -> Answer:
-        self.start(request, prompt, max_tokens, params)
+    def ask(
+        self, request: str, prompt: list[int], max_tokens: int = 1, params: Any = None, **more: Any
+    ) -> Answer:
+        self.start(request, prompt, max_tokens, params, **more)
         return self.result(request)
 
     def metric(self, name: str, **labels: str) -> float:

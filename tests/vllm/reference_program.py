@@ -59,12 +59,13 @@ class ReferenceHost:
                 yield {"first": output.request_id}
             tokens += output.new_token_ids
             if output.finish_reason is not None:
-                params = output.kv_transfer_params
+                params, told = output.kv_transfer_params, output.next_token
                 yield {
                     "finished": output.request_id,
                     "tokens": self._tokens.pop(output.request_id),
                     "reason": output.finish_reason,
                     "params": None if params is None else dict(params),
+                    "top_logits": [] if told is None else told.top_logits,
                 }
         if not num_tokens:
             time.sleep(0.001)
@@ -74,8 +75,12 @@ class ReferenceHost:
 
     # -- orders --------------------------------------------------------------------------------------
 
-    def add(self, request: str, prompt: list[int], max_tokens: int, params: Any) -> dict[str, Any]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    def add(
+        self, request: str, prompt: list[int], max_tokens: int, params: Any, num_top_logits: int = 0
+    ) -> dict[str, Any]:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, num_top_logits=num_top_logits
+        )
         self._core.add(GenerationRequest(request, tuple(prompt), sampling, params), time.monotonic())
         self._tokens[request] = []
         return {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from engine.weights import load_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,13 +31,14 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
     answer = pair.hand_over(tokens)
     assert answer["reason"] == "length"
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
 
 
 def test_one_token_on_either_side(pair, prompt):
     """Both requests end with the step that gives their first token."""
     tokens = prompt(64)
-    assert pair.hand_over(tokens, max_tokens=1)["tokens"] == pair.alone(tokens, max_tokens=1)
+    answer = pair.hand_over(tokens, max_tokens=1)
+    pair.assert_like_alone(tokens, answer["tokens"], max_tokens=1)
 
 
 def test_all_but_the_last_block_is_here(pair, prompt):
@@ -44,7 +48,7 @@ def test_all_but_the_last_block_is_here(pair, prompt):
     before = pair.decode.order("figures")["num_bytes"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_bytes"] - before == BYTES_PER_BLOCK
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
 
 
 def test_only_missing_blocks_are_read(pair, prompt):
@@ -53,7 +57,7 @@ def test_only_missing_blocks_are_read(pair, prompt):
     before = pair.decode.order("figures")["num_bytes"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_bytes"] - before == (320 - 224) / 32 * BYTES_PER_BLOCK
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
 
 
 def test_a_prompt_that_is_here_already_is_not_read_and_its_offer_is_let_go(pair, prompt):
@@ -62,14 +66,14 @@ def test_a_prompt_that_is_here_already_is_not_read_and_its_offer_is_let_go(pair,
     before = pair.decode.order("figures")["num_loads"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_loads"] == before
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
 
 
 def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
     tokens = prompt(300)
     params = pair.prefilled(tokens[:150])
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
 
 
 def test_more_at_once_than_the_pool_holds(pair, prompt):
@@ -82,7 +86,8 @@ def test_more_at_once_than_the_pool_holds(pair, prompt):
         pair.decode.start(name, tokens, 160, told)
     answers = [pair.decode.result(name)["tokens"] for name in names]
     assert pair.decode.order("figures")["num_preemptions"] > before
-    assert answers == [pair.alone(tokens, 160) for tokens in prompts]
+    for tokens, answer in zip(prompts, answers, strict=True):
+        pair.assert_like_alone(tokens, answer, 160)
 
 
 def test_a_request_that_asks_for_overlap(pair, prompt):
@@ -91,7 +96,39 @@ def test_a_request_that_asks_for_overlap(pair, prompt):
     wish = {"do_remote_decode": True, "overlap": True}
     params = pair.prefill.ask(next(pair.names), tokens, params=wish)["params"]
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    assert answer["tokens"] == pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer["tokens"])
+
+
+@pytest.mark.parametrize("position", [0, 3, 7])
+def test_one_wrong_token_is_no_near_tie(pair, prompt, position):
+    """The comparison that all these tests rely on can fail."""
+    tokens = prompt(100)
+    answer = pair.alone(tokens)
+    pair.assert_like_alone(tokens, answer)
+    answer[position] = (answer[position] + 1) % 256
+    with pytest.raises(AssertionError, match=f"a mismatch at token {position} of the answer"):
+        pair.assert_like_alone(tokens, answer)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_an_answer_that_is_cut_short_is_no_near_tie(pair, prompt, num_tokens):
+    """As of a request whose load failed."""
+    tokens = prompt(100)
+    answer = pair.alone(tokens)[:num_tokens]
+    with pytest.raises(AssertionError, match=f"a mismatch at token {num_tokens} of the answer: the end"):
+        pair.assert_like_alone(tokens, answer)
+
+
+def test_the_two_largest_logits_differ_as_the_models_do(pair, prompt, model):
+    tokens = prompt(100)
+    expected = pair.expectation(tokens, 8)
+    assert list(expected.token_ids) == pair.alone(tokens)
+    (first, larger), (second, smaller) = expected.top_logits
+    with torch.inference_mode():
+        logits = load_model(model, torch.float32, torch.device("cpu"), "eager")(torch.tensor([tokens])).logits
+    two = logits[0, -1].topk(2)
+    assert [first, second] == two.indices.tolist()
+    assert larger - smaller == pytest.approx(float(two.values[0] - two.values[1]), abs=1e-3)
 
 
 def test_a_request_that_asks_for_nothing_offers_nothing(pair, prompt):

@@ -9,7 +9,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 from vllm_pair.cluster import KVFERRY, start_vllm
+from vllm_pair.run import TELL_LOGITS, top_logits
 
 from demo.launcher import LaunchedProcess, Launcher
+from demo.near_tie import Expectation, assert_same_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -85,9 +87,23 @@ class Server:
             with error:
                 return Reply(error.code, time.monotonic() - started, {})
 
-    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> list[list[int]]:
-        """The tokens where nothing of the prompt is known yet."""
-        return self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).tokens
+    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """The answer where nothing of the prompt is known yet."""
+        content = self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).content
+        choice: dict[str, Any] = content["choices"][0]
+        return choice
+
+    def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
+        """Fail unless a whole answer is the server's where it knows nothing of the prompt, near-ties of logits apart."""
+
+        def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+            tokens = [int(token) for token in prompt]
+            choice = self.alone(tokens, max_tokens, **TELL_LOGITS)
+            return Expectation(tokens, choice["token_ids"], top_logits(choice))
+
+        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
+        # A near-tie at its last token must not excuse an answer that was cut short there.
+        assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
     def offer(self, prompt: list[int]) -> dict[str, Any]:
         """Have it compute a prompt for another server; returns what that one is to be told."""
@@ -200,7 +216,8 @@ def restarted(killed, servers, start_server, model, address) -> Server:
 
 
 def test_what_was_loaded_before_goes_on(killed, decode):
-    assert killed.replies["loaded"].tokens == decode.alone(killed.prompts["loaded"], 1200)
+    (answer,) = killed.replies["loaded"].tokens
+    decode.assert_like_alone(killed.prompts["loaded"], answer, 1200)
 
 
 @pytest.mark.parametrize("stage", ["asked", "later"])
@@ -226,8 +243,16 @@ def test_after_the_restart_prompts_are_handed_over_again(restarted, decode, prom
     before = decode.metric(LOADS)
     reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens))
     assert decode.metric(LOADS) == before + 1
-    assert reply.tokens == decode.alone(tokens)
+    decode.assert_like_alone(tokens, *reply.tokens)
     decode.assert_no_block_is_in_use()
+
+
+def test_one_wrong_token_is_no_near_tie(decode, prompt):
+    tokens = prompt(300)
+    answer = decode.alone(tokens)["token_ids"]
+    answer[3] = (answer[3] + 1) % 256
+    with pytest.raises(AssertionError, match="a mismatch at token 3 of the answer"):
+        decode.assert_like_alone(tokens, answer)
 
 
 def test_several_samples_of_one_prompt_load_it_once(restarted, decode, prompt):
@@ -236,15 +261,26 @@ def test_several_samples_of_one_prompt_load_it_once(restarted, decode, prompt):
     how = {"n": 3, "temperature": 1, "seed": 7}
     reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens), **how)
     assert (decode.metric(LOADS), decode.metric(FAILURES)) == (before[0] + 1, before[1])
-    assert reply.tokens == decode.alone(tokens, **how)
-    assert len({tuple(sample) for sample in reply.tokens}) > 1
+    assert len({tuple(sample) for sample in reply.tokens}) == 3
     decode.assert_no_block_is_in_use()
+
+
+def test_each_of_several_samples_continues_the_prompt(restarted, decode, prompt):
+    """vLLM refuses several samples at temperature 0; out of one token each of them is the greedy answer."""
+    tokens = prompt(401)
+    before = decode.metric(LOADS), decode.metric(FAILURES)
+    how = {"n": 3, "temperature": 1, "top_k": 1}
+    reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens), **how)
+    assert (decode.metric(LOADS), decode.metric(FAILURES)) == (before[0] + 1, before[1])
+    assert len(reply.tokens) == 3
+    for sample in reply.tokens:
+        decode.assert_like_alone(tokens, sample)
 
 
 def test_a_server_of_another_model_computes_the_prompt_itself(restarted, servers, prompt):
     tokens, stranger = prompt(100), servers["stranger"]
     reply = stranger.complete(tokens, kv_transfer_params=restarted.offer(tokens))
-    assert reply.tokens == stranger.alone(tokens)
+    stranger.assert_like_alone(tokens, *reply.tokens)
     assert (stranger.metric(LOADS), stranger.metric(FAILURES)) == (0, 1)
     stranger.assert_no_block_is_in_use()
 
