@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import urllib.error
@@ -168,9 +169,11 @@ def address() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def servers(start_server, model, tmp_path_factory, address) -> dict[str, Server]:
-    """A prefill and a decode server, and one whose model has another name."""
-    other = tmp_path_factory.mktemp("stranger") / "other"
-    other.symlink_to(model)
+    """A prefill and a decode server, and one whose model has other weights."""
+    from engine.testing import scale_tensor
+
+    other = Path(shutil.copytree(model, tmp_path_factory.mktemp("stranger") / "other"))
+    scale_tensor(other, "model.layers.0.self_attn.v_proj.weight", 2.0)
     started = {
         "prefill": start_server(model, **address),
         "decode": start_server(model),
