@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from .output import KVConnectorOutput
 
-__all__ = ["KVOutputAggregator"]
-
 
 class KVOutputAggregator:
     """Joins what the ranks of one node report, step after step.

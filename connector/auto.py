@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .p2p import PeerToPeerConnector
 
-__all__ = ["AutoConnector"]
-
 
 class AutoConnector(PeerToPeerConnector):
     """Handoff over the `auto` transport. The options of the transports it chooses from stand under `transport`."""

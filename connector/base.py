@@ -35,16 +35,6 @@ if TYPE_CHECKING:
     from .kv_cache_specs import KVCacheConfig
     from .output import KVConnectorOutput
 
-__all__ = [
-    "ConnectorRequest",
-    "ContentItem",
-    "KVConnectorBase",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorRole",
-    "SchedulerOutput",
-]
-
 
 class KVConnectorRole(enum.Enum):
     SCHEDULER = "scheduler"

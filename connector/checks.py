@@ -10,8 +10,6 @@ from typing import Any, Final, cast
 
 from ..transports.errors import ProtocolError
 
-__all__ = ["MAX_TEXT_CHARS", "Check", "array", "boolean", "checked_fields", "integer", "integers", "text"]
-
 #: Longest text of any kind, in characters.
 MAX_TEXT_CHARS: Final = 1024
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["at_once", "mark_computed"]
-
 
 def at_once() -> bool:
     """Nothing has to be waited for."""

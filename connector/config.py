@@ -10,22 +10,6 @@ from typing import Any, Literal, Self, get_args
 from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError
 
-__all__ = [
-    "AttentionLayerConfig",
-    "CacheConfig",
-    "CompilationConfig",
-    "EngineConfig",
-    "KVRole",
-    "KVTransferConfig",
-    "LoadFailurePolicy",
-    "ModelConfig",
-    "ModelIdentity",
-    "PageOrder",
-    "ParallelConfig",
-    "RecurrentLayerConfig",
-    "SchedulerConfig",
-]
-
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 #: The order of tokens (N) and heads (H) inside a page, D being the elements of a head. The names are vLLM's.

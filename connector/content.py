@@ -15,8 +15,6 @@ import msgpack
 if TYPE_CHECKING:
     from .base import ConnectorRequest
 
-__all__ = ["content_digest"]
-
 #: Part of what is hashed, so that another way of summing up gives other digests.
 _FORM = "kvferry-content-1"
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-__all__ = ["DigestCache", "cache_folder", "entry_name"]
-
 logger = logging.getLogger(__name__)
 
 #: The number goes up when what is hashed of a file changes.

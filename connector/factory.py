@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .config import EngineConfig, KVTransferConfig
     from .kv_cache_specs import KVCacheConfig
 
-__all__ = ["KVConnectorFactory"]
-
 _ENTRY_POINT_GROUP = "kvferry.connectors"
 
 

@@ -46,8 +46,6 @@ from .handoff.node import NodeProtocol
 from .outcomes import Outcomes
 from .unexpected import RepeatLog, Unexpected
 
-__all__ = ["FatalError", "HandoffActions"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

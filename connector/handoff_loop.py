@@ -31,8 +31,6 @@ from .metadata import HandoffMetadata, OfferOrder, OpenOrder
 from .outcomes import Outcomes
 from .unexpected import Unexpected
 
-__all__ = ["HandoffLoop"]
-
 logger = logging.getLogger(__name__)
 
 #: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .p2p import PeerToPeerConnector
 
-__all__ = ["InProcConnector"]
-
 
 class InProcConnector(PeerToPeerConnector):
     """Handoff over the `inproc` transport."""

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig
 
-__all__ = [
-    "AttentionSpec",
-    "ChunkedLocalAttentionSpec",
-    "EncoderOnlyAttentionSpec",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheGroupSpec",
-    "KVCacheSpec",
-    "KVCacheTensor",
-    "MambaSpec",
-    "SlidingWindowSpec",
-    "UniformTypeKVCacheSpecs",
-]
-
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

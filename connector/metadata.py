@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields
 from .base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from .handoff.events import BlockTables, LocalBlocks, RemoteOffer
 
-__all__ = ["ExtendOrder", "HandoffMetadata", "OfferOrder", "OpenOrder", "WorkerAddress"]
-
 
 @dataclass(frozen=True)
 class OfferOrder:

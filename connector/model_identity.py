@@ -14,19 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..transports.errors import ConfigurationError
-from .digest_cache import DigestCache, cache_folder, entry_name
-
-__all__ = [
-    "WEIGHT_PATTERNS",
-    "DigestCache",
-    "cache_folder",
-    "chat_template_digest",
-    "configuration_digest",
-    "find_weight_files",
-    "read_configuration",
-    "tokenizer_digest",
-    "weights_digest",
-]
+from .digest_cache import DigestCache, entry_name
 
 logger = logging.getLogger(__name__)
 

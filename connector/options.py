@@ -10,8 +10,6 @@ from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError
 from .handoff.config import HandoffConfig
 
-__all__ = ["ConnectorOptions", "Transfer", "require_known"]
-
 #: Who moves the bytes of a load: the node that loads, or its producer.
 Transfer = Literal["pull", "push"]
 

@@ -13,8 +13,6 @@ from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from .metadata import HandoffMetadata, OfferOrder
 from .stats import KVConnectorStats, TransferRecord
 
-__all__ = ["Outcomes", "Report"]
-
 #: Records kept for an engine that never takes its stats; the counters go on counting.
 _MAX_RECORDS = 1024
 

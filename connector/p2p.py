@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .kv_cache_specs import KVCacheConfig
     from .output import KVConnectorOutput
 
-__all__ = ["PeerToPeerConnector"]
-
 
 class PeerToPeerConnector(KVConnectorBase):
     """Hands a finished prompt's blocks over: the consumer reads them or, where it asks for that, the producer writes them.

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ..transports.errors import InvalidTransferParamsError
+from .checks import MAX_TEXT_CHARS
+from .errors import InvalidTransferParamsError
 from .handoff.events import BlockTables, RemoteOffer
-from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_RANKS, MAX_TEXT_CHARS
-
-__all__ = ["TransferWish", "offer_params", "parse_transfer_params"]
+from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_RANKS
 
 _MAX_INT32 = 2**31 - 1
 _SHOWN_CHARS = 80

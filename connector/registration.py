@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig
 
-__all__ = ["NO_FIELDS", "Registration", "describe_caches", "layout_name"]
-
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 #: PyTorch's name of a device → where its memory is.

@@ -8,8 +8,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
+from ..transports.errors import ConfigurationError, KVTransferStateError
 from .content import content_digest
+from .errors import ConnectorError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from .config import KVTransferConfig
     from .kv_cache_specs import KVCacheConfig, KVCacheSpec
     from .output import KVConnectorOutput
-
-__all__ = ["HandoffScheduler"]
 
 logger = logging.getLogger(__name__)
 

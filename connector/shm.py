@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .p2p import PeerToPeerConnector
 
-__all__ = ["SharedMemoryConnector"]
-
 
 class SharedMemoryConnector(PeerToPeerConnector):
     """Handoff over the `shm` transport."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-__all__ = ["COUNTERS", "KVConnectorStats", "TransferRecord"]
-
 #: Every counter, with the help text of its metric.
 COUNTERS: Mapping[str, str] = {
     "loads_total": "Handoffs loaded from another node",

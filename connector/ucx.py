@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .p2p import PeerToPeerConnector
 
-__all__ = ["UCXConnector"]
-
 
 class UCXConnector(PeerToPeerConnector):
     """Handoff over the `ucx` transport. Its options, such as `tls` and addresses, stand under `transport`."""

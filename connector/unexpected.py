@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from ..transports.errors import KVTransferError, UnexpectedError
 
-__all__ = ["RepeatLog", "Unexpected"]
-
 logger = logging.getLogger(__name__)
 
 #: The same thing is logged at most this often.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .kv_cache_specs import KVCacheConfig
 
-__all__ = ["HandoffWorker", "RunningHandoffs", "new_epoch"]
-
 #: How much longer than a read, which has a deadline of its own, the end of the handoff thread may take.
 _CLOSE_GRACE_S = 5.0
 #: For so long a step waits for the handoff thread to end an offer; afterwards it ends all offers itself.

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .p2p import PeerToPeerConnector
 
-__all__ = ["ZeroMQConnector"]
-
 
 class ZeroMQConnector(PeerToPeerConnector):
     """Handoff over the `zeromq` transport. Its options, such as keys and addresses, stand under `transport`."""

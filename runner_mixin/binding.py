@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheGroupSpec
     from .forward_context import LayerWithCache
 
-__all__ = [
-    "add_kv_sharing_layers_to_kv_cache_groups",
-    "bind_kv_cache",
-    "extract_layer_index",
-    "get_kv_sharing_layers",
-    "initialize_kv_cache_for_kv_sharing",
-]
-
 
 def extract_layer_index(layer_name: str, num_attn_module: int = 1) -> int:
     """Parse a layer's index from its name, e.g. 3 from `model.layers.3.self_attn`.

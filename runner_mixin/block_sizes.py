@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
     from ..connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec
 
-__all__ = [
-    "cached_groups",
-    "expand_block_table",
-    "layer_spec",
-    "prepare_kernel_block_sizes",
-    "representative_spec",
-    "select_common_block_size",
-]
-
 
 def layer_spec(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
     """Return the spec of one layer of `group`, its own where the group's is composite.

@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from .attention.metadata import AttentionMetadata
     from .recurrent import StateMetadata
 
-__all__ = [
-    "EMPTY_FORWARD_CONTEXT",
-    "ForwardContext",
-    "LayerWithCache",
-    "get_forward_context",
-    "set_forward_context",
-]
-
 
 class LayerWithCache(Protocol):
     """A layer that keeps keys and values, or a state.

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from . import state
 from .forward_context import get_forward_context
 
-__all__ = ["maybe_transfer_kv_layer"]
-
 
 @contextmanager
 def maybe_transfer_kv_layer(layer_name: str) -> Iterator[None]:

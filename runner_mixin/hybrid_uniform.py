@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec
     from .attention.backend import AttentionGroup
 
-__all__ = ["allocate_hybrid_uniform_kv_caches", "use_hybrid_uniform_kv_cache"]
-
 
 def use_hybrid_uniform_kv_cache(
     kv_cache_config: KVCacheConfig, attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str

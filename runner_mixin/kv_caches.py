@@ -42,16 +42,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec
     from .forward_context import LayerWithCache
 
-__all__ = [
-    "AttentionSetup",
-    "allocate_per_layer_kv_caches",
-    "get_kv_cache_spec",
-    "init_attn_backend",
-    "init_kv_cache",
-    "resolve_kv_cache_dtype",
-    "share_and_bind",
-]
-
 #: Each tensor of the pool begins at a multiple of it, so that a page of memory never serves two of them.
 _ALIGNMENT_BYTES = 4096
 

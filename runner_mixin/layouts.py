@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .forward_context import LayerWithCache
 
-__all__ = ["KVCacheLayout", "init_kv_cache_for_connector"]
-
 #: How the pool lies in memory: see `uniform.py`, `hybrid_uniform.py` and `kv_caches.py`.
 KVCacheLayout = Literal["uniform", "hybrid-uniform", "per-layer"]
 

@@ -15,8 +15,6 @@ from . import state
 if TYPE_CHECKING:
     from ..connector.config import CacheConfig
 
-__all__ = ["MemorySnapshot", "allocate_pool", "request_memory"]
-
 _GIB = 1 << 30
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..connector.base import SchedulerOutput
     from ..connector.config import EngineConfig
 
-__all__ = ["KVConnectorModelRunnerMixin"]
-
 
 class KVConnectorModelRunnerMixin:
     """Give a model runner the worker half of a connector. It has no state: the process slot has.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["gather_mm_placeholders", "sanity_check_mm_encoder_outputs", "scatter_mm_placeholders"]
-
 
 def sanity_check_mm_encoder_outputs(embeddings: object, expected_num_items: int) -> None:
     """Check that an encoder returned one 2-D tensor for each of its items.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ..connector.output import KVConnectorOutput
 
-__all__ = ["EMPTY_MODEL_RUNNER_OUTPUT", "ModelRunnerOutput"]
-
 
 @dataclass(frozen=True)
 class ModelRunnerOutput:

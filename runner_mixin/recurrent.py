@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .attention.metadata import StepBatch
 
-__all__ = ["StateMetadata", "build_state_metadata", "get_recurrent_specs"]
-
 #: Pages of a model without attention are a multiple of it, so that every page begins where any element may.
 _ALIGNMENT_BYTES = 16
 

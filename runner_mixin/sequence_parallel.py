@@ -9,8 +9,6 @@ from ..transports.errors import ConfigurationError
 if TYPE_CHECKING:
     from ..connector.config import EngineConfig
 
-__all__ = ["is_residual_scattered_for_sp"]
-
 
 def is_residual_scattered_for_sp(config: EngineConfig, num_input_tokens: int) -> bool:
     """Tell whether sequence parallelism leaves each rank with its share of the tokens' residual.

@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from ..connector.config import EngineConfig
     from ..connector.kv_cache_specs import KVCacheConfig
 
-__all__ = [
-    "ensure_kv_transfer_initialized",
-    "ensure_kv_transfer_shutdown",
-    "get_kv_transfer_group",
-    "has_kv_transfer_group",
-    "install_kv_transfer_group",
-    "kv_transfer_group",
-]
-
 
 @dataclass(frozen=True)
 class _Slot:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .attention.backend import AttentionBackend, AttentionGroup
 
-__all__ = ["allocate_uniform_kv_caches", "layers_stride_order", "use_uniform_kv_cache"]
-
 
 def use_uniform_kv_cache(attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str) -> bool:
     """Tell whether the cache can, and should, be one buffer for all layers.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import AttentionSpec, KVCacheSpec, MambaSpec
     from .attention.backend import AttentionBackend
 
-__all__ = ["attention_view", "layers_view", "mamba_state_views", "pages_view", "permuted_view"]
-
 
 def pages_view(raw: torch.Tensor, spec: KVCacheSpec) -> torch.Tensor:
     """View one layer's raw bytes as `(num_blocks, page_size_bytes)` int8.

@@ -13,8 +13,6 @@ from ._limited_log import LimitedLog
 from ._outside import typed
 from ._poller import Poller
 
-__all__ = ["Acceptor"]
-
 logger = logging.getLogger(__name__)
 
 #: How long nobody is accepted after descriptors, or memory for sockets, ran out.

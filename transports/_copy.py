@@ -11,18 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "IS_COMPILED",
-    "IS_ORDERED",
-    "copy_regions",
-    "gather_regions",
-    "load_word",
-    "locate_regions",
-    "read_regions_of",
-    "scatter_regions",
-    "store_word",
-]
-
 logger = logging.getLogger(__name__)
 
 Words = npt.NDArray[np.int64] | npt.NDArray[np.uint64]

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 
 from .errors import BackpressureError
 
-__all__ = ["Reserve", "descriptor_limit", "remedy", "warn_if_few"]
-
 logger = logging.getLogger(__name__)
 
 #: What a program is told to raise its limit to, at least.

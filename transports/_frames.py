@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from .errors import BackpressureError, PeerLostError, ProtocolError
 
-__all__ = ["RECEIVE_BYTES", "FrameReader", "FrameSocket", "encode_frame"]
-
 RECEIVE_BYTES = 256 << 10
 
 #: How often one call of `receive` asks the kernel, so that one peer cannot keep the loop to itself.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-__all__ = ["LimitedLog"]
-
 
 class LimitedLog:
     """Passes the first lines of each interval on; of the others it tells only how many there were.

@@ -16,8 +16,6 @@ from ._outside import typed
 from ._tcp import authority
 from .errors import BackpressureError, KVTransferError, PeerLostError
 
-__all__ = ["Found", "Lookups"]
-
 Target = TypeVar("Target")
 
 #: Lookups that run at a time. Python cannot end one, so a resolver that does not answer keeps as many threads busy.

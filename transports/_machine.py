@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["memory_of_this_process", "read_cgroup_memory", "read_host_memory"]
-
 _NO_LIMIT = 1 << 62
 
 

@@ -17,26 +17,6 @@ from .base import Arena, GuardTable
 from .errors import ConfigurationError, RegionError
 from .regions import AddressArray, Guard, Pool, RegionPairs, Segment
 
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "MAX_GUARD_VALUE",
-    "NUM_OWN_WORDS",
-    "WORD_BYTES",
-    "FileMapping",
-    "MappedArena",
-    "Memory",
-    "WordTable",
-    "address_of",
-    "advise",
-    "guard_holds",
-    "prefault",
-    "private_arena",
-    "require_available",
-    "require_guard",
-    "require_host",
-    "require_transfer",
-]
-
 HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
 MAX_GUARD_VALUE = 2**63 - 1

@@ -13,8 +13,6 @@ from .base import MAX_MESSAGE_BYTES, Arena, Event, Transport
 from .errors import ConfigurationError, KVTransferStateError, ProtocolError, TransportClosedError
 from .regions import Guard, Pool, RegionPairs, Regions
 
-__all__ = ["NetworkNode", "NetworkTransport"]
-
 
 class NetworkNode(Protocol):
     """Everything between `register` and `close`. Methods that are named as the transport's do what those say."""

@@ -10,8 +10,6 @@ from ._tcp import ports_of, require_seconds, require_type
 from .base import MAX_MESSAGE_BYTES
 from .errors import BackpressureError, ConfigurationError
 
-__all__ = ["NetworkOptions", "require_room"]
-
 
 def require_room(num_connecting: int, max_connecting: int) -> None:
     """Check that one more connection may be made.

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from .errors import ConfigurationError
 
-__all__ = ["parse_options", "require_int", "unknown_key"]
-
 Options = TypeVar("Options")
 
 

@@ -14,8 +14,6 @@ from ._descriptors import remedy
 from ._limited_log import LimitedLog
 from .errors import BackpressureError, KVTransferError, TransportError
 
-__all__ = ["outside", "survived", "typed", "unexpected"]
-
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Poller"]
-
 
 class HasFileno(Protocol):
     def fileno(self) -> int: ...

@@ -8,8 +8,6 @@ import numpy as np
 
 from .regions import AddressArray, Int64Array, RegionPairs
 
-__all__ = ["SliceLimits", "SlicePlan"]
-
 
 @dataclass(frozen=True)
 class SliceLimits:

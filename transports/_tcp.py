@@ -9,16 +9,6 @@ from collections.abc import Callable
 from ._outside import outside
 from .errors import ConfigurationError
 
-__all__ = [
-    "authority",
-    "bind_first",
-    "is_loopback",
-    "is_wildcard",
-    "ports_of",
-    "require_seconds",
-    "require_type",
-]
-
 
 def is_loopback(host: str) -> bool:
     """Whether what is sent to `host` never leaves this machine. A name other than `localhost` may."""

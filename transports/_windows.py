@@ -11,8 +11,6 @@ from ._memory import WordTable, require_guard
 from .errors import ProtocolError
 from .regions import Guard, Int64Array, Pool, RegionPairs, Regions
 
-__all__ = ["Windows"]
-
 
 @dataclass(frozen=True)
 class _Window:

@@ -29,8 +29,6 @@ from .errors import (
 )
 from .regions import Guard, RegionPairs
 
-__all__ = ["MAX_FRAME_BYTES", "MAX_ROWS", "Answer", "Outcome", "Request", "decode"]
-
 #: Of one request; a write with more has several.
 MAX_ROWS = 65536
 

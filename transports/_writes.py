@@ -35,8 +35,6 @@ from .errors import (
 )
 from .regions import Guard, Pool, RegionPairs, Regions
 
-__all__ = ["Host", "Writes"]
-
 #: How long after a write's deadline its target may take to say that it has stopped.
 _GRACE_S = 1.0
 

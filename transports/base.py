@@ -53,19 +53,6 @@ from ._options import parse_options
 from .errors import KVTransferError, KVTransferStateError
 from .regions import Guard, Pool, RegionPairs, Regions, Segment
 
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "Arena",
-    "Connected",
-    "Event",
-    "GuardTable",
-    "MessageReceived",
-    "PeerLost",
-    "Route",
-    "TransferEnded",
-    "Transport",
-]
-
 #: A control message is never longer. Longer ones are refused by `send`, and a peer that announces one is dropped.
 MAX_MESSAGE_BYTES = 4 << 20
 

@@ -1,4 +1,4 @@
-"""Every error that kvferry raises, in one tree.
+"""Errors between nodes, processes and libraries: one tree, whose branch for requests is in `connector/errors.py`.
 
     KVTransferError
     ├─ ConfigurationError(ValueError)         wrong before anything started; names key and value
@@ -18,11 +18,7 @@
     │  ├─ VersionMismatchError                local, remote
     │  ├─ IncompatiblePeerError               field, local, remote
     │  └─ ForeignTransportError               the peer's address is of another transport: local, remote
-    ├─ ConnectorError
-    │  ├─ InvalidTransferParamsError(ValueError)  a request's kv_transfer_params are malformed: key, value
-    │  ├─ StaleLeaseError                     the offer is over: released, expired, or of another epoch
-    │  ├─ ContentMismatchError                the offer is of another prompt, adapter, salt or image
-    │  └─ LoadFailedError                     block ids whose contents are now undefined
+    ├─ ConnectorError                         a handoff failed: see `connector/errors.py`
     └─ UnexpectedError                        a call raised what it does not document: a bug, or an unmapped library error
 
 Each error also derives from the builtin that a caller would try. Attributes carry the data; the
@@ -33,34 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-__all__ = [
-    "BackendUnavailableError",
-    "BackpressureError",
-    "ChecksumError",
-    "ConfigurationError",
-    "ConnectorError",
-    "ContentMismatchError",
-    "ForeignTransportError",
-    "HandshakeError",
-    "IncompatiblePeerError",
-    "InvalidTransferParamsError",
-    "KVTransferError",
-    "KVTransferStateError",
-    "LoadFailedError",
-    "PeerLostError",
-    "PeerRefusedError",
-    "ProtocolError",
-    "RegionError",
-    "StaleLeaseError",
-    "StaleRegionError",
-    "TransferTimeoutError",
-    "TransportClosedError",
-    "TransportError",
-    "UnexpectedError",
-    "VersionMismatchError",
-    "mapped",
-]
 
 
 class KVTransferError(Exception):
@@ -171,58 +139,6 @@ class ForeignTransportError(HandshakeError):
         )
         self.local = local
         self.remote = remote
-
-
-class ConnectorError(KVTransferError):
-    """A handoff failed."""
-
-
-class InvalidTransferParamsError(ConnectorError, ValueError):
-    """A request's `kv_transfer_params` are malformed. The request was refused; nothing was claimed.
-
-    Attributes:
-        key: The parameter that is wrong, e.g. `"remote_lease"`.
-        value: What it was, shortened.
-    """
-
-    def __init__(self, message: str, *, key: str, value: object) -> None:
-        super().__init__(message)
-        self.key = key
-        self.value = value
-
-
-class StaleLeaseError(ConnectorError):
-    """The offer is over (released, expired, aborted, or of another epoch). No byte was accepted."""
-
-
-class ContentMismatchError(ConnectorError):
-    """The offered blocks were not computed from this request's prompt. No byte was read.
-
-    Attributes:
-        num_tokens: Tokens of the offer that were compared.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__(
-            f"the offer of {num_tokens} tokens was not computed from this request's prompt: token ids, LoRA adapter, "
-            "cache salt or images differ; do both nodes use the same tokenizer and chat template, and did the router "
-            "send the prompt that was prefilled?"
-        )
-        self.num_tokens = num_tokens
-
-
-class LoadFailedError(ConnectorError):
-    """A load ended without its bytes.
-
-    Attributes:
-        request_id: The request that was loading.
-        block_ids: Local blocks whose contents are now undefined.
-    """
-
-    def __init__(self, message: str, *, request_id: str, block_ids: frozenset[int]) -> None:
-        super().__init__(message)
-        self.request_id = request_id
-        self.block_ids = block_ids
 
 
 class UnexpectedError(KVTransferError):

@@ -45,8 +45,6 @@ from .errors import (
 )
 from .regions import Guard, Pool, RegionPairs, Regions
 
-__all__ = ["InProcTransport", "InProcessOptions"]
-
 _MECHANISM = "memory"
 
 _listeners: dict[str, InProcTransport] = {}

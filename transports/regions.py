@@ -18,8 +18,6 @@ import numpy.typing as npt
 from ._copy import locate_regions
 from .errors import RegionError
 
-__all__ = ["Guard", "MemoryKind", "Pool", "RegionPairs", "Regions", "Segment"]
-
 #: Main memory, or that of a GPU.
 MemoryKind = Literal["host", "cuda"]
 

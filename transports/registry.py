@@ -16,8 +16,6 @@ from ._outside import outside
 from .base import Transport
 from .errors import BackendUnavailableError, ConfigurationError
 
-__all__ = ["ENTRY_POINT_GROUP", "available_transports", "create_transport", "register_transport"]
-
 ENTRY_POINT_GROUP = "kvferry.transports"
 
 #: Scheme: (module relative to this package, class). Works from a source tree that was never installed.

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from kvferry.transports import RegionPairs
 
-__all__ = ["TIMEOUT_S", "Contender", "Owner", "Pool", "Reader", "Setup", "pool_memory"]
-
 #: What takes longer has failed.
 TIMEOUT_S = 60.0
 

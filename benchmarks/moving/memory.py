@@ -12,8 +12,6 @@ from kvferry.transports import RegionPairs
 
 from .contender import Reader, Setup, pool_memory
 
-__all__ = ["MemcpyReader", "own_nothing"]
-
 
 def own_nothing(setup: Setup, told: Connection) -> None:
     """A memcpy has no other side."""

@@ -11,8 +11,6 @@ from kvferry.transports import RegionPairs
 
 from .contender import Reader, Setup, pool_memory
 
-__all__ = ["MooncakeReader", "own_mooncake"]
-
 
 class _Engine:
     """An engine with a registered pool; peers find each other without a metadata service."""

@@ -17,8 +17,6 @@ from kvferry.transports import RegionPairs
 
 from .contender import TIMEOUT_S, Reader, Setup, pool_memory
 
-__all__ = ["NixlReader", "own_nixl"]
-
 
 class _Agent:
     """An agent with a registered pool."""

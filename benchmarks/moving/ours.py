@@ -14,8 +14,6 @@ from kvferry.transports.registry import create_transport
 
 from .contender import TIMEOUT_S, Pool, Reader, Setup, pool_memory
 
-__all__ = ["OurReader", "own_ours"]
-
 _GUARD = Guard(1, 7)
 _EventType = TypeVar("_EventType", bound=Event)
 

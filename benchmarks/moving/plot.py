@@ -8,8 +8,6 @@ from itertools import groupby
 
 from .results import Result
 
-__all__ = ["svg"]
-
 _LABEL_PX, _BAR_PX, _VALUE_PX = 210, 420, 60
 _ROW_PX, _HEAD_PX, _MARGIN_PX = 20, 44, 16
 _OURS, _OTHERS = "#1f6feb", "#8b949e"

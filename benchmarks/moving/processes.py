@@ -19,8 +19,6 @@ from kvferry.transports import RegionPairs
 
 from .contender import TIMEOUT_S, Contender, Reader, Setup
 
-__all__ = ["FailedError", "Running", "Timing"]
-
 _PR_SET_PDEATHSIG = 1
 
 _spawning = multiprocessing.get_context("spawn")

@@ -15,8 +15,6 @@ from kvferry.transports._copy import IS_COMPILED
 
 from .results import Result
 
-__all__ = ["json_lines", "machine", "table"]
-
 Machine = Mapping[str, object]
 
 

@@ -12,8 +12,6 @@ from .processes import Timing
 from .rounds import Measured
 from .shapes import Shape
 
-__all__ = ["Result", "results_of"]
-
 
 @dataclass(frozen=True)
 class Result:

@@ -16,8 +16,6 @@ from .contender import Contender
 from .processes import FailedError, Running, Timing
 from .shapes import Shape
 
-__all__ = ["MIN_ROUNDS", "Measured", "Progress", "measure"]
-
 #: So many rounds are counted whatever time they take; before them comes one that only warms up.
 MIN_ROUNDS = 3
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from kvferry.transports import RegionPairs
 
-__all__ = ["Shape", "shapes_of"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -18,8 +18,6 @@ from kvferry.transports import RegionPairs
 
 from .contender import TIMEOUT_S, Reader, Setup, pool_memory
 
-__all__ = ["SocketReader", "own_sockets"]
-
 #: Buffers a call; more gain nothing.
 _MAX_BUFFERS = 64
 

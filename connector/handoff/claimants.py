@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .messages import Claim, Release
 
-__all__ = ["Claimants", "Speaker"]
-
 #: A consumer: engine id, epoch, number of its ranks.
 _Consumer = tuple[str, int, int]
 

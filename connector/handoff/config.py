@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 from ...transports.errors import ConfigurationError
 
-__all__ = ["HandoffConfig"]
-
 
 @dataclass(frozen=True)
 class HandoffConfig:

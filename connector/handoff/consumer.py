@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 
 from ...transports.errors import (
-    ConnectorError,
-    ContentMismatchError,
     ForeignTransportError,
     KVTransferError,
     KVTransferStateError,
     ProtocolError,
-    StaleLeaseError,
     StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
 )
+from ..errors import ConnectorError, ContentMismatchError, StaleLeaseError
 from .config import HandoffConfig
 from .events import (
     Action,
@@ -45,8 +43,6 @@ from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 from .releases import Releases, is_of
 from .rounds import Rounds
-
-__all__ = ["ConsumerProtocol"]
 
 
 class ConsumerProtocol:

@@ -11,28 +11,6 @@ from ...transports.regions import Guard, RegionPairs
 from ..planning.layout import KVLayout
 from .messages import Message, Reserve
 
-__all__ = [
-    "Action",
-    "BlockTables",
-    "ClearGuard",
-    "Connect",
-    "Disconnect",
-    "GroupBlocks",
-    "Identity",
-    "LoadEnded",
-    "LocalBlocks",
-    "OfferCompleted",
-    "OfferEnded",
-    "PeerDiffers",
-    "PushEnded",
-    "RemoteOffer",
-    "Send",
-    "SetGuard",
-    "StartPush",
-    "StartRead",
-    "StartWrite",
-]
-
 #: Per group, block ids in the order of the request's tokens.
 BlockTables = tuple[tuple[int, ...], ...]
 

@@ -8,18 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...transports.errors import (
-    InvalidTransferParamsError,
-    KVTransferError,
-    ProtocolError,
-    RegionError,
-    StaleLeaseError,
-    TransferTimeoutError,
-)
+from ...transports.errors import KVTransferError, ProtocolError, RegionError, TransferTimeoutError
+from ..errors import InvalidTransferParamsError, StaleLeaseError
 from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer, StartPush
 from .messages import MAX_GROUP_BLOCKS, Grant, Progress
-
-__all__ = ["Load", "Loads", "Part", "PartKey", "PartState", "Verdict"]
 
 #: One rank's offer among all that there are: (address, epoch, lease).
 PartKey = tuple[str, int, int]

@@ -18,36 +18,6 @@ from ...transports.base import MAX_MESSAGE_BYTES
 from ...transports.errors import ProtocolError, VersionMismatchError
 from ..checks import MAX_TEXT_CHARS, Check, array, boolean, checked_fields, integer, integers, text
 
-__all__ = [
-    "MAX_EPOCH",
-    "MAX_GROUPS",
-    "MAX_GROUP_BLOCKS",
-    "MAX_HEARTBEAT_LEASES",
-    "MAX_LEASE",
-    "MAX_PUSH_REGIONS",
-    "MAX_RANKS",
-    "MAX_TEXT_CHARS",
-    "PROTOCOL_VERSION",
-    "Claim",
-    "ConsumerMessage",
-    "Deny",
-    "Grant",
-    "Heartbeat",
-    "Hello",
-    "Message",
-    "NotWritten",
-    "Parked",
-    "ProducerMessage",
-    "Progress",
-    "Release",
-    "Reserve",
-    "Revoke",
-    "Welcome",
-    "Written",
-    "decode",
-    "encode",
-]
-
 PROTOCOL_VERSION: Final = 5
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.

@@ -19,8 +19,6 @@ from .events import Action, Disconnect
 from .messages import ConsumerMessage, decode
 from .producer import ProducerProtocol
 
-__all__ = ["NodeProtocol"]
-
 
 class NodeProtocol:
     """A producer and a consumer that share a transport. Incoming peers are consumers, outgoing ones producers."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
-__all__ = ["GuardNumbers"]
-
 _HALF_BITS = 31
 _HALF = (1 << _HALF_BITS) - 1
 #: Four rounds make a permutation that cannot be told from a random one without the key (Luby and Rackoff, 1988).

@@ -16,8 +16,6 @@ from ..planning.reshard import GroupTables, ReshardPlanner
 from .events import BlockTables, GroupBlocks, LocalBlocks
 from .peers import PeerSession
 
-__all__ = ["NodePlanner", "NodePlanners", "RankPlan", "pair_blocks", "plan_for"]
-
 #: Producers whose planners are kept.
 _MAX_PLANNERS = 64
 

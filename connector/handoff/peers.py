@@ -13,8 +13,6 @@ from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
 from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, Heartbeat, Hello, Welcome
 
-__all__ = ["PeerSession", "Peers"]
-
 #: In place of a peer id: the runtime has not told it yet.
 _UNKNOWN = -1
 #: So many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of again.

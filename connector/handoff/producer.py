@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...transports.errors import KVTransferError, KVTransferStateError
+from ..checks import MAX_TEXT_CHARS
 from .claimants import Claimants, Speaker
 from .config import HandoffConfig
 from .events import (
@@ -21,7 +22,6 @@ from .events import (
     StartWrite,
 )
 from .messages import (
-    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Claim,
     ConsumerMessage,
@@ -37,9 +37,6 @@ from .messages import (
     Welcome,
 )
 from .writes import Writes, answer, refusal
-
-__all__ = ["ProducerProtocol"]
-
 
 #: What a parked claim hears in the time after which its consumer would give up.
 _WORDS_PER_CLAIM_TIMEOUT = 3

@@ -7,8 +7,6 @@ from .loads import Load, PartState
 from .messages import Claim, Release
 from .peers import Peers, PeerSession
 
-__all__ = ["Releases", "is_of"]
-
 
 class Releases:
     """Releases that are due, also those of loads that were over before their peer was ready.

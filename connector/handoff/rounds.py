@@ -12,8 +12,6 @@ from .messages import MAX_PUSH_REGIONS, Reserve
 from .numbers import GuardNumbers
 from .pairing import RankPlan
 
-__all__ = ["Rounds"]
-
 #: Added to the number of a reservation: it is never that of a lease, so that a word means one thing only.
 _ABOVE_LEASES = 1 << 62
 

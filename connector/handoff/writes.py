@@ -10,8 +10,6 @@ from ...transports.regions import Guard, RegionPairs
 from .events import Action, OfferEnded, Send, StartWrite
 from .messages import NotWritten, Reserve, Written
 
-__all__ = ["Writes", "answer", "refusal"]
-
 
 @dataclass
 class Writes:

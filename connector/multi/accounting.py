@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from ..base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from ..output import KVConnectorOutput
 
-__all__ = ["Ledger", "MultiHandshakeMetadata", "MultiMetadata", "OwedReports"]
-
 logger = logging.getLogger(__name__)
 
 _NOBODY: frozenset[str] = frozenset()

@@ -9,9 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ...transports._options import unknown_key
-from ...transports.errors import ConfigurationError, ConnectorError, KVTransferStateError
+from ...transports.errors import ConfigurationError, KVTransferStateError
 from ..base import KVConnectorBase, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
 from ..config import KVTransferConfig
+from ..errors import ConnectorError
 from ..factory import KVConnectorFactory
 from ..stats import KVConnectorStats
 from .accounting import Ledger, MultiHandshakeMetadata, MultiMetadata, OwedReports
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kv_cache_specs import KVCacheConfig
     from ..output import KVConnectorOutput
-
-__all__ = ["ChildOptions", "MultiConnector"]
 
 _OPTION = "connectors"
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...transports.errors import InvalidTransferParamsError
+from ..errors import InvalidTransferParamsError
 
 if TYPE_CHECKING:
     from ..base import ConnectorRequest, KVConnectorBase
-
-__all__ = ["SECTIONS", "ChildRequest", "join_params", "split_params"]
 
 #: Where each child's own params stand, by the child's name.
 SECTIONS = "connectors"

@@ -9,8 +9,6 @@ from typing import Final
 
 from ...transports.errors import IncompatiblePeerError
 
-__all__ = ["ADVISORY", "FIELD_ORDER", "advisory_differences", "digest", "require_compatible"]
-
 #: The order in which differences are told: what a person would mend first comes first.
 FIELD_ORDER: Final = (
     "protocol",

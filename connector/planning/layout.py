@@ -11,8 +11,6 @@ from ...transports.errors import ConfigurationError, ProtocolError
 from ..checks import Check, array, checked_fields, integer, integers, text
 from .slots import WHOLE, Shard, SlotArray
 
-__all__ = ["KVLayout", "LayerLayout", "layer_layout_of_view", "per_layer_layout", "uniform_layout"]
-
 # Limits of a layout that comes from a peer. Every offset inside an accepted one fits an int64.
 _MAX_BYTES = 2**60
 _MAX_BLOCKS = 2**31 - 1

@@ -16,8 +16,6 @@ from ...transports.errors import IncompatiblePeerError, RegionError
 from ...transports.regions import RegionPairs
 from .layout import KVLayout, LayerLayout
 
-__all__ = ["BlockPairs", "Planner", "RegionTable", "merged", "page_table", "plan", "repeated"]
-
 Int64Array = npt.NDArray[np.int64]
 
 #: One group's blocks, shape `(num_blocks, 2)`: local block id, remote block id.

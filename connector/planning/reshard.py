@@ -24,8 +24,6 @@ from .plan import RegionTable, merged, page_table, repeated
 from .slots import SlotArray
 from .sources import Share, choose_sources
 
-__all__ = ["GroupTables", "ReshardPlanner"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

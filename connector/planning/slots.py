@@ -13,8 +13,6 @@ from typing import Self
 from ...transports.errors import ProtocolError
 from ..checks import Check, checked_fields, integer, text
 
-__all__ = ["WHOLE", "Shard", "SlotArray", "slot_array_of_view"]
-
 _MAX_BYTES = 2**60
 _MAX_SHARES = 1 << 16
 _MAX_PARTS = 2

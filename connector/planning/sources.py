@@ -9,8 +9,6 @@ from ...transports.errors import IncompatiblePeerError
 from .layout import KVLayout, LayerLayout
 from .slots import Shard, SlotArray
 
-__all__ = ["Share", "choose_sources"]
-
 #: A rank of the producer, and what it keeps of a layer.
 _Candidate = tuple[int, LayerLayout]
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ...transports.errors import InvalidTransferParamsError
+from ..errors import InvalidTransferParamsError
 from .harness import UNIFORM, MakeNode, assert_whole, is_freed, load
 from .node import CacheShape, ModelFreeNode, Request
-
-__all__ = ["AbortPromises", "FailurePromises"]
 
 SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
 

@@ -7,8 +7,6 @@ from typing import ClassVar
 from ...transports.registry import register_transport
 from ..p2p import PeerToPeerConnector
 
-__all__ = ["FaultyConnector"]
-
 register_transport("delayed", "kvferry.transports.testing.delays:DelayedTransport")
 register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport")
 

@@ -12,8 +12,6 @@ from ..stats import COUNTERS
 from .harness import FOREIGN, PER_LAYER, UNIFORM, MakeNode, assert_whole, by_token, is_freed, load
 from .node import CacheShape, Request
 
-__all__ = ["DeliveryPromises", "FigurePromises"]
-
 
 class DeliveryPromises:
     """Every byte of a prompt, into the right blocks, whatever the two nodes look like."""

@@ -9,8 +9,6 @@ import torch
 
 from .node import CacheShape, ModelFreeNode, Request
 
-__all__ = ["FOREIGN", "PER_LAYER", "UNIFORM", "MakeNode", "assert_whole", "by_token", "is_freed", "load"]
-
 UNIFORM = CacheShape()
 PER_LAYER = replace(UNIFORM, layout="per-layer")
 FOREIGN = replace(UNIFORM, layout="foreign")

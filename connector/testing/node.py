@@ -19,8 +19,6 @@ from ..kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec,
 from ..output import KVConnectorOutput
 from ..stats import KVConnectorStats
 
-__all__ = ["CacheShape", "ModelFreeNode", "Request", "Step", "engine_config"]
-
 _POLL_S = 0.001
 
 

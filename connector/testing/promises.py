@@ -13,8 +13,6 @@ from ..factory import KVConnectorFactory
 from .harness import PER_LAYER, UNIFORM, MakeNode, assert_whole, by_token, is_freed, load
 from .node import CacheShape, Request, Step
 
-__all__ = ["ConnectorPromises"]
-
 
 class ConnectorPromises:
     """A prompt that one node computed is loaded by another: its bytes, once, and nothing else."""

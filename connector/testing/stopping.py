@@ -7,8 +7,6 @@ from typing import ClassVar
 from ...transports.registry import register_transport
 from ..p2p import PeerToPeerConnector
 
-__all__ = ["StoppingConnector"]
-
 register_transport("stopping", "kvferry.transports.testing.stopping:StoppingTransport")
 
 

@@ -14,8 +14,6 @@ from .harness import UNIFORM, MakeNode
 from .node import CacheShape, ModelFreeNode, engine_config
 from .promises import ConnectorPromises
 
-__all__ = ["ConnectorConformance", "HandoffConformance"]
-
 
 class ConnectorConformance(ConnectorPromises):
     """What any connector owes. A backend overrides `transfer`."""

@@ -28,8 +28,6 @@ from .worker import WorkerSide
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KvferryConnector"]
-
 if not hasattr(KVConnectorBase_V1, "on_new_request"):
     raise ImportError("KVConnectorBase_V1 has no on_new_request")
 

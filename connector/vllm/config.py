@@ -29,8 +29,6 @@ from .identity import model_name
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostOptions", "engine_config", "host_fields", "kv_cache_config", "require_whole_caches"]
-
 #: vLLM's way of spreading one request over ranks that this connector cannot serve.
 _UNSUPPORTED_SIZES = (
     "pipeline_parallel_size",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelIdentity
+from ..digest_cache import DigestCache
 from ..model_identity import (
     WEIGHT_PATTERNS,
-    DigestCache,
     chat_template_digest,
     configuration_digest,
     find_weight_files,
@@ -18,8 +18,6 @@ from ..model_identity import (
     tokenizer_digest,
     weights_digest,
 )
-
-__all__ = ["model_identity", "model_name"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,6 @@ import os
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["adapter_identity"]
-
 #: What an adapter's folder has of an adapter; what else lies there does not change an answer.
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 

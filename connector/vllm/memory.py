@@ -12,8 +12,6 @@ from ...transports.errors import KVTransferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PoolPlacement"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ..handoff.events import LocalBlocks
 from ..metadata import HandoffMetadata, WorkerAddress
 
-__all__ = ["RefusedLoad", "StepMetadata", "WorkerHandshake"]
-
 
 @dataclass(frozen=True)
 class RefusedLoad:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ...transports.errors import ConnectorError, KVTransferError
+from ...transports.errors import KVTransferError
+from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
 from ..params import TransferWish, parse_transfer_params
@@ -18,8 +19,6 @@ from .sharing import SharedOffers
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SchedulerSide"]
 
 logger = logging.getLogger(__name__)
 

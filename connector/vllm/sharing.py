@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ..params import TransferWish
 
-__all__ = ["SharedOffers"]
-
 #: What an offer is known by: engine id, epoch, request id and lease number.
 _OfferName = tuple[str, int, str, int]
 

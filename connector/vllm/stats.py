@@ -14,8 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from ..stats import COUNTERS, KVConnectorStats, TransferRecord
 
-__all__ = ["KvferryPromMetrics", "KvferryStats"]
-
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(4**exponent) for exponent in range(7, 19))  # 16 KiB to 64 GiB
 _REGIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 30000.0)

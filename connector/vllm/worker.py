@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...transports.errors import ConnectorError
+from ..errors import ConnectorError
 from ..metadata import HandoffMetadata
 from ..worker_half import HandoffWorker
 from .config import host_fields, require_whole_caches
@@ -19,8 +19,6 @@ from .stats import KvferryStats
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Finished", "WorkerSide"]
 
 logger = logging.getLogger(__name__)
 

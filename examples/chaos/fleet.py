@@ -13,8 +13,6 @@ from demo.launcher import Spawn
 from .places import Place, reserved_port
 from .schedule import Fault, Kind
 
-__all__ = ["Fleet"]
-
 START_TIMEOUT_S = 110.0
 #: Deadlines such that a pause may outlast each of them, or none.
 TIMING = {

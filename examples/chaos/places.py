@@ -13,8 +13,6 @@ from typing import Self
 
 from demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
 
-__all__ = ["Holdings", "Place", "reserved_port"]
-
 #: A node ends within this after SIGTERM: what it lets its requests and its engine have, and a busy machine's share.
 END_TIMEOUT_S = 30.0
 #: Two routers ask a node for its health.

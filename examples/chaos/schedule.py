@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Fault", "Kind", "schedule", "timeline"]
-
 Act = Callable[["Fault"], None]
 
 #: `kill` and `terminate` (SIGKILL and SIGTERM; started again where it was), `pause` (SIGSTOP), `cut` (it cannot be connected to).

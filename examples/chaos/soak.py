@@ -18,8 +18,6 @@ from .schedule import Fault, schedule, timeline
 from .traffic import Ask, Outcome, Traffic, draw_asks
 from .verdict import confessions, objections
 
-__all__ = ["Report", "Soak"]
-
 NUM_CLIENTS = 5
 MAX_PROMPT_TOKENS = 1200
 #: After the last fault, for whatever has to come back.

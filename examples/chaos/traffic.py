@@ -12,8 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["DEADLINE_S", "Answer", "Ask", "Ending", "Outcome", "Traffic", "draw_asks"]
-
 #: Every request has ended by then.
 DEADLINE_S = 60.0
 #: Between two requests of a client, and between two attempts to connect to a router that is not there.

@@ -10,8 +10,6 @@ from demo.near_tie import AskAlone, compare
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
 
-__all__ = ["confessions", "objections"]
-
 #: A router that was told to end breaks its last connections by then.
 _FAREWELL_S = 5.0
 #: Why a request may be refused: no node is there, one was lost in the middle of its answer, or the router ends.

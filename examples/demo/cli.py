@@ -11,8 +11,6 @@ from pathlib import Path
 from node.options import DEFAULT_CONNECTOR, add_option, words_of
 from web.serving import StartupError
 
-__all__ = ["DemoOptions", "parse_arguments"]
-
 #: Enough for some prompts, and at once there.
 DEFAULT_NUM_BLOCKS = 512
 DEFAULT_PROMPTS = (

@@ -10,8 +10,6 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["Answer", "ask"]
-
 OnText = Callable[[str], None]
 
 

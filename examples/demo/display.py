@@ -8,8 +8,6 @@ from typing import Protocol
 from .client import Answer
 from .report import shortened
 
-__all__ = ["Display", "Silent", "Streaming", "Whole", "say"]
-
 MAX_PROMPT_CHARS = 100
 
 

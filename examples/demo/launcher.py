@@ -21,8 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
-__all__ = ["Child", "LaunchError", "LaunchedProcess", "Launcher", "Spawn"]
-
 EXAMPLES = Path(__file__).resolve().parent.parent
 #: Between the polite signal and the other one.
 STOP_GRACE_S = 5.0

@@ -7,8 +7,6 @@ import time
 
 import numpy as np
 
-__all__ = ["memcpy_gb_per_s"]
-
 #: Larger than caches, so that each copy reads and writes memory, as a transfer does.
 ARENA_BYTES = 192 << 20
 NUM_SAMPLES = 7

@@ -11,16 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "AskAlone",
-    "Comparison",
-    "Difference",
-    "Expectation",
-    "assert_same_answer",
-    "compare",
-    "tolerance_of",
-]
-
 #: dtype → below which difference two logits are a near-tie. Measured by how much the difference of the two largest logits
 #: changes between a prompt that is computed alone, in chunks, and beside others: in float32 up to 1.8e-5 on tiny random
 #: models and 2.5e-5 on SmolLM2-135M; in bfloat16 up to 0.09 and 0.25, which is one step of that type at SmolLM2's logits of

@@ -22,8 +22,6 @@ from typing import Any, Self
 
 from .launcher import EXAMPLES
 
-__all__ = ["Nursery"]
-
 #: For how long a nursery may take to import what it keeps ready, on a busy machine.
 ANSWER_TIMEOUT_S = 100.0
 MAX_ORDER_BYTES = 64 << 10

@@ -13,8 +13,6 @@ from .client import Answer
 from .memcpy import memcpy_gb_per_s
 from .near_tie import Comparison
 
-__all__ = ["RequestReport", "format_table", "report_of", "write_json"]
-
 MAX_PROMPT_CHARS = 24
 
 

@@ -24,8 +24,6 @@ from .near_tie import Comparison, compare, tolerance_of
 from .report import MAX_PROMPT_CHARS, format_table, report_of, shortened, write_json
 from .testing import Client, ask_alone
 
-__all__ = ["main"]
-
 #: A process that says that it fails ends within this time.
 DYING_S = 10.0
 WARM_UP_PROMPT = (

@@ -15,17 +15,6 @@ from typing import Any
 from .launcher import LaunchedProcess
 from .near_tie import AskAlone, Expectation, assert_same_answer
 
-__all__ = [
-    "DO_REMOTE_DECODE",
-    "Client",
-    "Reply",
-    "ask_alone",
-    "assert_answers_like",
-    "children_of",
-    "is_stopped",
-    "wait_until",
-]
-
 #: What a router asks a prefill node for.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
 #: No answer of a test takes longer; without it a hung node would hang the tests.

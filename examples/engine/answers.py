@@ -10,8 +10,6 @@ from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
 from .request import Request
 from .types import FinishReason, GenerationRequest, NextToken, RequestMetrics, RequestOutput
 
-__all__ = ["Answer", "failed_answer"]
-
 
 class Answer:
     """The answer to one request.

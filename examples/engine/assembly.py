@@ -33,8 +33,6 @@ from .scheduler import Scheduler
 from .settings import EngineSettings
 from .weights import ModelDescription, describe_model, load_model, model_folder
 
-__all__ = ["Parts", "assemble"]
-
 
 @dataclass(frozen=True)
 class Parts:

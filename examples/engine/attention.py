@@ -19,8 +19,6 @@ from kvferry.runner_mixin.forward_context import get_forward_context
 from kvferry.runner_mixin.hooks import maybe_transfer_kv_layer
 from kvferry.transports.errors import ConfigurationError
 
-__all__ = ["IMPLEMENTATION", "PagedLayer", "attention_layers"]
-
 #: The name under which transformers knows it.
 IMPLEMENTATION = "kvferry_paged"
 

@@ -14,8 +14,6 @@ from kvferry.runner_mixin.attention.metadata import StepBatch, compute_slot_mapp
 from .sampling import TokenSampler
 from .step import ScheduledRequest, StepPlan
 
-__all__ = ["InputBatch", "StepInputs"]
-
 
 @dataclass(frozen=True)
 class StepInputs:

@@ -33,8 +33,6 @@ from .step import StepOutcome, StepPlan
 from .transfers import RankRecords
 from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams, TransferHealth
 
-__all__ = ["EngineCore"]
-
 logger = logging.getLogger(__name__)
 
 #: Requests that may fail alone, one after the other, without a step that succeeds in between. More of them are taken

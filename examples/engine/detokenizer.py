@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["IncrementalDetokenizer", "StopMatcher", "TokenDecoder"]
-
 #: Prompt tokens decoded along with the answer: some tokenizers write a token differently at the start of a text.
 _NUM_CONTEXT_TOKENS = 6
 _REPLACEMENT = "\ufffd"

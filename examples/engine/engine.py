@@ -14,15 +14,13 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from kvferry.transports.errors import ConnectorError
+from kvferry.connector.errors import ConnectorError
 
 from .answers import failed_answer
 from .core import EngineCore
 from .errors import EngineDeadError, InvalidRequestError, reason_of
 from .settings import EngineSettings
 from .types import EngineStats, GenerationRequest, RequestOutput
-
-__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,6 @@ from __future__ import annotations
 
 from kvferry.connector.output import KVConnectorOutput
 
-__all__ = [
-    "EngineDeadError",
-    "EngineError",
-    "InvalidRequestError",
-    "PromptTooLongError",
-    "RequestFailedError",
-    "StepFailedError",
-    "reason_of",
-]
-
 
 class EngineError(Exception):
     """Root of the engine's own errors."""

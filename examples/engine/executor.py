@@ -32,8 +32,6 @@ from .settings import Layout
 from .step import StepPlan
 from .types import TransferHealth
 
-__all__ = ["Executor", "SingleProcessExecutor", "own_transfer_health", "start_runner"]
-
 
 class Executor(Protocol):
     """Runs the model over its pool, with the worker halves of the connector. One thread calls it."""

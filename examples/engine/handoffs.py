@@ -13,8 +13,6 @@ from kvferry.connector.output import KVConnectorOutput
 from .errors import EngineDeadError, reason_of
 from .request import Request
 
-__all__ = ["EndedLoads", "Handoffs"]
-
 logger = logging.getLogger(__name__)
 
 

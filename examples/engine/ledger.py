@@ -7,8 +7,6 @@ from collections import Counter
 from .request import Request
 from .types import EngineTotals, FinishReason, TransferRecord
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """Counters that only grow."""

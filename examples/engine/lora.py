@@ -24,8 +24,6 @@ from kvferry.transports.errors import ConfigurationError
 
 from .step import StepPlan
 
-__all__ = ["adapters_identity", "install_adapters", "set_step_adapters"]
-
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"

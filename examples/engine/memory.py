@@ -24,8 +24,6 @@ from kvferry.runner_mixin.kv_cache.memory_check import (
 from kvferry.runner_mixin.kv_caches import get_kv_cache_spec, resolve_kv_cache_dtype
 from kvferry.runner_mixin.memory import MemorySnapshot, request_memory
 
-__all__ = ["plan_pool"]
-
 logger = logging.getLogger(__name__)
 
 #: A prompt and an answer of one token each.

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-__all__ = ["quiet_loading"]
-
 # tqdm watches over slow bars with a thread that never ends; ours move often enough.
 tqdm.monitor_interval = 0
 

@@ -14,8 +14,6 @@ from .errors import InvalidRequestError
 from .step import StepPlan
 from .types import GenerationRequest, PromptItem
 
-__all__ = ["check_items", "embed_step"]
-
 _ELEMENT_BYTES = 4
 
 

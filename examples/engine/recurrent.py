@@ -28,14 +28,6 @@ from kvferry.transports.errors import ConfigurationError
 from .errors import InvalidRequestError
 from .types import GenerationRequest
 
-__all__ = [
-    "RECURRENT_KINDS",
-    "RecurrentLayer",
-    "find_mixers",
-    "recurrent_layers",
-    "without_last_prompt_token",
-]
-
 #: Kinds of layers, as transformers calls them, that keep a state: instead of a cache, or beside one.
 RECURRENT_KINDS = frozenset({"linear_attention", "hybrid"})
 

@@ -12,8 +12,6 @@ from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeatur
 
 from .types import FinishReason, GenerationRequest, PromptItem, TransferRecord
 
-__all__ = ["BlockHasher", "Request", "RequestFigures", "RequestStatus"]
-
 BlockHasher = Callable[["Request"], list[BlockHash]]
 
 

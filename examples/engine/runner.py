@@ -29,8 +29,6 @@ from .sampling import same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
 
-__all__ = ["ModelRunner"]
-
 
 class ModelRunner(KVConnectorModelRunnerMixin):
     """Runs the model over the pool.

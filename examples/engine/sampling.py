@@ -11,8 +11,6 @@ import torch
 
 from .types import SamplingParams
 
-__all__ = ["TokenSampler", "same_numbers_after_failure", "sample", "top_logits"]
-
 
 class TokenSampler:
     """How one request draws its tokens: its parameters and its own stream of random numbers.

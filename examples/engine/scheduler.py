@@ -21,18 +21,16 @@ from typing import Any
 
 from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.config import EngineConfig
+from kvferry.connector.errors import ConnectorError
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache.kv_cache_manager import KVCacheManager
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
-from kvferry.transports.errors import ConnectorError
 
 from .errors import RequestFailedError, reason_of
 from .handoffs import Handoffs
 from .request import Request, RequestStatus
 from .step import ScheduledRequest, StepDraft, StepOutcome, StepPlan
 from .types import FinishReason
-
-__all__ = ["Scheduler"]
 
 logger = logging.getLogger(__name__)
 

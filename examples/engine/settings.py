@@ -9,8 +9,6 @@ from typing import Literal, get_args
 from kvferry.connector.config import KVTransferConfig, PageOrder
 from kvferry.transports.errors import ConfigurationError
 
-__all__ = ["DEFAULT_MODEL", "DTYPES", "EngineSettings", "Layout"]
-
 #: The model that comes from the package index rather than from a folder.
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

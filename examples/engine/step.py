@@ -10,8 +10,6 @@ from kvferry.connector.base import KVConnectorMetadata
 
 from .request import Request
 
-__all__ = ["ScheduledRequest", "StepDraft", "StepOutcome", "StepPlan"]
-
 
 @dataclass(frozen=True)
 class ScheduledRequest:

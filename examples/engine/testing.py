@@ -13,8 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from .progress import quiet_loading
 
-__all__ = ["FAMILIES", "RECURRENT_FAMILIES", "generate_greedily", "scale_tensor", "write_tiny_model"]
-
 _EOS = "<eos>"
 _COMMON = {
     "vocab_size": 257,

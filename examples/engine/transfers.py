@@ -10,8 +10,6 @@ from kvferry.connector.stats import TransferRecord as RankRecord
 
 from .types import TransferRecord
 
-__all__ = ["RankRecords"]
-
 #: Loads whose end is still to come; more are a connector's that records what it never ends.
 MAX_OPEN_LOADS = 1024
 

@@ -8,20 +8,6 @@ from typing import Any, Literal
 
 from .errors import InvalidRequestError
 
-__all__ = [
-    "EngineStats",
-    "EngineTotals",
-    "FinishReason",
-    "GenerationRequest",
-    "NextToken",
-    "PromptItem",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "TransferHealth",
-    "TransferRecord",
-]
-
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -28,8 +28,6 @@ from .default_model import default_model_folder
 from .progress import quiet_loading
 from .settings import DEFAULT_MODEL
 
-__all__ = ["ModelDescription", "describe_model", "load_model", "model_folder", "model_identity"]
-
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 

@@ -16,7 +16,7 @@ from aiohttp import ClientConnectionResetError, web
 from engine.engine import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.types import GenerationRequest, RequestOutput
-from kvferry.transports.errors import ConnectorError
+from kvferry.connector.errors import ConnectorError
 from web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from web.json_body import MAX_BODY_BYTES, read_json
 
@@ -32,8 +32,6 @@ from .replies import (
     failure,
     transfer_outcome,
 )
-
-__all__ = ["NodeServer"]
 
 #: What a client may put into `X-Request-Id`; longer ones are cut.
 MAX_REQUEST_ID_CHARS = 128

@@ -17,8 +17,6 @@ from web.serving import StartupError, add_serving_arguments, limits_of
 
 from .options import DEFAULT_CONNECTOR, add_option
 
-__all__ = ["NodeOptions", "parse_arguments"]
-
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
 #: Where each kind of node listens unless it is told; a node of its own takes the router's port, since it does its work.

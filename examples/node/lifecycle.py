@@ -27,8 +27,6 @@ from web.serving import (
 from .app import NodeServer
 from .cli import NodeOptions
 
-__all__ = ["serve"]
-
 logger = logging.getLogger(__name__)
 
 #: Between two looks whether there is still something to finish.

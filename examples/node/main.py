@@ -10,8 +10,6 @@ from web.serving import BrokenError, StartupError, bind, exit_status_of, set_up_
 
 from .cli import parse_arguments
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is told to stop.

@@ -11,8 +11,6 @@ from prometheus_client.registry import Collector
 
 from engine.types import EngineStats, RequestMetrics
 
-__all__ = ["NodeMetrics"]
-
 #: Metric → field (of `EngineStats`, for counters of its `totals`) and help text.
 GAUGES = {
     "kvferry_waiting_requests": ("num_waiting", "Requests that have no blocks yet"),

@@ -17,8 +17,6 @@ from web.fields import Fields
 
 from .prompt_items import parse_items
 
-__all__ = ["ChatPrompt", "ClientRequest", "Message", "parse_chat", "parse_completion"]
-
 #: OpenAI's default for completions; a chat answers as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
 UNLIMITED_TOKENS = 1 << 30

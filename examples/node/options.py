@@ -9,8 +9,6 @@ from typing import Any, get_args
 from engine.settings import DEFAULT_MODEL, DTYPES, Layout
 from kvferry.connector.config import PageOrder
 
-__all__ = ["DEFAULT_CONNECTOR", "add_option", "words_of"]
-
 DEFAULT_CONNECTOR = "shm"
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -15,8 +15,6 @@ from typing import Any
 from engine.types import PromptItem
 from web.errors import ApiError, bad_request
 
-__all__ = ["parse_items"]
-
 _FIELD = "prompt_items"
 _KEYS = frozenset({"offset", "length", "vectors", "is_embed"})
 

@@ -15,8 +15,6 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SizeBound", "size_bound_of"]
-
 #: Unicode's normal forms, and lower case, turn at most this many bytes into one, counted over any whole text.
 _MOST_BYTES_INTO_ONE = 4.0
 _RESHAPING = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})

@@ -20,8 +20,6 @@ from web.serving import SHUTDOWN_DEADLINE_S, leave_now
 from .openai_request import ChatPrompt
 from .prompt_sizes import size_bound_of
 
-__all__ = ["PromptReader"]
-
 #: Prompts of up to this many characters are tokenized where they come: that takes a millisecond or two, and a thread's turn longer.
 SHORT_CHARS = 4096
 #: What a message of a chat counts beside its text, for the template's work.

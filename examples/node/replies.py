@@ -16,16 +16,6 @@ from typing import Any
 from engine.types import RequestMetrics, RequestOutput
 from web.errors import ApiError
 
-__all__ = [
-    "TRANSFER_HEADER",
-    "ChatWording",
-    "CompletionWording",
-    "Envelope",
-    "Wording",
-    "failure",
-    "transfer_outcome",
-]
-
 #: What became of the KV cache that another node offered, for routers: they need not read the answer to count it.
 TRANSFER_HEADER = "X-KV-Transfer"
 

@@ -18,13 +18,12 @@ from web.errors import ApiError, error_middleware
 from web.json_body import MAX_BODY_BYTES, read_json
 
 from .handoffs import Handoff, Handoffs
+from .health import NodeState
 from .metrics import RouterMetrics
-from .nodes import Node, NodeGoneError, NodePool, NodeState, NoNodeError, Tried
+from .nodes import Node, NodeGoneError, NodePool, NoNodeError, Tried
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
 from .stages import Call, check_body, decode_body, open_answer
-
-__all__ = ["DecodeAlone", "Router", "kept_alive_socket"]
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ import aiohttp
 from .health import reason_of
 from .stages import Call, Offer, is_stream, object_of
 
-__all__ = ["RESULTS", "Handoff", "Handoffs", "Pair", "Result"]
-
 logger = logging.getLogger(__name__)
 
 #: What became of an offer. `loaded`, `failed` and `none` (nothing had to be loaded) is what the decode node says;

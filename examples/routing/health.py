@@ -10,8 +10,6 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["Health", "NodeState", "ask_health", "reason_of"]
-
 #: A longer body of `/health` is not read further.
 MAX_HEALTH_BYTES = 64 << 10
 #: The router's own want of descriptors or memory says nothing about the node.

@@ -29,8 +29,6 @@ from web.serving import (
 from .app import DecodeAlone, Router
 from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 
-__all__ = ["main"]
-
 DEFAULT_PORT = 8000
 #: A client's connection, and one to a node of either role.
 DESCRIPTORS_EACH = 3

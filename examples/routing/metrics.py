@@ -10,9 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .handoffs import RESULTS, Handoffs
-from .nodes import Node, NodeState
-
-__all__ = ["RouterMetrics"]
+from .health import NodeState
+from .nodes import Node
 
 
 class RouterMetrics:

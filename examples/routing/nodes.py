@@ -19,8 +19,6 @@ from web.errors import ApiError
 
 from .health import Health, NodeState, ask_health, reason_of
 
-__all__ = ["NoNodeError", "Node", "NodeGoneError", "NodePool", "NodeState", "Role"]
-
 logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]

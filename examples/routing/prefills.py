@@ -18,8 +18,6 @@ from .metrics import RouterMetrics
 from .nodes import Node, NodeGoneError, NodePool, Tried
 from .stages import Call, Offer, is_stream, open_prefill, params_of, prefill_body
 
-__all__ = ["OverlappedPrefill", "Prefill", "WholePrefill"]
-
 logger = logging.getLogger(__name__)
 
 #: An event of a prefill is its offer, which names a block for each few tokens of the prompt.

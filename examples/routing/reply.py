@@ -14,8 +14,6 @@ from web.errors import ApiError
 from .nodes import Node, NodeGoneError
 from .stages import is_stream
 
-__all__ = ["Reply"]
-
 #: Of a node's headers, those that are meant for the client.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
 #: The end of a stream that is kept: its last events, which say how the cache came.

@@ -16,20 +16,6 @@ from web.fields import Fields
 
 from .nodes import Node, NodeGoneError
 
-__all__ = [
-    "Call",
-    "Offer",
-    "UpstreamAnswer",
-    "check_body",
-    "decode_body",
-    "is_stream",
-    "object_of",
-    "open_answer",
-    "open_prefill",
-    "params_of",
-    "prefill_body",
-]
-
 #: What a prefill node is asked for. vLLM's nodes want the other keys to be there.
 DO_REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,

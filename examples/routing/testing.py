@@ -13,9 +13,8 @@ from aiohttp.typedefs import Handler
 from web.errors import error_middleware
 
 from .app import DecodeAlone, Router
-from .nodes import NodePool, NodeState
-
-__all__ = ["PlayedNode", "routed", "serving"]
+from .health import NodeState
+from .nodes import NodePool
 
 #: The first health check of a played node ends sooner.
 DEADLINE_S = 10.0

@@ -11,8 +11,6 @@ from typing import Any
 
 from demo.launcher import LaunchedProcess, Launcher, LaunchError
 
-__all__ = ["KVFERRY", "start_vllm"]
-
 #: How vLLM is told of kvferry; options of the connector are added.
 KVFERRY: Mapping[str, Any] = {
     "kv_connector": "KvferryConnector",

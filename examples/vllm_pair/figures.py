@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Transfers", "read_transfers"]
-
 
 @dataclass(frozen=True)
 class Transfers:

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TextIO
 
-__all__ = ["Host", "obey"]
-
 
 class Host(Protocol):
     """An engine. Its public methods are the orders: keyword arguments in, a JSON object out."""

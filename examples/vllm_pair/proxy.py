@@ -16,8 +16,6 @@ from aiohttp import web
 
 from web.errors import bad_request, error_middleware
 
-__all__ = ["proxy_application"]
-
 ASK_TO_OFFER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

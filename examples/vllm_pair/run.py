@@ -30,8 +30,6 @@ from .cluster import KVFERRY, start_vllm
 from .figures import Transfers, read_transfers
 from .proxy import proxy_application
 
-__all__ = ["NODE_ARGUMENTS", "TELL_LOGITS", "in_front_of", "main", "top_logits"]
-
 STORY = (
     "A short history of the lighthouse: long before there were maps of the coast, people lit fires on hills so that "
     "ships would find their way home at night. Then came towers of stone, and in them"

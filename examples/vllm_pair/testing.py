@@ -15,8 +15,6 @@ from typing import Any
 
 from demo.launcher import Spawn
 
-__all__ = ["Answer", "Node"]
-
 #: An engine takes half a minute to start on two idle cores.
 START_S = 240.0
 #: Ranks of one engine wait for each other by spinning: on cores that others use too, a token can take seconds.

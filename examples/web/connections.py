@@ -20,8 +20,6 @@ from aiohttp.typedefs import Handler
 
 from .errors import unavailable
 
-__all__ = ["ConnectionLimits", "GuardedRunner"]
-
 #: More connections than this are never of use, whatever the limit of open files.
 MOST_CONNECTIONS = 4096
 #: A connection that is refused may take so long to read why.

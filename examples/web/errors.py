@@ -8,8 +8,6 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
-__all__ = ["ApiError", "bad_request", "error_middleware", "unavailable"]
-
 logger = logging.getLogger(__name__)
 
 #: After these the rest of what the client sends may be anything: its connection is closed.

@@ -8,8 +8,6 @@ from typing import Any
 
 from .errors import ApiError, bad_request
 
-__all__ = ["Fields"]
-
 
 class Fields:
     """The fields of a JSON object. An absent field and `null` both mean the default.

@@ -11,8 +11,6 @@ from aiohttp import web
 
 from .errors import ApiError, bad_request
 
-__all__ = ["BODY_TIMEOUT", "MAX_BODY_BYTES", "parse_json", "read_json"]
-
 MAX_BODY_BYTES = 8 << 20
 #: Where an application keeps how long a body may take, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout_s", float)

@@ -13,8 +13,6 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["LauncherLink", "Link", "NoLauncher", "open_link"]
-
 
 class Link(Protocol):
     """What a process may do with its launcher."""

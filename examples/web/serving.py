@@ -21,22 +21,6 @@ from .connections import MOST_CONNECTIONS, ConnectionLimits, GuardedRunner
 from .json_body import BODY_TIMEOUT
 from .launcher_link import Link
 
-__all__ = [
-    "EXIT_BAD_START",
-    "EXIT_BROKEN",
-    "BrokenError",
-    "StartupError",
-    "StopRequest",
-    "add_serving_arguments",
-    "bind",
-    "exit_status_of",
-    "leave_now",
-    "limits_of",
-    "say",
-    "serving",
-    "set_up_logging",
-]
-
 #: Exit status of a process that cannot go on and should be started again.
 EXIT_BROKEN = 1
 #: Exit status of a process that could not start because of how it was asked to.

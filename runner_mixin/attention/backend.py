@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from ...connector.kv_cache_specs import KVCacheSpec
     from .metadata import AttentionMetadata, CommonAttentionMetadata
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionGroup",
-    "AttentionParams",
-    "LookBack",
-    "MetadataBuilder",
-    "MultipleOf",
-]
-
 
 @dataclass(frozen=True)
 class MultipleOf:

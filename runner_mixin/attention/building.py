@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .backend import MetadataBuilder
 
-__all__ = ["build_attn_metadata"]
-
 
 def build_attn_metadata(
     metadata_builders: Sequence[MetadataBuilder],

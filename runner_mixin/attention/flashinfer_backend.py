@@ -24,8 +24,6 @@ from .paged import write_kv_to_slots
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["FlashInferBackend", "FlashInferMetadata", "FlashInferMetadataBuilder"]
-
 #: What FlashInfer's documentation recommends for its partial results.
 _WORKSPACE_BYTES = 128 << 20
 _DTYPES = (torch.float16, torch.bfloat16)

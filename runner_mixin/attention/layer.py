@@ -11,8 +11,6 @@ from .backend import AttentionBackend, AttentionParams
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionLayer"]
-
 
 class AttentionLayer:
     """Write this step's keys and values, attend to the request's cache, with the connector's hooks around.

@@ -11,13 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = [
-    "AttentionMetadata",
-    "CommonAttentionMetadata",
-    "StepBatch",
-    "compute_slot_mapping",
-]
-
 
 @dataclass(frozen=True)
 class StepBatch:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .backend import AttentionParams, LookBack
     from .metadata import CommonAttentionMetadata
 
-__all__ = ["Tile", "attend", "attend_tile", "make_tiles", "write_kv_to_slots"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ...connector.config import PageOrder
 
-__all__ = ["attention_backend_names", "register_attention_backend", "select_attention_backend"]
-
 #: Name → `module:class`, best first. Loaded when asked for.
 _BACKENDS = {
     "FLASHINFER": "kvferry.runner_mixin.attention.flashinfer_backend:FlashInferBackend",

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 
     from ...connector.config import PageOrder
 
-__all__ = [
-    "TorchAttentionBackend",
-    "TorchAttentionMetadata",
-    "TorchHeadsFirstBackend",
-    "TorchMetadataBuilder",
-]
-
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata(AttentionMetadata):

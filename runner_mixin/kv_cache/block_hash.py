@@ -12,24 +12,6 @@ from typing import NewType, Protocol
 
 import msgpack
 
-__all__ = [
-    "BlockHash",
-    "BlockHashWithGroupId",
-    "HashFunction",
-    "HashableRequest",
-    "MultiModalFeature",
-    "generate_block_hash_extra_keys",
-    "get_block_hash",
-    "get_group_id",
-    "get_request_block_hasher",
-    "hash_block_tokens",
-    "init_none_hash",
-    "make_block_hash_with_group_id",
-    "need_extra_keys",
-    "none_hash",
-    "sha256",
-]
-
 logger = logging.getLogger(__name__)
 
 BlockHash = NewType("BlockHash", bytes)

@@ -8,8 +8,6 @@ from ...transports.errors import KVTransferStateError
 from .block_hash import BlockHash, BlockHashWithGroupId, make_block_hash_with_group_id
 from .free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Reference-counted blocks, and the prefix cache over them.

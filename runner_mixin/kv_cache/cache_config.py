@@ -25,8 +25,6 @@ from .grouping import (
     pool_page_sizes,
 )
 
-__all__ = ["get_kv_cache_config", "get_max_concurrency_for_kv_cache_config", "unify_kv_cache_configs"]
-
 logger = logging.getLogger(__name__)
 
 

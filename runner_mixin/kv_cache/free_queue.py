@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from ...transports.errors import KVTransferStateError
 from .block_hash import BlockHashWithGroupId
 
-__all__ = ["FreeKVCacheBlockQueue", "KVCacheBlock"]
-
 
 @dataclass(eq=False, slots=True)
 class KVCacheBlock:

@@ -19,15 +19,6 @@ from .block_hash import BlockHash
 from .block_pool import BlockPool
 from .free_queue import KVCacheBlock
 
-__all__ = [
-    "ChunkedLocalAttentionManager",
-    "FullAttentionManager",
-    "GroupManager",
-    "MambaManager",
-    "SlidingWindowManager",
-    "make_group_manager",
-]
-
 IsUsable = Callable[[int], bool]
 """Whether the block at an index of a table holds what it should."""
 

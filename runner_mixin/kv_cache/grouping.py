@@ -17,20 +17,6 @@ from ...connector.kv_cache_specs import (
 )
 from ...transports.errors import ConfigurationError
 
-__all__ = [
-    "create_kv_cache_group_specs",
-    "get_kv_cache_groups",
-    "get_num_blocks",
-    "get_uniform_page_size",
-    "is_kv_cache_page_size_uniform",
-    "is_kv_cache_type_attention_free",
-    "is_kv_cache_type_uniform",
-    "num_blocks_per_request",
-    "padding_share",
-    "pool_page_sizes",
-    "unify_hybrid_kv_cache_specs",
-]
-
 logger = logging.getLogger(__name__)
 
 LayerSpecs = Mapping[str, KVCacheSpec]

@@ -26,8 +26,6 @@ from .free_queue import KVCacheBlock
 from .group_managers import GroupManager, IsUsable, make_group_manager
 from .metrics import PrefixCacheStats, PrefixCachingMetrics
 
-__all__ = ["KVCacheBlocks", "KVCacheManager", "KVCacheRequest"]
-
 
 class KVCacheRequest(Protocol):
     """What the manager reads of an engine's request. It changes nothing of it."""

@@ -10,8 +10,6 @@ from ...connector.kv_cache_specs import KVCacheSpec
 from ...transports.errors import ConfigurationError
 from .grouping import LayerSpecs, get_kv_cache_groups, num_blocks_per_request, pool_page_sizes
 
-__all__ = ["check_enough_kv_cache_memory", "estimate_max_model_len", "max_memory_usage_bytes"]
-
 _GIB = 2**30
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["PrefixCacheStats", "PrefixCachingMetrics"]
-
 
 @dataclass(frozen=True)
 class PrefixCacheStats:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector import KVConnectorOutput, KVConnectorRole, MultiConnector
+from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
 from kvferry.connector.multi.accounting import Ledger, OwedReports
 from kvferry.connector.testing import (
     CacheShape,
@@ -22,7 +23,7 @@ from kvferry.connector.testing import (
     engine_config,
     load,
 )
-from kvferry.transports.errors import ConfigurationError, ConnectorError, InvalidTransferParamsError
+from kvferry.transports.errors import ConfigurationError
 
 SHM, ZEROMQ = {"kv_connector": "shm"}, {"kv_connector": "zeromq"}
 SHORT_LEASE = {"lease_s": 0.3, "heartbeat_s": 0.05}

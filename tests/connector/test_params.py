@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
 from kvferry.connector.handoff.events import RemoteOffer
 from kvferry.connector.params import TransferWish, offer_params, parse_transfer_params
-from kvferry.transports.errors import ConnectorError, InvalidTransferParamsError
 
 OFFER = RemoteOffer("node-p", 2**62 + 1, "request-7", 3, ("shm://@a",), 18, ((4, 5, 9),))
 

@@ -19,16 +19,12 @@ from kvferry.connector import (
 )
 from kvferry.connector.config import KVRole
 from kvferry.connector.content import content_digest
+from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.testing import CacheShape, Request, Step, engine_config
-from kvferry.transports.errors import (
-    ConfigurationError,
-    ConnectorError,
-    InvalidTransferParamsError,
-    KVTransferStateError,
-)
+from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 
 BLOCK_SIZE = 4
 WORKER = WorkerAddress("inproc://p", epoch=77, rank=0)

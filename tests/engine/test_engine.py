@@ -15,7 +15,7 @@ from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongErr
 from engine.settings import EngineSettings
 from engine.types import GenerationRequest, RequestOutput, SamplingParams
 from kvferry.connector.config import KVTransferConfig
-from kvferry.transports.errors import ConnectorError
+from kvferry.connector.errors import ConnectorError
 
 DEADLINE_S = 20.0
 

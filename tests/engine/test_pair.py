@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.transports.errors import ConnectorError
+from kvferry.connector.errors import ConnectorError
 
 LAYOUTS = ["uniform", "per-layer"]
 

@@ -21,11 +21,11 @@ from kvferry.connector.base import (
     SchedulerOutput,
 )
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from kvferry.connector.errors import ConnectorError
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
-from kvferry.transports.errors import ConnectorError
 
 BLOCK = 4
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.errors import ContentMismatchError, StaleLeaseError
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
@@ -47,11 +48,9 @@ from kvferry.connector.handoff.testing.stages import (
     reading,
 )
 from kvferry.transports.errors import (
-    ContentMismatchError,
     KVTransferError,
     PeerLostError,
     ProtocolError,
-    StaleLeaseError,
     StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from kvferry.connector.errors import InvalidTransferParamsError, StaleLeaseError
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
@@ -50,13 +51,11 @@ from kvferry.transports.errors import (
     ConfigurationError,
     ForeignTransportError,
     IncompatiblePeerError,
-    InvalidTransferParamsError,
     KVTransferError,
     KVTransferStateError,
     PeerLostError,
     ProtocolError,
     RegionError,
-    StaleLeaseError,
     TransportClosedError,
 )
 

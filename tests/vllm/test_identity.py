@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.testing import scale_tensor, write_tiny_model
-from kvferry.connector.model_identity import DigestCache
+from kvferry.connector.digest_cache import DigestCache
 from kvferry.connector.vllm.identity import model_identity
 from kvferry.transports.errors import ConfigurationError
 

@@ -11,8 +11,6 @@ from urllib.parse import quote, unquote
 
 from ..errors import ConfigurationError
 
-__all__ = ["NO_NETWORK", "AutoAddress", "this_host"]
-
 SCHEME = "auto"
 
 #: In place of an address for other hosts: they are not served.

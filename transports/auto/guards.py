@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from ..base import GuardTable
 
-__all__ = ["JoinedGuards"]
-
 
 class JoinedGuards(GuardTable):
     """Each word stands in every table; the smallest table bounds their number."""

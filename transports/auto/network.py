@@ -9,8 +9,6 @@ from ..base import Transport
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..registry import create_transport
 
-__all__ = ["create_network"]
-
 logger = logging.getLogger(__name__)
 
 _PREFERRED, _ALWAYS_THERE = "ucx", "zeromq"

@@ -29,8 +29,6 @@ from .guards import JoinedGuards
 from .network import create_network
 from .waker import Waker
 
-__all__ = ["AutoOptions", "AutoTransport"]
-
 logger = logging.getLogger(__name__)
 
 #: Shared memory connects at once or not at all; what is left of the time is the network's.

@@ -7,8 +7,6 @@ import select
 import threading
 from collections.abc import Callable
 
-__all__ = ["Waker"]
-
 
 class Waker:
     """A thread that calls `wake` whenever something new becomes readable at `descriptor`. It does nothing else.

@@ -15,8 +15,6 @@ import os
 from .._memory import HUGE_PAGE_BYTES, FileMapping, Memory, advise, prefault, require_available
 from ..errors import BackendUnavailableError, ConfigurationError, ProtocolError
 
-__all__ = ["SharedFile", "map_received"]
-
 logger = logging.getLogger(__name__)
 
 _MADV_COLLAPSE = 25

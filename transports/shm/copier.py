@@ -24,8 +24,6 @@ from ..base import TransferEnded
 from ..errors import KVTransferError, TransferTimeoutError
 from ..regions import Guard
 
-__all__ = ["MAPPED", "PIECE_BYTES", "Copier", "Piece", "Read", "cut"]
-
 #: The mechanism of a plain copy out of mapped memory.
 MAPPED = "mapped"
 

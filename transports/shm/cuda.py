@@ -18,8 +18,6 @@ from typing import Any
 from ..errors import BackendUnavailableError, ConfigurationError, TransportError
 from .copier import AddressArray, Int64Array
 
-__all__ = ["CudaDevice", "gpu_name"]
-
 logger = logging.getLogger(__name__)
 
 _HANDLE_BYTES = 64

@@ -19,8 +19,6 @@ from .cuda import CudaDevice, gpu_name
 from .guards import PeerGuards
 from .hello import MAX_ALLOCATIONS, Allocation, Hello, SharedSegment
 
-__all__ = ["RemoteCudaMemory", "describe_cuda_pool"]
-
 #: Milliseconds of copying over PCIe.
 _PIECE_BYTES = 256 << 20
 

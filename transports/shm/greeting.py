@@ -11,8 +11,6 @@ from .hello import FrameKind, Hello, decode_hello, encode_greeting, encode_hello
 from .pools import LocalMemory, PeerMemory
 from .sockets import Connection
 
-__all__ = ["Greeting", "out_of_order"]
-
 
 @dataclass
 class Greeting:

@@ -7,8 +7,6 @@ from ..errors import StaleRegionError
 from ..regions import Guard
 from .arena import map_received
 
-__all__ = ["PeerGuards"]
-
 
 class PeerGuards:
     """The words that a peer sets and clears. Any thread may check them until `close`.

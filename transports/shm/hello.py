@@ -32,23 +32,6 @@ from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import PeerRefusedError, ProtocolError, VersionMismatchError
 
-__all__ = [
-    "FOREIGN",
-    "FRAME_LIMITS",
-    "MAX_ALLOCATIONS",
-    "MAX_FILES",
-    "MAX_SEGMENTS",
-    "VERSION",
-    "Allocation",
-    "FrameKind",
-    "Hello",
-    "SharedSegment",
-    "decode_hello",
-    "encode_greeting",
-    "encode_hello",
-    "require_greeting",
-]
-
 VERSION = 4
 
 #: Of a segment that is in no file.

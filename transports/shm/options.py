@@ -12,8 +12,6 @@ from ..base import MAX_MESSAGE_BYTES
 from ..errors import ConfigurationError
 from .copier import PIECE_BYTES
 
-__all__ = ["SharedMemoryOptions"]
-
 
 @dataclass(frozen=True)
 class SharedMemoryOptions:

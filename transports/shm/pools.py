@@ -31,8 +31,6 @@ from .cuda_pools import RemoteCudaMemory, describe_cuda_pool
 from .guards import PeerGuards
 from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
 
-__all__ = ["LocalMemory", "PeerMemory", "RemoteMemory"]
-
 logger = logging.getLogger(__name__)
 
 

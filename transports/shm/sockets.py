@@ -23,8 +23,6 @@ from ..errors import (
 )
 from .hello import FRAME_LIMITS, FrameKind
 
-__all__ = ["Connection", "Listener", "connect", "new_address", "parse_address"]
-
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 

@@ -51,8 +51,6 @@ from .options import SharedMemoryOptions
 from .pools import LocalMemory, PeerMemory
 from .sockets import Connection, Listener, connect, new_address, parse_address
 
-__all__ = ["SharedMemoryOptions", "SharedMemoryTransport"]
-
 logger = logging.getLogger(__name__)
 
 

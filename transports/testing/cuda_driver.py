@@ -25,8 +25,6 @@ from .._memory import FileMapping, MappedArena, address_of, require_available
 from ..base import Arena
 from ..regions import Segment
 
-__all__ = ["CudaDriverStandIn", "GpuArena"]
-
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, GPU
 
 

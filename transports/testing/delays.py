@@ -18,8 +18,6 @@ from ..regions import Guard, RegionPairs
 from ..registry import create_transport
 from .wrapping import WrappedTransport
 
-__all__ = ["DelayOptions", "DelayedTransport"]
-
 
 @dataclass(frozen=True)
 class DelayOptions:

@@ -12,8 +12,6 @@ from .. import errors
 from .._options import parse_options, require_int
 from ..errors import ConfigurationError, TransportError
 
-__all__ = ["CALLS", "Fault", "FaultOptions", "Script"]
-
 #: Calls of a transport, and of its guard table, that can raise what they do not document.
 CALLS = (
     "accept_writes",

@@ -22,8 +22,6 @@ from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script
 from .wrapping import WrappedTransport
 
-__all__ = ["FaultyTransport"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
 from ..regions import Guard, Pool, RegionPairs, Regions
 
-__all__ = ["DEADLINE_S", "HELD", "PAGE", "POOL_BYTES", "Link", "Node", "World", "pairs_of", "regions_of"]
-
 PAGE = 4096
 POOL_BYTES = 4 << 20
 

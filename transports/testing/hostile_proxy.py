@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
-__all__ = ["HostileProxy", "Mishap"]
-
 #: `truncate`: the end of what came is missing; `duplicate`: it comes twice; `flip`: a bit of it is another.
 Mishap = Literal["cut", "delay", "truncate", "duplicate", "flip"]
 

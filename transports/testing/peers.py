@@ -19,8 +19,6 @@ from ..errors import (
 )
 from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 
-__all__ = ["LoopPromises", "MessagePromises", "PeerPromises"]
-
 
 class MessagePromises:
     """`send`: whole, in order, bounded."""

@@ -8,8 +8,6 @@ import threading
 from types import TracebackType
 from typing import Self
 
-__all__ = ["FlippingProxy"]
-
 
 class FlippingProxy:
     """Forwards one TCP connection to a port of this host, and flips one bit of what the server sends.

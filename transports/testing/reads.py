@@ -19,8 +19,6 @@ from ..errors import (
 from ..regions import Guard, Pool
 from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 
-__all__ = ["GuardPromises", "MemoryPromises", "ReadPromises"]
-
 Create = Callable[[Mapping[str, object]], Transport]
 
 

@@ -20,8 +20,6 @@ from ..regions import Guard, RegionPairs
 from ..registry import create_transport
 from .wrapping import WrappedTransport
 
-__all__ = ["StoppingOptions", "StoppingTransport"]
-
 #: For so long what was asked for may get under way, where another thread sends it. Nobody is answered meanwhile.
 _SENDING_S = 0.05
 

@@ -12,8 +12,6 @@ from .peers import LoopPromises, MessagePromises, PeerPromises
 from .reads import GuardPromises, MemoryPromises, ReadPromises
 from .writes import WritePromises
 
-__all__ = ["ReadConformance", "TransportConformance"]
-
 Create = Callable[[Mapping[str, object]], Transport]
 
 

@@ -8,8 +8,6 @@ from ..base import Arena, Event, Route, Transport
 from ..errors import ConfigurationError
 from ..regions import Guard, Pool, RegionPairs, Regions
 
-__all__ = ["WrappedTransport"]
-
 
 class WrappedTransport(Transport):
     """Keeps a transport's promises by another's. Its addresses are the other's, behind its own scheme."""

@@ -16,8 +16,6 @@ from ..errors import (
 from ..regions import Guard, Regions
 from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of, regions_of
 
-__all__ = ["WritePromises"]
-
 EVERYTHING = regions_of((0, POOL_BYTES))
 
 

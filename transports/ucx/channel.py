@@ -13,8 +13,6 @@ from ..errors import ConfigurationError, PeerLostError
 from .options import Address, UCXOptions
 from .wire import FRAME_LIMITS
 
-__all__ = ["Channel", "Listener", "dial"]
-
 _BACKLOG = 128
 
 

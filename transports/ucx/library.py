@@ -27,8 +27,6 @@ from ..errors import (
 )
 from .options import SCHEME, WAY_OUT, UCXOptions
 
-__all__ = ["NUM_HELD", "PER_CONNECTION", "Context", "Operation", "Worker", "require_network"]
-
 _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
 
 #: How often one call of `progress` asks UCX, so that one busy peer cannot keep the loop to itself.

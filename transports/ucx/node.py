@@ -48,8 +48,6 @@ from .wire import (
     decode,
 )
 
-__all__ = ["Node"]
-
 logger = logging.getLogger(__name__)
 
 

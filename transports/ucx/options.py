@@ -11,8 +11,6 @@ from .._options import require_int
 from .._tcp import authority, is_loopback
 from ..errors import ConfigurationError, PeerRefusedError
 
-__all__ = ["SCHEME", "WAY_OUT", "Address", "UCXOptions"]
-
 SCHEME = "ucx"
 
 #: For who finds no way to a peer.

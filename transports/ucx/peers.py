@@ -15,8 +15,6 @@ from .reads import Reader
 from .serving import PoolServer, Server
 from .wire import Hello, Ping
 
-__all__ = ["Greeting", "Local", "Peer"]
-
 #: A node says something at least this many times in the time after which it is taken for lost.
 _PINGS = 4
 

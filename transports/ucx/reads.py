@@ -19,8 +19,6 @@ from .options import UCXOptions
 from .stages import Stage, Stages
 from .wire import MAX_ROWS, Answer, Fetch
 
-__all__ = ["Reader", "Transfer", "limits_of"]
-
 
 def limits_of(options: UCXOptions) -> SliceLimits:
     """How reads are cut.

@@ -15,8 +15,6 @@ from .library import Operation, Worker
 from .stages import Stage, Stages
 from .wire import Answer, Fetch
 
-__all__ = ["PoolServer", "Server"]
-
 #: A peer for which more is on its way does not take what it asks for.
 _MAX_SERVED_BYTES = 512 << 20
 

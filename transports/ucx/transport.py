@@ -17,8 +17,6 @@ from .reads import limits_of
 from .serving import PoolServer
 from .stages import Stages
 
-__all__ = ["UCXTransport"]
-
 
 class UCXTransport(NetworkTransport[Node]):
     """Peers over what UCX finds: RDMA or TCP. See the package for how a read works.

@@ -6,8 +6,6 @@ import ctypes
 import time
 from typing import Final
 
-__all__ = ["Vigil"]
-
 #: Without the GIL, which `os.sched_yield` keeps before Python 3.12.
 _sched_yield: Final = ctypes.CDLL(None).sched_yield
 

@@ -36,24 +36,6 @@ from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
 
-__all__ = [
-    "FRAME_LIMITS",
-    "MAX_ROWS",
-    "MAX_SLICE_BYTES",
-    "PROTOCOL_VERSION",
-    "Answer",
-    "Fetch",
-    "Hello",
-    "Incoming",
-    "Message",
-    "Ping",
-    "Preface",
-    "Ready",
-    "Refused",
-    "WriteFrame",
-    "decode",
-]
-
 PROTOCOL_VERSION = 3
 
 #: Limits of one fetch.

@@ -14,8 +14,6 @@ from typing import Self
 import zmq
 from zmq.backend.cython import _zmq
 
-__all__ = ["Frame"]
-
 # None of these calls waits or calls back, so the GIL is kept: to get it again takes longer than they do.
 _libzmq = ctypes.PyDLL(_zmq.__file__, use_errno=True)
 _libzmq.zmq_msg_init.argtypes = (ctypes.c_void_p,)

@@ -27,23 +27,6 @@ from .options import Address, ZeroMQOptions
 from .security import CurveKeys
 from .wire import MAX_SLICE_BYTES
 
-__all__ = [
-    "RECEIVE_BATCH",
-    "Arrival",
-    "Broken",
-    "Context",
-    "DialedLink",
-    "Link",
-    "Loss",
-    "Monitor",
-    "Parts",
-    "Port",
-    "Torn",
-    "configure",
-    "offer",
-    "receive",
-]
-
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 Parts = Sequence[bytes | Frame]

@@ -38,8 +38,6 @@ from .links import (
 from .options import Address, ZeroMQOptions
 from .security import CurveKeys
 
-__all__ = ["AcceptedLink", "Listener", "advertised_host", "bind"]
-
 _BACKLOG = 128
 
 

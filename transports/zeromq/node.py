@@ -30,8 +30,6 @@ from .serving import PoolServer
 from .sockets import Sockets
 from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, WriteFrame, decode
 
-__all__ = ["Node"]
-
 #: libzmq does not say when a peer's queue has room again; with something kept back, look again after this time.
 _RETRY_S = 0.002
 

@@ -11,8 +11,6 @@ from .._options import require_int
 from .._tcp import authority
 from ..errors import ConfigurationError
 
-__all__ = ["SCHEME", "Address", "ZeroMQOptions"]
-
 SCHEME = "zeromq"
 
 _CURVE_CHOICES = ("auto", "on", "off")

@@ -25,8 +25,6 @@ from .options import ZeroMQOptions
 from .serving import checksum_of
 from .wire import MAX_ROWS, Fetch, Hello, Slice, Stale
 
-__all__ = ["Peer", "Reads"]
-
 
 @dataclass
 class _Transfer:

@@ -20,8 +20,6 @@ from .._tcp import is_loopback
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
 from .options import Address, ZeroMQOptions
 
-__all__ = ["Authenticator", "CurveKeys", "Security"]
-
 ZAP_DOMAIN = b"kvferry"
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"

@@ -15,8 +15,6 @@ from .frames import Frame
 from .links import Link
 from .wire import Fetch, Slice, Stale
 
-__all__ = ["PoolServer", "checksum_of"]
-
 #: Regions at least this large go out by reference, a frame each; smaller ones are gathered first, since a frame costs
 #: more than copying them does.
 _ZERO_COPY_BYTES: Final = 256 << 10

@@ -21,8 +21,6 @@ from .listener import Listener, advertised_host, bind
 from .options import SCHEME, Address, ZeroMQOptions
 from .security import Authenticator, CurveKeys, Security
 
-__all__ = ["Sockets"]
-
 logger = logging.getLogger(__name__)
 
 #: A connection that we make takes two sockets of libzmq and a monitor's end, an eventfd each, and one of TCP.

@@ -13,8 +13,6 @@ from .options import SCHEME, Address, ZeroMQOptions
 from .security import Security
 from .sockets import Sockets
 
-__all__ = ["ZeroMQTransport"]
-
 
 class ZeroMQTransport(NetworkTransport[Node]):
     """Peers over TCP, on this host or another. See the package for how a read works.

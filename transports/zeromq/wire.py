@@ -28,20 +28,6 @@ from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
 from .frames import Frame
 
-__all__ = [
-    "MAX_ROWS",
-    "MAX_SLICE_BYTES",
-    "PROTOCOL_VERSION",
-    "Fetch",
-    "Hello",
-    "Incoming",
-    "Message",
-    "Slice",
-    "Stale",
-    "WriteFrame",
-    "decode",
-]
-
 PROTOCOL_VERSION = 3
 
 #: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one region.

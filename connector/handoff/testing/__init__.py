@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .simulation import PUSH_GUARDS, PromiseBroken, Simulation, Spread, explore
+from .simulated import PUSH_GUARDS, PromiseBroken, Spread
+from .simulation import Simulation, explore
 
 __all__ = ["PUSH_GUARDS", "PromiseBroken", "Simulation", "Spread", "explore"]

@@ -30,10 +30,8 @@ from .simulated import (
     NUM_GUARDS,
     NUM_HEADS,
     NUM_LAYERS,
-    PUSH_GUARDS,
     Bytes,
     OfferName,
-    PromiseBroken,
     SimulatedEngine,
     SimulatedLoad,
     SimulatedOffer,
@@ -43,8 +41,6 @@ from .simulated import (
     simulated_layout,
 )
 from .world import SimulatedWorld
-
-__all__ = ["PUSH_GUARDS", "PromiseBroken", "Simulation", "Spread", "explore"]
 
 _CONFIG = HandoffConfig(load_wait_s=60.0)
 _ALIKE = (Spread(), Spread(), Spread())

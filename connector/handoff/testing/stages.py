@@ -11,24 +11,6 @@ from ..consumer import ConsumerProtocol
 from ..events import Action, Connect, GroupBlocks, LoadEnded, RemoteOffer, Send, StartRead
 from ..messages import Claim, Grant, Hello, Message, Welcome
 
-__all__ = [
-    "ADDRESS",
-    "BLOCKS",
-    "GRANT",
-    "OFFER",
-    "PAIRS",
-    "PEER",
-    "READ",
-    "Reach",
-    "claiming",
-    "connecting",
-    "draining",
-    "granted",
-    "only_end",
-    "only_message",
-    "reading",
-]
-
 #: The producer, as the consumer knows it.
 PEER = 7
 ADDRESS = "sim://there"

@@ -28,8 +28,6 @@ from ..events import (
 from ..messages import encode
 from .simulated import SimulatedEngine, SimulatedPush, SimulatedRank, SimulatedRead, require
 
-__all__ = ["SimulatedWorld"]
-
 
 class SimulatedWorld(ABC):
     """Engines and everything between them.

@@ -8,8 +8,6 @@ from typing import Any
 
 from .codec import decode, encode
 
-__all__ = ["MAX_FRAME_BYTES", "Channel"]
-
 #: A longer message is not sent, and one that is announced longer is not read.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")

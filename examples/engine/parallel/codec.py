@@ -14,8 +14,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["decode", "encode"]
-
 _DATACLASS, _TUPLE, _SET, _FROZENSET = range(1, 5)
 _COLLECTIONS: Mapping[int, type] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 _CODES = {collection: code for code, collection in _COLLECTIONS.items()}

@@ -19,8 +19,6 @@ from .group import WorkerGroup
 from .messages import Ready, Start, StepDone
 from .steps import StepSender
 
-__all__ = ["MultiProcessExecutor"]
-
 #: To import PyTorch, and to load and cut a model, on a busy machine.
 START_TIMEOUT_S = 300.0
 #: A step that takes longer is taken for a worker that hangs.

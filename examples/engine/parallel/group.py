@@ -21,8 +21,6 @@ from ..types import TransferHealth
 from .channel import Channel
 from .messages import Failed, Stop
 
-__all__ = ["WorkerGroup"]
-
 #: For how long a worker may not read what it is sent, or stop in the middle of what it sends.
 LINK_TIMEOUT_S = 30.0
 #: For how long workers may shut their connectors down, before they are killed.

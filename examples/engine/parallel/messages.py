@@ -16,8 +16,6 @@ from kvferry.runner_mixin.outputs import ModelRunnerOutput
 from ..settings import Layout
 from ..types import GenerationRequest
 
-__all__ = ["Failed", "Ready", "Start", "Step", "StepDone", "StepItem", "Stop"]
-
 
 @dataclass(frozen=True)
 class Start:

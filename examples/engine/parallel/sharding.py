@@ -20,8 +20,6 @@ from kvferry.transports.errors import ConfigurationError
 
 from ..recurrent import RECURRENT_KINDS
 
-__all__ = ["layers_of_rank", "require_divisible", "shard"]
-
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 #: The plan's word for a weight that every rank has whole begins so.
 _WHOLE = "replicated"

@@ -22,8 +22,6 @@ from kvferry.transports.errors import ConfigurationError
 
 from ..recurrent import RECURRENT_KINDS
 
-__all__ = ["cut_to_stage", "layers_of_stage", "part_of_stage", "require_stages"]
-
 
 def require_stages(config: PretrainedConfig, num_stages: int) -> None:
     """Make sure that a model's layers can be spread over so many stages.

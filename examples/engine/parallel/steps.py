@@ -9,8 +9,6 @@ from ..request import Request
 from ..step import ScheduledRequest, StepPlan
 from .messages import Step, StepItem
 
-__all__ = ["StepMirror", "StepSender"]
-
 
 class StepSender:
     """The scheduler's side. Remembers how many tokens of each request the workers were told of."""

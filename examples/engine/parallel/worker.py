@@ -34,8 +34,6 @@ from .sharding import shard
 from .stages import cut_to_stage, layers_of_stage, part_of_stage
 from .steps import StepMirror
 
-__all__ = ["main"]
-
 logger = logging.getLogger(__name__)
 
 #: The ranks come to each of their meetings within this time, or something is wrong with one of them.

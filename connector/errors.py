@@ -1,0 +1,50 @@
+"""Errors about requests and their leases: a branch of the tree in `transports/errors.py`.
+
+KVTransferError
+└─ ConnectorError                            a handoff failed
+   ├─ InvalidTransferParamsError(ValueError) a request's kv_transfer_params are malformed: key, value
+   ├─ StaleLeaseError                        the offer is over: released, expired, or from another epoch
+   └─ ContentMismatchError                   the offer is for another prompt, adapter, salt or image
+"""
+
+from __future__ import annotations
+
+from ..transports.errors import KVTransferError
+
+
+class ConnectorError(KVTransferError):
+    """A handoff failed."""
+
+
+class InvalidTransferParamsError(ConnectorError, ValueError):
+    """A request's `kv_transfer_params` are malformed. The request was refused; nothing was claimed.
+
+    Attributes:
+        key: The parameter that is wrong, e.g. `"remote_lease"`.
+        value: What it was, shortened.
+    """
+
+    def __init__(self, message: str, *, key: str, value: object) -> None:
+        super().__init__(message)
+        self.key = key
+        self.value = value
+
+
+class StaleLeaseError(ConnectorError):
+    """The offer is over (released, expired, aborted, or of another epoch). No byte was accepted."""
+
+
+class ContentMismatchError(ConnectorError):
+    """The offered blocks were not computed from this request's prompt. No byte was read.
+
+    Attributes:
+        num_tokens: Tokens of the offer that were compared.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"the offer of {num_tokens} tokens was not computed from this request's prompt: token ids, LoRA adapter, "
+            "cache salt or images differ; do both nodes use the same tokenizer and chat template, and did the router "
+            "send the prompt that was prefilled?"
+        )
+        self.num_tokens = num_tokens
