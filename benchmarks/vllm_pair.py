@@ -34,7 +34,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "vllm_pair" / "engine_program.py"
+PROGRAM = Path(__file__).resolve().parents[1] / "tests" / "support" / "vllm_program.py"
 BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512

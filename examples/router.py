@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from routing.main import main
+from reference.router.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

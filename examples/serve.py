@@ -8,7 +8,7 @@ import sys
 # Several nodes share the cores of a machine: a thread that waits for another one must not spin on a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from node.main import main
+from reference.node.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

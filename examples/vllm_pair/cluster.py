@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from demo.launcher import LaunchedProcess, Launcher, LaunchError
+from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 
 #: How vLLM is told of kvferry; options of the connector are added.
 KVFERRY: Mapping[str, Any] = {

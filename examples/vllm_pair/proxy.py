@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from web.errors import bad_request, error_middleware
+from reference.web.errors import bad_request, error_middleware
 
 ASK_TO_OFFER = {
     "do_remote_decode": True,

@@ -18,13 +18,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from demo import near_tie
-from demo.client import Answer, ask
-from demo.launcher import LaunchedProcess, Launcher, LaunchError
-from demo.testing import Client
-from engine.default_model import default_model_folder
-from web.connections import ConnectionLimits
-from web.serving import bind, serving
+from reference.demo import near_tie
+from reference.demo.client import Answer, ask, complete
+from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
+from reference.engine.default_model import default_model_folder
+from reference.web.connections import ConnectionLimits
+from reference.web.serving import bind, serving
 
 from .cluster import KVFERRY, start_vllm
 from .figures import Transfers, read_transfers
@@ -158,7 +157,7 @@ def _compare_tokens(
         return None
 
     def ask_alone(prompt: str | Sequence[int], max_tokens: int) -> near_tie.Expectation:
-        choice = Client(single).complete(prompt, max_tokens=max_tokens, **TELL_LOGITS).body["choices"][0]
+        choice = complete(single.port, prompt, max_tokens=max_tokens, **TELL_LOGITS)["choices"][0]
         return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits(choice))
 
     try:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from demo.testing import is_stopped
 from kvferry.connector.handoff.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -33,6 +32,7 @@ from kvferry.transports.base import MessageReceived
 from kvferry.transports.inproc import InProcTransport
 from kvferry.transports.regions import Pool
 from kvferry.transports.registry import register_transport
+from tests.support.client import is_stopped
 
 UNIFORM = CacheShape()
 PER_LAYER = replace(UNIFORM, layout="per-layer")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from demo.launcher import Launcher, Spawn
-from demo.nursery import Nursery
-from demo.testing import Client
-from engine.testing import write_tiny_model
+from reference.demo.launcher import Launcher, Spawn
+from tests.support.client import Client
+from tests.support.tiny_models import write_tiny_model
+from tests.support.zygote import Nursery
 
 TRANSPORTS = ("shm", "zeromq", "ucx")
 START_TIMEOUT_S = 110.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from demo.testing import DO_REMOTE_DECODE, wait_until
+from tests.support.client import DO_REMOTE_DECODE, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
-from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
+from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
 
 PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
 

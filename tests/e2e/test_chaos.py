@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from chaos.fleet import Fleet
-from chaos.soak import Soak
-from demo.launcher import Launcher, Spawn
-from demo.testing import Client
-from engine.testing import write_tiny_model
+from reference.demo.launcher import Launcher, Spawn
+from tests.support.chaos.fleet import Fleet
+from tests.support.chaos.soak import Soak
+from tests.support.client import Client
+from tests.support.tiny_models import write_tiny_model
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from demo.launcher import EXAMPLES, LaunchedProcess, Launcher
-from demo.testing import Client, assert_answers_like
+from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from tests.support.client import Client, assert_answers_like
 
 COMPOSE: Mapping[str, Any] = yaml.safe_load((EXAMPLES.parent / "docker" / "compose.yaml").read_text())
 SERVICES: Mapping[str, Mapping[str, Any]] = COMPOSE["services"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import Launcher
-from demo.testing import DO_REMOTE_DECODE, Client, Reply, wait_until
-from engine.testing import write_tiny_model
+from reference.demo.launcher import Launcher
+from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
+from tests.support.tiny_models import write_tiny_model
 
 from .conftest import START_TIMEOUT_S, TINY_NODE, Fleet
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from demo.launcher import Launcher
-from demo.testing import Client, wait_until
+from reference.demo.launcher import Launcher
+from tests.support.client import Client, wait_until
 
 
 @pytest.mark.slow

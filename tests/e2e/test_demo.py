@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from demo.cli import parse_arguments
-from demo.launcher import EXAMPLES
-from demo.testing import children_of, wait_until
+from reference.demo.cli import parse_arguments
+from reference.demo.launcher import EXAMPLES
+from tests.support.client import children_of, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import Launcher, Spawn
-from demo.testing import DO_REMOTE_DECODE, Client, wait_until
+from reference.demo.launcher import Launcher, Spawn
+from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import Launcher
-from demo.testing import DO_REMOTE_DECODE, Client, Reply, assert_answers_like, wait_until
+from reference.demo.launcher import Launcher
+from tests.support.client import DO_REMOTE_DECODE, Client, Reply, assert_answers_like, wait_until
 
 pytestmark = pytest.mark.slow
 

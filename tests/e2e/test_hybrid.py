@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from demo.testing import assert_answers_like, wait_until
-from engine.testing import write_tiny_model
+from tests.support.client import assert_answers_like, wait_until
+from tests.support.tiny_models import write_tiny_model
 
 BLOCK, WINDOW = 16, 40
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from demo.launcher import Launcher, Spawn
-from demo.near_tie import assert_same_answer
-from demo.testing import Client, Reply, ask_alone, wait_until
-from engine.default_model import default_model_folder
+from reference.demo.launcher import Launcher, Spawn
+from reference.demo.near_tie import assert_same_answer
+from reference.engine.default_model import default_model_folder
+from tests.support.client import Client, Reply, ask_alone, wait_until
 
 BLOCK = 16
 CHUNK = 64

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from demo.launcher import Launcher
-from demo.testing import DO_REMOTE_DECODE, Client, Reply, assert_answers_like, is_stopped, wait_until
+from reference.demo.launcher import Launcher
+from tests.support.client import DO_REMOTE_DECODE, Client, Reply, assert_answers_like, is_stopped, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import LaunchedProcess, Launcher
-from demo.near_tie import assert_same_answer
-from demo.testing import (
+from reference.demo.launcher import LaunchedProcess, Launcher
+from reference.demo.near_tie import assert_same_answer
+from tests.support.client import (
     DO_REMOTE_DECODE,
     Client,
     Reply,
@@ -23,7 +23,7 @@ from demo.testing import (
     is_stopped,
     wait_until,
 )
-from engine.testing import write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 #: Worker processes import PyTorch, each for itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from demo.launcher import Launcher, Spawn
-from demo.near_tie import assert_same_answer
-from demo.testing import DO_REMOTE_DECODE, Client, ask_alone, wait_until
+from reference.demo.launcher import Launcher, Spawn
+from reference.demo.near_tie import assert_same_answer
+from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

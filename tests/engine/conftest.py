@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from demo.near_tie import Expectation, assert_same_answer
-from engine.core import EngineCore
-from engine.settings import EngineSettings
-from engine.testing import generate_greedily, write_tiny_model
-from engine.types import GenerationRequest, RequestOutput, SamplingParams
-from engine.weights import load_model
 from kvferry.connector.config import KVTransferConfig
 from kvferry.runner_mixin import state
+from reference.demo.near_tie import Expectation, assert_same_answer
+from reference.engine.core import EngineCore
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from reference.engine.weights import load_model
+from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 #: Steps after which a test gives up waiting for what should have happened.
 DEADLINE_S = 20.0

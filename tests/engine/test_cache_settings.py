@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory import plan_pool
 from kvferry.connector.config import CacheConfig
 from kvferry.runner_mixin.kv_cache import block_hash
 from kvferry.transports.errors import ConfigurationError
+from reference.engine.memory import plan_pool
 
 SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
 PROMPT = list(range(40))
@@ -86,7 +86,7 @@ def test_memory_that_is_too_little_changes_no_configuration(make_node: Any) -> N
 
 
 def test_how_many_requests_fit_at_once_is_told(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "engine.memory"):
+    with caplog.at_level(logging.INFO, "reference.engine.memory"):
         make_node(num_blocks=101, max_model_len=200)
     assert "100 blocks of 4 tokens hold 2.0 requests of 200 tokens" in caplog.text
 

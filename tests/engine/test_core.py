@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequestError, PromptTooLongError
-from engine.testing import FAMILIES, write_tiny_model
 from kvferry.transports.errors import ConfigurationError
+from reference.engine.errors import InvalidRequestError, PromptTooLongError
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 Reference = Callable[[str, Sequence[int], int], list[int]]
 

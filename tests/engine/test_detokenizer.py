@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.detokenizer import IncrementalDetokenizer, StopMatcher
+from reference.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
 class ByteDecoder:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.engine import Engine
-from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from engine.settings import EngineSettings
-from engine.types import GenerationRequest, RequestOutput, SamplingParams
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.errors import ConnectorError
+from reference.engine.engine import Engine
+from reference.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 
 DEADLINE_S = 20.0
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.handoffs import Handoffs
 from kvferry.connector import InProcConnector, KVConnectorRole
 from kvferry.connector.kv_cache_specs import KVCacheConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.testing import engine_config
+from reference.engine.handoffs import Handoffs
 
 
 class Chronicler(InProcConnector):
@@ -27,7 +27,7 @@ class Chronicler(InProcConnector):
 def test_what_a_connector_tells_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     connector = Chronicler(engine_config("inproc"), KVConnectorRole.SCHEDULER, KVCacheConfig(2, (), ()))
     handoffs = Handoffs(connector)
-    with caplog.at_level(logging.DEBUG, "engine.handoffs"):
+    with caplog.at_level(logging.DEBUG, "reference.engine.handoffs"):
         handoffs.apply(KVConnectorOutput(), {})
         handoffs.apply(KVConnectorOutput(), {})
     assert caplog.messages == ["the connector reports block 7 arrived"]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.testing import generate_greedily, write_tiny_model
-from engine.weights import load_model
 from kvferry.connector.kv_cache_specs import UniformTypeKVCacheSpecs
+from reference.engine.weights import load_model
+from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 LAYOUTS = ["uniform", "per-layer"]
 #: Of the tiny models, in tokens: window, and chunk of chunked attention. The nodes' blocks have 4, their steps 16.

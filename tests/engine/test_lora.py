@@ -13,14 +13,14 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
-from engine.errors import InvalidRequestError
-from engine.settings import EngineSettings
-from engine.testing import generate_greedily
-from engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
-from node.app import NodeServer
-from node.cli import parse_arguments
+from reference.engine.engine import Engine
+from reference.engine.errors import InvalidRequestError
+from reference.engine.settings import EngineSettings
+from reference.engine.weights import load_model
+from reference.node.app import NodeServer
+from reference.node.cli import parse_arguments
+from tests.support.tiny_models import generate_greedily
 
 PROMPT = list(range(40, 83))
 #: Layer → (inputs, outputs) in the tiny llama.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.testing import scale_tensor, write_tiny_model
+from tests.support.tiny_models import scale_tensor, write_tiny_model
 
 SAME_MODEL: dict[str, Any] = {"options": {"kv_load_failure_policy": "fail"}}
 

@@ -15,13 +15,13 @@ import pytest
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
-import node.app
-from demo.testing import wait_until
-from engine.engine import Engine
-from engine.settings import EngineSettings
+import reference.node.app
 from kvferry.runner_mixin.kv_cache import KVCacheManager
-from node.app import NodeServer
-from node.main import main
+from reference.engine.engine import Engine
+from reference.engine.settings import EngineSettings
+from reference.node.app import NodeServer
+from reference.node.main import main
+from tests.support.client import wait_until
 
 DEADLINE_S = 30.0
 PROMPTS = {"a": "the first one", "victim": "the victim's", "b": "another one"}
@@ -110,7 +110,9 @@ def engine_admission(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wording(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "chunk"):
-        monkeypatch.setattr(node.app.Envelope, name, _raising_for_victim(getattr(node.app.Envelope, name)))
+        monkeypatch.setattr(
+            reference.node.app.Envelope, name, _raising_for_victim(getattr(reference.node.app.Envelope, name))
+        )
 
 
 def _raising_for_victim(method: Any) -> Any:

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-import engine.batch
-import engine.runner
-from engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
-from engine.engine import Engine
-from engine.errors import EngineDeadError
-from engine.settings import EngineSettings
-from engine.types import GenerationRequest, RequestOutput, SamplingParams
+import reference.engine.batch
+import reference.engine.runner
 from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.config import KVTransferConfig
 from kvferry.runner_mixin import state
+from reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
+from reference.engine.engine import Engine
+from reference.engine.errors import EngineDeadError
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 
 DEADLINE_S = 90.0
 VICTIM = "victim"
@@ -156,7 +156,7 @@ def tokenizer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = engine.runner.sample
+    sample = reference.engine.runner.sample
 
     def raising(logits: Any, samplers: Any) -> list[int]:
         tokens = sample(logits, samplers)
@@ -164,12 +164,12 @@ def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Boom
         return tokens
 
-    monkeypatch.setattr(engine.runner, "sample", raising)
+    monkeypatch.setattr(reference.engine.runner, "sample", raising)
 
 
 def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim's stream of random numbers, after those of the requests before it in the batch were drawn."""
-    make = engine.batch.TokenSampler
+    make = reference.engine.batch.TokenSampler
 
     class BrokenStream:
         def __init__(self, stream: Any) -> None:
@@ -181,18 +181,18 @@ def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             one.generator = BrokenStream(one.generator)  # type: ignore[assignment]
         return one
 
-    monkeypatch.setattr(engine.batch, "TokenSampler", making)
+    monkeypatch.setattr(reference.engine.batch, "TokenSampler", making)
 
 
 def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = engine.batch.TokenSampler
+    make = reference.engine.batch.TokenSampler
 
     def raising(params: SamplingParams) -> Any:
         if params.seed == VICTIM_SEED:
             raise OSError(24, "Unable to open /dev/urandom: Boom")
         return make(params)
 
-    monkeypatch.setattr(engine.batch, "TokenSampler", raising)
+    monkeypatch.setattr(reference.engine.batch, "TokenSampler", raising)
 
 
 def inputs_from(num_computed_tokens: int) -> Sabotage:

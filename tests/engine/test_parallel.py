@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from demo.testing import wait_until
-from engine.engine import Engine
-from engine.errors import EngineDeadError
-from engine.parallel.group import WorkerGroup
-from engine.parallel.messages import Ready, Stop
-from engine.settings import EngineSettings
-from engine.types import GenerationRequest, SamplingParams
 from kvferry.connector.config import KVTransferConfig
+from reference.engine.engine import Engine
+from reference.engine.errors import EngineDeadError
+from reference.engine.parallel.group import WorkerGroup
+from reference.engine.parallel.messages import Ready, Stop
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, SamplingParams
+from tests.support.client import wait_until
 
 #: Worker processes import PyTorch, each for itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import InvalidRequestError
-from engine.types import PromptItem
-from engine.weights import load_model
-from node.openai_request import parse_chat, parse_completion
-from web.errors import ApiError
+from reference.engine.errors import InvalidRequestError
+from reference.engine.types import PromptItem
+from reference.engine.weights import load_model
+from reference.node.openai_request import parse_chat, parse_completion
+from reference.web.errors import ApiError
 
 HIDDEN = 64
 #: Steps have 16 tokens, blocks 4: the first item lies across two steps, the second has two tokens of its own.

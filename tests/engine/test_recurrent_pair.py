@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequestError
-from engine.testing import write_tiny_model
 from kvferry.transports.errors import ConfigurationError
+from reference.engine.errors import InvalidRequestError
+from tests.support.tiny_models import write_tiny_model
 
 FAMILIES = [
     pytest.param("bamba", id="bamba, attention or recurrent"),

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
-from engine.step import StepOutcome, StepPlan
-from engine.types import GenerationRequest, SamplingParams
 from kvferry.connector.base import (
     ConnectorRequest,
     KVConnectorBase,
@@ -26,6 +22,10 @@ from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, K
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from reference.engine.request import Request, RequestStatus
+from reference.engine.scheduler import Scheduler
+from reference.engine.step import StepOutcome, StepPlan
+from reference.engine.types import GenerationRequest, SamplingParams
 
 BLOCK = 4
 

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Request
-from engine.scheduler import Scheduler
-from engine.step import StepPlan
-from engine.types import GenerationRequest, SamplingParams
 from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from kvferry.connector.kv_cache_specs import (
@@ -24,6 +20,10 @@ from kvferry.connector.kv_cache_specs import (
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
+from reference.engine.request import Request
+from reference.engine.scheduler import Scheduler
+from reference.engine.step import StepPlan
+from reference.engine.types import GenerationRequest, SamplingParams
 
 BLOCK = 4
 NUM_BLOCKS = 40

@@ -11,22 +11,22 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.attention import attention_layers
-from engine.core import EngineCore
-from engine.parallel.codec import decode, encode
-from engine.parallel.sharding import layers_of_rank, require_divisible, shard
-from engine.parallel.steps import StepMirror, StepSender
-from engine.request import Request
-from engine.settings import EngineSettings
-from engine.step import ScheduledRequest, StepPlan
-from engine.testing import write_tiny_model
-from engine.types import GenerationRequest, SamplingParams
-from engine.weights import load_model
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.transports.errors import ConfigurationError
+from reference.engine.attention import attention_layers
+from reference.engine.core import EngineCore
+from reference.engine.parallel.codec import decode, encode
+from reference.engine.parallel.sharding import layers_of_rank, require_divisible, shard
+from reference.engine.parallel.steps import StepMirror, StepSender
+from reference.engine.request import Request
+from reference.engine.settings import EngineSettings
+from reference.engine.step import ScheduledRequest, StepPlan
+from reference.engine.types import GenerationRequest, SamplingParams
+from reference.engine.weights import load_model
+from tests.support.tiny_models import write_tiny_model
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}

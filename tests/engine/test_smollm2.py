@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
-from engine.settings import DEFAULT_MODEL, EngineSettings
-from engine.testing import generate_greedily
-from engine.types import GenerationRequest, SamplingParams
-from engine.weights import load_model, model_folder
+from reference.engine.core import EngineCore
+from reference.engine.settings import DEFAULT_MODEL, EngineSettings
+from reference.engine.types import GenerationRequest, SamplingParams
+from reference.engine.weights import load_model, model_folder
+from tests.support.tiny_models import generate_greedily
 
 pytestmark = pytest.mark.slow
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from engine.engine import Engine
-from engine.settings import EngineSettings
-from engine.types import RequestMetrics, TransferRecord
 from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.output import KVConnectorOutput
-from node.app import NodeServer
-from node.replies import transfer_outcome
+from reference.engine.engine import Engine
+from reference.engine.settings import EngineSettings
+from reference.engine.types import RequestMetrics, TransferRecord
+from reference.node.app import NodeServer
+from reference.node.replies import transfer_outcome
 
 DEADLINE_S = 20.0
 

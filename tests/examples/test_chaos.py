@@ -7,10 +7,10 @@ from math import inf
 
 import pytest
 
-from chaos.schedule import Fault, Kind, schedule, timeline
-from chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
-from chaos.verdict import objections
-from demo.near_tie import Expectation
+from reference.demo.near_tie import Expectation
+from tests.support.chaos.schedule import Fault, Kind, schedule, timeline
+from tests.support.chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
+from tests.support.chaos.verdict import objections
 
 KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cut"), "router": ("kill",)}
 KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)

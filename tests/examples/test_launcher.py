@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from demo.launcher import Child, Launcher
-from demo.testing import wait_until
+from reference.demo.launcher import Child, Launcher
+from tests.support.client import wait_until
 
 #: It speaks as a node does: it listens, is ready, and then ends in one way or another.
 SCRIPT = """

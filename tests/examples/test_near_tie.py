@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from demo.cli import parse_arguments
-from demo.client import Answer
-from demo.near_tie import AskAlone, Comparison, Expectation, assert_same_answer, compare, tolerance_of
-from demo.report import format_table, report_of
-from demo.run import _show
+from reference.demo.cli import parse_arguments
+from reference.demo.client import Answer
+from reference.demo.near_tie import (
+    AskAlone,
+    Comparison,
+    Expectation,
+    assert_same_answer,
+    compare,
+    tolerance_of,
+)
+from reference.demo.report import format_table, report_of
+from reference.demo.run import _show
 
 PROMPT = (1, 2, 3)
 TOLERANCE = tolerance_of("float32")

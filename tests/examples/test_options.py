@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.launcher import EXAMPLES
-from node.cli import parse_arguments
+from reference.demo.launcher import EXAMPLES
+from reference.node.cli import parse_arguments
 
 ROOT = EXAMPLES.parent
 PROGRAMS = [

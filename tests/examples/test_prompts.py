@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.errors import PromptTooLongError
-from engine.settings import DEFAULT_MODEL
-from engine.weights import model_folder
-from node.openai_request import ChatPrompt, Message, parse_completion
-from node.prompt_sizes import size_bound_of
-from node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
-from web.errors import ApiError
+from reference.engine.errors import PromptTooLongError
+from reference.engine.settings import DEFAULT_MODEL
+from reference.engine.weights import model_folder
+from reference.node.openai_request import ChatPrompt, Message, parse_completion
+from reference.node.prompt_sizes import size_bound_of
+from reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
+from reference.web.errors import ApiError
 
 LONGEST = 100
 #: Pieces that tokenizers make much of, or little: many bytes into one, one into many, nothing at all.

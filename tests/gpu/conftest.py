@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
-from engine.settings import EngineSettings
-from engine.testing import generate_greedily, write_tiny_model
-from engine.types import GenerationRequest, SamplingParams
-from engine.weights import load_model
 from kvferry.runner_mixin import state
+from reference.engine.core import EngineCore
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, SamplingParams
+from reference.engine.weights import load_model
+from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 PAGE = {"block_size": 16, "num_blocks": 60, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from demo.launcher import EXAMPLES, LaunchedProcess, Launcher
-from demo.near_tie import Expectation, assert_same_answer
-from demo.nursery import Nursery
-from demo.testing import DO_REMOTE_DECODE, Client, Reply, ask_alone, wait_until
-from engine.testing import write_tiny_model
+from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from reference.demo.near_tie import Expectation, assert_same_answer
+from tests.support.client import DO_REMOTE_DECODE, Client, Reply, ask_alone, wait_until
+from tests.support.tiny_models import write_tiny_model
+from tests.support.zygote import Nursery
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from routing.main import main
-from routing.testing import serving
+from reference.router.main import main
+from tests.support.fake_nodes import serving
 
 ROUTER = Path(__file__).parents[2] / "examples" / "router.py"
 #: Starting Python takes a while on a busy machine.

@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from routing.app import kept_alive_socket
-from routing.health import Health
-from routing.nodes import Node, NodeState
-from routing.testing import routed
+from reference.router.app import kept_alive_socket
+from reference.router.health import Health
+from reference.router.nodes import Node, NodeState
+from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
 #: Checks that follow each other fast, and that fail fast.
@@ -120,7 +120,7 @@ async def until_checked(node: Player, times: int) -> None:
 
 def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
     """The states in the log's lines about a node, in order."""
-    lines = [record.getMessage() for record in caplog.records if record.name == "routing.nodes"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "reference.router.nodes"]
     return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from routing.testing import routed
+from tests.support.fake_nodes import routed
 
 EARLY = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_num_tokens": 40}
 DEADLINE_S = 10.0

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from routing.health import Health
-from routing.nodes import NodePool, NodeState, NoNodeError
-from routing.testing import routed
+from reference.router.health import Health
+from reference.router.nodes import NodePool, NodeState, NoNodeError
+from tests.support.fake_nodes import routed
 
 PARAMS = {
     "do_remote_prefill": True,

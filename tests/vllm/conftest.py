@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_pair.testing import Answer, Node
 
-from demo.launcher import run_script
-from demo.near_tie import Expectation, assert_same_answer
-from demo.nursery import Nursery
+from reference.demo.launcher import run_script
+from reference.demo.near_tie import Expectation, assert_same_answer
+from tests.support.engine_process import Answer, Node
+from tests.support.zygote import Nursery
 
 HERE = Path(__file__).parent
 #: What runs where there is no vLLM, with the reference engine if with any; `make test-vllm` has a venv with it.
@@ -34,7 +34,7 @@ else:
         importlib.import_module("kvferry.connector.vllm.adapter")
 
 HOSTS = {
-    "vllm": HERE.resolve().parents[1] / "examples" / "vllm_pair" / "engine_program.py",
+    "vllm": HERE.resolve().parent / "support" / "vllm_program.py",
     "reference": HERE / "reference_program.py",
 }
 #: Short, so that what never comes is given up soon.
@@ -109,7 +109,7 @@ def _environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama. Its weights are large, so that each token of a prompt changes the answer."""
-    from engine.testing import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(
         tmp_path_factory.mktemp("model"), hidden_size=128, head_dim=32, max_position_embeddings=2048

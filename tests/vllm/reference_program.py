@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "vllm_pair")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from orders import obey
-
-from engine.core import EngineCore
-from engine.settings import EngineSettings
-from engine.types import GenerationRequest, SamplingParams
 from kvferry.connector.config import KVTransferConfig
+from reference.engine.core import EngineCore
+from reference.engine.settings import EngineSettings
+from reference.engine.types import GenerationRequest, SamplingParams
+from tests.support.orders import obey
 
 
 class ReferenceHost:

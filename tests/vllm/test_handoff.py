@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.weights import load_model
+from reference.engine.weights import load_model
 
 pytestmark = pytest.mark.timeout(600)
 

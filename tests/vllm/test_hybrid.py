@@ -14,7 +14,7 @@ WINDOW = 96
 
 @pytest.fixture(scope="module")
 def hybrid_model(tmp_path_factory):
-    from engine.testing import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(
         tmp_path_factory.mktemp("hybrid"),

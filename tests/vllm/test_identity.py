@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.testing import scale_tensor, write_tiny_model
 from kvferry.connector.digest_cache import DigestCache
 from kvferry.connector.vllm.identity import model_identity
 from kvferry.transports.errors import ConfigurationError
+from tests.support.tiny_models import scale_tensor, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_restart_at_the_same_address(start_alike, pair, prompt):
 
 def test_another_model(start_alike, tmp_path, pair, prompt):
     """It is of the same size and shape, and was made for longer prompts."""
-    from engine.testing import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     other = write_tiny_model(tmp_path / "other", hidden_size=128, head_dim=32, max_position_embeddings=4096)
     stranger = type(pair)(start_alike(model=other).wait_until_ready(), pair.decode, pair.names)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from reference.demo.launcher import LaunchedProcess, Launcher
+from reference.demo.near_tie import Expectation, assert_same_answer
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.run import TELL_LOGITS, top_logits
-
-from demo.launcher import LaunchedProcess, Launcher
-from demo.near_tie import Expectation, assert_same_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -170,7 +170,7 @@ def address() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def servers(start_server, model, tmp_path_factory, address) -> dict[str, Server]:
     """A prefill and a decode server, and one whose model has other weights."""
-    from engine.testing import scale_tensor
+    from tests.support.tiny_models import scale_tensor
 
     other = Path(shutil.copytree(model, tmp_path_factory.mktemp("stranger") / "other"))
     scale_tensor(other, "model.layers.0.self_attn.v_proj.weight", 2.0)

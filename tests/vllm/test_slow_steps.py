@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory):
     """A model so large that a step over 3,800 tokens takes seconds on one core."""
-    from engine.testing import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(
         tmp_path_factory.mktemp("model"),

@@ -14,7 +14,7 @@ PATIENCE = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
 @pytest.fixture(scope="module")
 def nodes(start_module_pair, tmp_path_factory):
     """A node of two ranks, and one of one, of a model with one KV head."""
-    from engine.testing import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     folder = tmp_path_factory.mktemp("one-head")
     size = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}

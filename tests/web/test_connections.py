@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from demo.launcher import EXAMPLES
-from node.cli import parse_arguments
-from web.connections import ConnectionLimits
-from web.errors import error_middleware
-from web.json_body import MAX_BODY_BYTES, read_json
-from web.serving import StartupError, bind, serving
+from reference.demo.launcher import EXAMPLES
+from reference.node.cli import parse_arguments
+from reference.web.connections import ConnectionLimits
+from reference.web.errors import error_middleware
+from reference.web.json_body import MAX_BODY_BYTES, read_json
+from reference.web.serving import StartupError, bind, serving
 
 #: No wait of a test takes longer.
 DEADLINE_S = 20.0

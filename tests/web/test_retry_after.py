@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from engine.engine import Engine
-from engine.settings import EngineSettings
-from node.app import NodeServer
-from routing.nodes import RETRY_AFTER_S, NodePool, NodeState
-from web.errors import ApiError, unavailable
+from reference.engine.engine import Engine
+from reference.engine.settings import EngineSettings
+from reference.node.app import NodeServer
+from reference.router.nodes import RETRY_AFTER_S, NodePool, NodeState
+from reference.web.errors import ApiError, unavailable
 
 
 def test_only_what_is_temporary_says_when_to_come_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import node
+
 from kvferry.transports.ucx import transport
 
 if __name__ == "__main__":

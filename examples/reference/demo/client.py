@@ -1,0 +1,151 @@
+"""Ask a server for an answer: as it streams, or whole."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from .near_tie import AskAlone, Expectation
+
+#: A whole answer takes no longer.
+WHOLE_ANSWER_TIMEOUT_S = 60.0
+
+OnText = Callable[[str], None]
+
+
+@dataclass
+class Answer:
+    """What came back for one prompt.
+
+    Attributes:
+        ttft_s: From sending the request to the first text or token, as the client sees it; 0 without any.
+        metrics: The node's own figures of the request, empty when there are none.
+        error: Why there is no whole answer, else empty.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def transfer_error(self) -> str:
+        """Why the KV cache could not be loaded, and was computed instead; empty if nothing failed."""
+        return str((self.metrics.get("transfer") or {}).get("error") or "")
+
+    @property
+    def transfer(self) -> Mapping[str, Any]:
+        """How the KV cache came, empty when it did not."""
+        transfer = self.metrics.get("transfer") or {}
+        return {} if transfer.get("error") else transfer
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, prompt: str, max_tokens: int, on_text: OnText
+) -> Answer:
+    """Continue `prompt` greedily. Every failure is told in the answer's `error`."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    answer = Answer()
+    started = time.monotonic()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                answer.error = _error_text(await response.read(), response.status)
+                return answer
+            is_done = await _read_stream(response, answer, started, on_text)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+        return answer
+    if not is_done and not answer.error:
+        answer.error = "the stream ended early"
+    return answer
+
+
+def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
+    """Ask a server on this host for a whole greedy answer, and wait for it.
+
+    Args:
+        fields: Go into the body of the request.
+
+    Returns:
+        The body of the answer.
+
+    Raises:
+        ConnectionError: The server answers with another HTTP status than 200.
+    """
+    body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WHOLE_ANSWER_TIMEOUT_S)
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), headers={"Content-Type": "application/json"}
+        )
+        with connection.getresponse() as response:
+            payload = response.read()
+            if response.status != 200:
+                raise ConnectionError(f"the single node answers with {_error_text(payload, response.status)}")
+            return json.loads(payload)
+    finally:
+        connection.close()
+
+
+def ask_alone(port: int, **fields: Any) -> AskAlone:
+    """Ask a single node on this host what it answers, and what it finds likely; for `near_tie.compare`.
+
+    Args:
+        fields: Go into the body of every request.
+    """
+
+    def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        body = complete(port, asked, max_tokens=max_tokens, return_top_logits=2, **fields)
+        choice = body["choices"][0]
+        top_logits = [(int(token), float(logit)) for token, logit in choice["top_logits"]]
+        return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
+
+    return ask
+
+
+async def _read_stream(
+    response: aiohttp.ClientResponse, answer: Answer, started: float, on_text: OnText
+) -> bool:
+    """Read events into `answer`; True when the stream said that it is complete."""
+    async for raw in response.content:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return True
+        if not line.startswith("data: "):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            answer.error = event["error"]["message"]
+        for choice in event.get("choices", ()):
+            if choice["token_ids"] and not answer.ttft_s:
+                answer.ttft_s = time.monotonic() - started
+            answer.text += choice["text"]
+            answer.token_ids += choice["token_ids"]
+            on_text(choice["text"])
+        answer.metrics = event.get("metrics", answer.metrics)
+        answer.prompt_tokens = event.get("usage", {}).get("prompt_tokens", answer.prompt_tokens)
+    return False
+
+
+def _error_text(payload: bytes, status: int) -> str:
+    try:
+        return f"HTTP {status}: {json.loads(payload)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status}: {payload[:300].decode(errors='replace')}"

@@ -1,0 +1,302 @@
+"""Start nodes and a router as processes of their own, and be sure that they end.
+
+Each process is the leader of its own process group and holds one end of a socket pair (see `web.launcher_link`): it
+reports its port and its readiness there, and it ends when this process's end closes, however this process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
+
+EXAMPLES = Path(__file__).resolve().parents[2]
+#: Between the polite signal and the other one.
+STOP_GRACE_S = 5.0
+LOG_TAIL_BYTES = 4000
+#: What people are shown of a log.
+LAST_LINES = 15
+
+Watcher = Callable[["LaunchedProcess", float], None]
+
+
+class Child(Protocol):
+    """What a launcher needs of a process that it started; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+#: (script, arguments, log, link) → a process in a group of its own. It writes to `log` and inherits `link`.
+Spawn = Callable[[str, Sequence[str], int, int], Child]
+
+
+class LaunchError(Exception):
+    """A process did not start. The message says why, with the end of its log when it said nothing itself."""
+
+
+def run_script(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
+    """Start `examples/<script>` as a user would."""
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *arguments, "--launcher-fd", str(link)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(link,),
+        process_group=0,
+    )
+
+
+class LaunchedProcess:
+    """One process that a launcher started.
+
+    Attributes:
+        name: For people.
+        port: Where it listens; 0 until it said so.
+        is_ready: It serves.
+    """
+
+    def __init__(self, name: str, script: str, arguments: Sequence[str], spawn: Spawn) -> None:
+        self.name = name
+        self.port = 0
+        self.is_ready = False
+        self._failure = ""
+        self._unread = b""
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = spawn(script, arguments, self._log.fileno(), theirs.fileno())
+
+    @property
+    def url(self) -> str:
+        """Where it serves HTTP."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def log_tail(self) -> str:
+        """The end of what it wrote to stdout and stderr so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+        return tail.decode(errors="replace")
+
+    def obituary(self, within_s: float = 0.0) -> str:
+        """How it ended, in words, with the end of its log; empty while it runs.
+
+        Args:
+            within_s: How long to wait for the end of a process that has said that it fails.
+        """
+        self._read_failure()
+        try:
+            status = self._process.wait(within_s if self._failure else 0.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        why = f": {self._failure}" if self._failure else ""
+        last_lines = "\n".join(self.log_tail.splitlines()[-LAST_LINES:]) or "(nothing)"
+        return f"the {self.name} {how}{why}; the end of its log:\n{last_lines}"
+
+    def _read_failure(self) -> None:
+        """Take in what the process said of its end, if anything."""
+        with contextlib.suppress(LaunchError, OSError):
+            self._link.setblocking(False)
+            while True:
+                self.read_report()
+
+    def fileno(self) -> int:
+        """Readable when there is something for `read_report`."""
+        return self._link.fileno()
+
+    def read_report(self) -> None:
+        """Read what the process says of itself.
+
+        Raises:
+            LaunchError: it failed, or ended.
+        """
+        data = self._link.recv(65536)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            facts: dict[str, Any] = json.loads(line)
+            self.port = facts.get("listening", self.port)
+            self.is_ready = facts.get("ready", self.is_ready)
+            self._failure = facts.get("failed", self._failure)
+        if self._failure or not data:
+            why = self._failure or f"it ended{self._status()}; its log:\n{self.log_tail}"
+            raise LaunchError(f"{self.name} did not start: {why}")
+
+    def _status(self) -> str:
+        """Its exit status for a message; a process whose link broke is about to have one."""
+        try:
+            return f" with status {self._process.wait(1.0)}"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        return self._process.wait(timeout_s)
+
+    def terminate(self) -> None:
+        """Ask it to end, as a service manager would."""
+        self.send_signal(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Let it find its launcher gone."""
+        self._link.close()
+
+    def kill(self) -> None:
+        """End it now, as a crash would."""
+        self.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def close(self, deadline: float) -> None:
+        """Wait for its end until `deadline`, a time of `time.monotonic`; then kill it."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+        self._link.close()
+        self._log.close()
+
+
+class Launcher:
+    """Processes that end with the block: `with Launcher() as launcher: ...`.
+
+    Args:
+        spawn: How a process is started.
+    """
+
+    def __init__(self, spawn: Spawn = run_script) -> None:
+        self._spawn = spawn
+        self._processes: list[LaunchedProcess] = []
+
+    def start(self, name: str, script: str, *arguments: str) -> LaunchedProcess:
+        """Start `examples/<script>`. Returns at once."""
+        process = LaunchedProcess(name, script, arguments, self._spawn)
+        self._processes.append(process)
+        return process
+
+    def start_node(self, name: str, role: str, *arguments: str) -> LaunchedProcess:
+        """Start a node on a free port. Returns at once."""
+        return self.start(name, "serve.py", "--role", role, "--port", "0", *arguments)
+
+    def start_router(
+        self,
+        name: str,
+        prefill: Iterable[LaunchedProcess],
+        decode: Iterable[LaunchedProcess],
+        *arguments: str,
+    ) -> LaunchedProcess:
+        """Start a router over nodes that listen already. Returns at once."""
+        urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
+        flat = [word for pair in urls for word in pair]
+        return self.start(name, "router.py", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
+
+    def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
+        """Wait until every process has its port.
+
+        Raises:
+            LaunchError: one failed, ended, or did not within `timeout_s`.
+        """
+        _wait(processes, lambda process: process.port > 0, "listening", timeout_s, _ignore)
+
+    def wait_ready(
+        self, processes: Iterable[LaunchedProcess], timeout_s: float, on_ready: Watcher | None = None
+    ) -> None:
+        """Wait until every process serves; `on_ready(process, seconds)` hears of each.
+
+        Raises:
+            LaunchError: one failed, ended, or did not within `timeout_s`.
+        """
+        _wait(processes, lambda process: process.is_ready, "ready", timeout_s, on_ready or _ignore)
+
+    @property
+    def processes(self) -> tuple[LaunchedProcess, ...]:
+        """What was started."""
+        return tuple(self._processes)
+
+    def close(self) -> None:
+        """End everything that was started, politely at first. Idempotent."""
+        for process in self._processes:
+            # Its launcher's end stops a process at once; the signal alone would let it finish its answers first. That
+            # signal ends one that still imports, and does not listen to its launcher yet.
+            process.hang_up()
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first one
+        deadline = time.monotonic() + STOP_GRACE_S
+        while self._processes:
+            self._processes[-1].close(deadline)
+            self._processes.pop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ignore(process: LaunchedProcess, seconds: float) -> None:
+    return
+
+
+def _wait(
+    processes: Iterable[LaunchedProcess],
+    holds: Callable[[LaunchedProcess], bool],
+    what: str,
+    timeout_s: float,
+    on_change: Watcher,
+) -> None:
+    started = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            if not holds(process):
+                selector.register(process, selectors.EVENT_READ, process)
+        while waiting := [key.data for key in selector.get_map().values()]:
+            left_s = started + timeout_s - time.monotonic()
+            ready = [key.data for key, _ in selector.select(max(0.0, left_s))]
+            if not ready and left_s <= 0:
+                late = waiting[0]
+                raise LaunchError(
+                    f"{late.name} was not {what} within {timeout_s:g} s; its log:\n{late.log_tail}"
+                )
+            for process in ready:
+                process.read_report()
+                if holds(process):
+                    selector.unregister(process)
+                    on_change(process, time.monotonic() - started)

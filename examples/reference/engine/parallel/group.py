@@ -1,0 +1,221 @@
+"""The worker processes of one engine: started, waited for, missed, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvferry.transports.errors import ConfigurationError
+
+from ..errors import EngineDeadError
+from ..types import TransferHealth
+from .channel import Channel
+from .messages import Failed, Stop
+
+#: For how long a worker may not read what it is sent, or stop in the middle of what it sends.
+LINK_TIMEOUT_S = 30.0
+#: For how long workers may shut their connectors down, before they are killed.
+STOP_GRACE_S = 8.0
+#: A process whose link broke is about to end; then its exit status says why.
+DYING_S = 1.0
+
+_EXAMPLES = Path(__file__).resolve().parents[3]
+
+Reply = TypeVar("Reply")
+
+
+class WorkerProcess:
+    """One rank. It ends when this process does, since then its link breaks."""
+
+    def __init__(self, rank: int, rendezvous_fd: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self.channel.set_timeout(LINK_TIMEOUT_S)
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.channel.close)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "reference.engine.parallel.worker",
+                    str(theirs.fileno()),
+                    str(rendezvous_fd),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), rendezvous_fd),
+                env={**os.environ, "PYTHONPATH": _with_examples(os.environ.get("PYTHONPATH", ""))},
+            )
+            on_failure.pop_all()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self, within_s: float) -> int | None:
+        """Wait for its end, at most so long; a negative status is the signal that killed it, None: it runs."""
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def obituary(self, status: int) -> str:
+        """How it ended, in words."""
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the worker process of rank {self.rank} ({self.pid}) {how}"
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self.channel.close()
+
+
+class WorkerGroup:
+    """All ranks of one engine. Once one of them is gone, none goes on."""
+
+    def __init__(self, num_ranks: int) -> None:
+        rendezvous_fd = os.memfd_create("kvferry-rendezvous")
+        self.workers: list[WorkerProcess] = []
+        self._transfer_health: dict[
+            int, TransferHealth
+        ] = {}  # by rank; as they last said without being asked
+        try:
+            for rank in range(num_ranks):
+                self.workers.append(WorkerProcess(rank, rendezvous_fd))
+        except OSError:
+            self.kill()
+            raise
+        finally:
+            os.close(rendezvous_fd)
+
+    def ask(self, messages: Sequence[object], kind: type[Reply], timeout_s: float) -> list[Reply]:
+        """Send each rank its message, and wait for the replies.
+
+        Returns:
+            The replies by rank.
+
+        Raises:
+            ConfigurationError: a rank cannot start as asked.
+            EngineDeadError: a rank is gone, broke, or did not reply in time. All ranks were killed.
+        """
+        try:
+            for worker, message in zip(self.workers, messages, strict=True):
+                self._send(worker, message)
+            return self._gather(kind, time.monotonic() + timeout_s)
+        except (EngineDeadError, ConfigurationError):
+            self.kill()
+            raise
+
+    def check(self) -> TransferHealth:
+        """Make sure that all ranks are there. Call it only while none owes a reply.
+
+        Returns:
+            How their connectors are: the lowest rank's words.
+
+        Raises:
+            EngineDeadError: one is not there. All ranks were killed.
+        """
+        for worker in self.workers:
+            if (status := worker.exit_status(within_s=0.0)) is not None:
+                self.kill()
+                raise EngineDeadError(worker.obituary(status))
+        try:
+            self._hear()
+        except EngineDeadError:
+            self.kill()
+            raise
+        said = [health for _, health in sorted(self._transfer_health.items())]
+        errors, warnings = [health.error for health in said], [health.warning for health in said]
+        return TransferHealth(next(filter(None, errors), ""), next(filter(None, warnings), ""))
+
+    def _hear(self) -> None:
+        """Take what ranks said without being asked, and wait for nothing."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while ready := selector.select(0):
+                for key, _ in ready:
+                    self._receive(key.data, TransferHealth)
+
+    def stop(self) -> None:
+        """End all ranks: well where they can, within a few seconds. Idempotent."""
+        for worker in self.workers:
+            with contextlib.suppress(EngineDeadError):
+                self._send(worker, Stop())
+        deadline = time.monotonic() + STOP_GRACE_S
+        for worker in self.workers:
+            worker.exit_status(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks now. Idempotent."""
+        for worker in self.workers:
+            worker.kill()
+        self.workers.clear()
+
+    def _send(self, worker: WorkerProcess, message: object) -> None:
+        try:
+            worker.channel.send(message)
+        except OSError as error:
+            raise self._lost(worker, error) from error
+
+    def _gather(self, kind: type[Reply], deadline: float) -> list[Reply]:
+        replies: dict[int, Reply] = {}
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while len(replies) < len(self.workers):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    late = [worker.rank for worker in self.workers if worker.rank not in replies]
+                    raise EngineDeadError(f"worker processes of ranks {late} did not reply in time")
+                for key, _ in ready:
+                    reply = self._receive(key.data, kind)
+                    if reply is not None:
+                        replies[key.data.rank] = reply
+                        selector.unregister(key.fileobj)
+        return [replies[worker.rank] for worker in self.workers]
+
+    def _receive(self, worker: WorkerProcess, kind: type[Reply]) -> Reply | None:
+        """Receive a message; None if it was not the reply, which is still to come."""
+        try:
+            reply = worker.channel.receive()
+        except (EOFError, OSError, ValueError) as error:
+            raise self._lost(worker, error) from error
+        if isinstance(reply, Failed):
+            raise self._failed(worker, reply)
+        if isinstance(reply, TransferHealth):
+            self._transfer_health[worker.rank] = reply
+            return None
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def _lost(self, worker: WorkerProcess, error: Exception) -> EngineDeadError:
+        status = worker.exit_status(DYING_S)
+        if status is not None:
+            return EngineDeadError(worker.obituary(status))
+        return EngineDeadError(f"the worker process of rank {worker.rank} ({worker.pid}) is lost: {error}")
+
+    def _failed(self, worker: WorkerProcess, failed: Failed) -> Exception:
+        if failed.is_refusal:
+            return ConfigurationError(failed.text, key=failed.key)
+        # Ranks fail together when one of them is killed; the one that was killed is the reason.
+        for other in self.workers:
+            status = other.exit_status(0.0 if other is worker else DYING_S)
+            if status is not None and status < 0:
+                return EngineDeadError(other.obituary(status))
+        return EngineDeadError(f"the worker process of rank {worker.rank} failed: {failed.text}")
+
+
+def _with_examples(path: str) -> str:
+    return os.pathsep.join(part for part in (str(_EXAMPLES), path) if part)

@@ -1,0 +1,38 @@
+"""The start of a node: read the options, take the port, then load what is heavy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ..web.launcher_link import open_link
+from ..web.serving import BrokenError, StartupError, bind, exit_status_of, set_up_logging
+from .cli import parse_arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a node until it is told to stop.
+
+    Returns:
+        The exit status: 0 when it was told to stop, 1 when its engine could not go on or did not close, 2 when it could
+        not start as asked.
+    """
+    return exit_status_of("serve.py", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    options = parse_arguments(arguments)
+    set_up_logging(options.log_level, options.role)
+    link = open_link(options.launcher_fd)
+    try:
+        with bind(options.host, options.port) as listener:
+            link.report(listening=listener.getsockname()[1])
+            # PyTorch takes seconds to import; a wrong option or a taken port is told before.
+            from .lifecycle import serve
+
+            asyncio.run(serve(options, listener, link))
+    except (BrokenError, StartupError) as error:
+        link.report(failed=str(error))
+        raise
+    finally:
+        link.close()

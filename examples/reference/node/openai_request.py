@@ -1,0 +1,203 @@
+"""What a client asks for: the JSON bodies of OpenAI's API, read into frozen types.
+
+Fields that would change the answer and that the engine does not have are refused; others that it does not know are
+ignored, as vLLM does, so that ordinary clients work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.types import PromptItem, SamplingParams
+from ..web.errors import bad_request
+from ..web.fields import Fields
+from .prompt_items import parse_items
+
+#: OpenAI's default for completions; a chat answers as long as the context allows.
+DEFAULT_COMPLETION_TOKENS = 16
+UNLIMITED_TOKENS = 1 << 30
+MAX_STOP_TEXTS = 16
+
+#: Fields that the engine has only in one value each: what it does without them.
+ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "prompt_embeds": (),
+}
+
+#: What to do instead, where that is not plain.
+WAYS_OUT: Mapping[str, str] = {
+    "n": ": send a request for each answer",
+    "best_of": ": send a request for each answer, and choose",
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat so far, to be written out by the model's template."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A body, read and checked as far as that goes without the model.
+
+    Attributes:
+        model: The model's name as the client wrote it; empty: whatever is served.
+        prompt: Text, token ids, or a chat.
+        include_usage: A stream ends with a chunk that has the usage.
+        return_token_ids: Answers carry `token_ids` beside the text.
+        cache_salt: The prefix cache is shared only with requests that have the same; empty: with those without.
+        items: What of the prompt is vectors rather than tokens.
+    """
+
+    model: str
+    prompt: str | tuple[int, ...] | ChatPrompt
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    kv_transfer_params: Mapping[str, Any] | None
+    cache_salt: str
+    items: tuple[PromptItem, ...]
+
+
+def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
+    """Read the body of `/v1/completions`.
+
+    Raises:
+        ApiError: a field is missing, malformed or not supported (400, naming it).
+        InvalidRequestError: a sampling parameter is outside its range.
+    """
+    if "prompt" not in body:
+        raise bad_request("the request lacks 'prompt'", "prompt")
+    return _client_request(body, _prompt(body["prompt"]), DEFAULT_COMPLETION_TOKENS)
+
+
+def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
+    """Read the body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: a field is missing, malformed or not supported (400, naming it).
+        InvalidRequestError: a sampling parameter is outside its range.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("'messages' must be a list of at least one message", "messages")
+    chat = ChatPrompt(tuple(_message(index, message) for index, message in enumerate(messages)))
+    return _client_request(body, chat, UNLIMITED_TOKENS)
+
+
+def _client_request(
+    body: Mapping[str, Any], prompt: str | tuple[int, ...] | ChatPrompt, default_max_tokens: int
+) -> ClientRequest:
+    _refuse_unsupported(body)
+    fields = Fields(body)
+    max_tokens = fields.integer("max_tokens", default_max_tokens)
+    sampling = SamplingParams(
+        max_tokens=fields.integer("max_completion_tokens", max_tokens),
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        seed=fields.optional_integer("seed"),
+        stop=_stop(body.get("stop")),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        num_top_logits=fields.integer("return_top_logits", 0),
+    )
+    return ClientRequest(
+        model=fields.text("model", ""),
+        prompt=prompt,
+        sampling=sampling,
+        stream=fields.boolean("stream", False),
+        include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
+        return_token_ids=fields.boolean("return_token_ids", False),
+        kv_transfer_params=fields.optional_mapping("kv_transfer_params"),
+        cache_salt=fields.text("cache_salt", ""),
+        items=parse_items(body),
+    )
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name, allowed in ONLY_VALUES.items():
+        value = body.get(name)
+        if value is None or any(_same(value, only) for only in allowed):
+            continue
+        shown = json.dumps(value)
+        hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
+        way_out = WAYS_OUT.get(name, "")
+        raise bad_request(f"{name}={shown[:80]} is not supported{hint}{way_out}", name, "unsupported_value")
+
+
+def _same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(
+        other, bool
+    )  # `True == 1`, but `n: true` is wrong
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # a batch of one
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return tuple(value)
+    if isinstance(value, list) and len(value) > 1 and all(isinstance(item, str | list) for item in value):
+        raise bad_request("several prompts in one request are not supported: send one request each", "prompt")
+    raise bad_request("'prompt' must be a text or a list of at least one token id", "prompt")
+
+
+def _message(index: int, message: object) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad_request(f"{where} must be an object with 'role' and 'content'", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise bad_request(f"{where}.role must be a text", "messages")
+    return Message(role, _content(where, message.get("content")))
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    raise bad_request(f"{where}.content must be a text or a list of text parts", "messages")
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise bad_request("'stop' must be a text or a list of texts, none of them empty", "stop")
+    if len(texts) > MAX_STOP_TEXTS:
+        raise bad_request(f"'stop' has {len(texts)} texts; at most {MAX_STOP_TEXTS} are supported", "stop")
+    return tuple(texts)

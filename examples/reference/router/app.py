@@ -1,0 +1,274 @@
+"""The HTTP server of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ..web.errors import ApiError, error_middleware
+from ..web.json_body import MAX_BODY_BYTES, read_json
+from .handoffs import Handoff, Handoffs
+from .health import NodeState
+from .metrics import RouterMetrics
+from .nodes import Node, NodeGoneError, NodePool, NoNodeError, Tried
+from .prefills import OverlappedPrefill, Prefill, WholePrefill
+from .reply import Reply
+from .stages import Call, check_body, decode_body, open_answer
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+#: A connection whose other end vanished is found broken after IDLE + COUNT * INTERVAL seconds without a byte, also if the
+#: host came back meanwhile and answers health checks again.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
+
+DecodeAlone = Literal["auto", "always", "never"]
+
+
+class Router:
+    """Sends each request to a prefill node, then to a decode node.
+
+    A node that is gone is replaced by another one as long as no byte of the answer reached the client: a prefill
+    node alone, a decode node together with a new prefill, since the first offer went with it.
+
+    Args:
+        overlap: A decode begins while its prefill still runs, where the prefill node can say so early.
+        answer_timeout_s: An answer that takes longer ends with an error; 0: no limit.
+        check_interval_s: Time between two health checks of a node.
+        check_timeout_s: A health check that takes longer has failed.
+        decode_alone: Whether a decode node gets a request that no prefill node can take: `auto` if the node says that
+            its policy is `recompute`.
+    """
+
+    def __init__(
+        self,
+        prefill_pool: NodePool,
+        decode_pool: NodePool,
+        *,
+        overlap: bool,
+        answer_timeout_s: float,
+        check_interval_s: float,
+        check_timeout_s: float,
+        decode_alone: DecodeAlone,
+    ) -> None:
+        self._prefill_pool = prefill_pool
+        self._decode_pool = decode_pool
+        self._answer_timeout_s = answer_timeout_s
+        self._check_times_s = check_interval_s, check_timeout_s
+        self._decode_alone_mode = decode_alone
+        self._handoffs = Handoffs()
+        self._metrics = RouterMetrics(self._nodes, self._handoffs)
+        kind = OverlappedPrefill if overlap else WholePrefill
+        self._prefill: Prefill = kind(prefill_pool, self._metrics)
+        self._session: aiohttp.ClientSession
+        self._is_draining = False
+        self._num_under_way = 0
+
+    @property
+    def _nodes(self) -> tuple[Node, ...]:
+        return self._prefill_pool.nodes + self._decode_pool.nodes
+
+    def application(self) -> web.Application:
+        """The routes, for aiohttp."""
+        app = web.Application(middlewares=[self._count, error_middleware], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics_text)
+        app.cleanup_ctx.append(self._connected)
+        return app
+
+    async def wait_until_ready(self) -> None:
+        """Return once there is a ready node of either role."""
+        while not self._has_pair:
+            await asyncio.sleep(self._check_times_s[0] / 4)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait for those under way, for at most so long."""
+        self._is_draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._num_under_way and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(min(0.05, timeout_s))
+
+    def stop(self) -> None:
+        """End what is under way: each client is told so by an error."""
+        self._is_draining = True
+        for pool in (self._prefill_pool, self._decode_pool):
+            pool.close()
+
+    @property
+    def _has_pair(self) -> bool:
+        return self._prefill_pool.has_ready_node and self._decode_pool.has_ready_node
+
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=kept_alive_socket)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+            watchers = [
+                asyncio.create_task(node.watch(self._session, *self._check_times_s)) for node in self._nodes
+            ]
+            yield
+            await self._handoffs.close()
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    # -- small answers -------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        nodes = [
+            {
+                "role": node.role,
+                "url": node.url,
+                "state": node.state.value,
+                "healthy": node.state is NodeState.READY,
+                "error": node.last_error,
+            }
+            for node in self._nodes
+        ]
+        status, is_ready = self._status()
+        body = {"status": status, "nodes": nodes, "handoffs": self._handoffs.report()}
+        return web.json_response(body, status=200 if is_ready else 503)
+
+    def _status(self) -> tuple[str, bool]:
+        """What `/health` says in a line, and whether requests can be answered."""
+        if self._is_draining:
+            return "draining", False
+        problems = list(self._handoffs.problems())
+        if not self._has_pair:
+            if self._prefill_pool.has_ready_node or not self._can_decode_alone({}):
+                return "no healthy pair of nodes", False
+            problems.append("no prefill node is ready: decode nodes compute prompts themselves")
+        return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        tried: Tried = {}
+        while True:
+            with contextlib.suppress(NodeGoneError):
+                async with self._decode_pool.use_one(tried) as node, node.exchange():
+                    async with self._session.get(node.url + "/v1/models") as response:
+                        payload = await response.read()
+                return web.Response(body=payload, status=response.status, content_type=response.content_type)
+
+    @web.middleware
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        self._num_under_way += 1
+        try:
+            response = await handler(request)
+            if not response.prepared:
+                # Here rather than by aiohttp afterwards: a drain waits until the last byte is written.
+                with contextlib.suppress(ConnectionError):
+                    await response.prepare(request)
+                    await response.write_eof()
+        finally:
+            self._num_under_way -= 1
+        self._metrics.requests.labels(str(response.status)).inc()
+        return response
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._is_draining:
+            raise NoNodeError("the router is draining: send the request to another one, or again later")
+        body = await read_json(request)
+        check_body(body)
+        request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
+        call = Call(self._session, request.path, body, _headers(request, request_id))
+        reply = Reply(request)
+        try:
+            async with asyncio.timeout(self._answer_timeout_s or None) as limit:
+                return await self._routed(call, reply)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"the answer was not complete after {self._answer_timeout_s:g} s, the router's --answer-timeout-s"
+            return await reply.fail(ApiError(504, message, kind="timeout_error", code="timeout"))
+
+    async def _routed(self, call: Call, reply: Reply) -> web.StreamResponse:
+        tried: Tried = {}
+        while True:
+            # Before the prefill, so that no offer is made that no node is there to load.
+            await self._decode_pool.require_one(tried)
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    try:
+                        offer = await stack.enter_async_context(self._prefill.prefilled(call))
+                    except NoNodeError as error:
+                        if not self._can_decode_alone(tried):
+                            raise
+                        logger.info(
+                            "%s: a decode node computes the prompt itself: %s", call.request_id, error
+                        )
+                        self._metrics.decoded_alone.inc()
+                        return await self._decoded(call, Handoff(None), reply, tried, is_alone=True)
+                    handoff = stack.enter_context(self._handoffs.following(call, offer))
+                    return await self._decoded(call, handoff, reply, tried, is_alone=False)
+            except NodeGoneError as error:
+                logger.warning("%s: decode: %s", call.request_id, error)
+                self._metrics.retries.labels("decode").inc()
+
+    async def _decoded(
+        self, call: Call, handoff: Handoff, reply: Reply, tried: Tried, *, is_alone: bool
+    ) -> web.StreamResponse:
+        async with self._decode_pool.use_one(tried, self._computes_alone if is_alone else None) as node:
+            handoff.decode_url = node.url
+            body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
+            async with open_answer(call, node, body) as (upstream, first):
+                self._handoffs.answered(call, handoff, upstream, first)
+                response = await reply.copy(node, upstream, first)
+                handoff.read_tail(reply.tail)
+                return response
+
+    def _can_decode_alone(self, tried: Tried) -> bool:
+        """Whether a decode node that is ready, and not tried yet, would compute a whole prompt itself."""
+        nodes = (node for node in self._decode_pool.nodes if node not in tried)
+        return any(node.state is NodeState.READY and self._computes_alone(node) for node in nodes)
+
+    def _computes_alone(self, node: Node) -> bool:
+        match self._decode_alone_mode:
+            case "always":
+                return True
+            case "never":
+                return False
+            case "auto":
+                return node.load_failure_policy == "recompute"
+
+
+def _headers(request: web.Request, request_id: str) -> dict[str, str]:
+    """What both nodes are told: one id for both, as vLLM's nodes want it."""
+    headers = {"X-Request-Id": request_id}
+    if "Authorization" in request.headers:
+        headers["Authorization"] = request.headers["Authorization"]
+    return headers
+
+
+def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
+    """A socket to a node whose end is noticed although no byte is expected from it for long."""
+    family, kind, protocol = address[:3]
+    connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+        "TCP_KEEPCNT": KEEPALIVE_COUNT,
+    }
+    for name, value in times.items():
+        if hasattr(socket, name):  # names differ between systems; without them the system's own times apply
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

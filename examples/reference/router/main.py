@@ -1,0 +1,174 @@
+"""The router's command line and life."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from typing import get_args
+
+from yarl import URL
+
+from ..web.connections import ConnectionLimits
+from ..web.launcher_link import Link, open_link
+from ..web.serving import (
+    StartupError,
+    StopRequest,
+    add_serving_arguments,
+    bind,
+    exit_status_of,
+    limits_of,
+    say,
+    serving,
+    set_up_logging,
+)
+from .app import DecodeAlone, Router
+from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
+
+DEFAULT_PORT = 8000
+#: A client's connection, and one to a node of either role.
+DESCRIPTORS_EACH = 3
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the router until it is told to stop.
+
+    Returns:
+        The exit status: 0, or 2 when it could not start as asked.
+    """
+    return exit_status_of("router.py", lambda: _run(_parser().parse_args(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="router.py",
+        description="Send each request of an OpenAI-compatible API to a prefill node, then to a decode node.",
+        epilog="docs/router.md explains the states of a node, handoff counts, and how the router stops.",
+        allow_abbrev=False,
+    )
+    add_serving_arguments(parser, port=DEFAULT_PORT)
+    group = parser.add_argument_group("nodes")
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}",
+            action="append",
+            required=True,
+            metavar="URL",
+            help=f"a {role} node, e.g. http://127.0.0.1:8100; may be repeated",
+        )
+    group.add_argument(
+        "--check-interval-s",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="time between two health checks of a node (default: %(default)g)",
+    )
+    group.add_argument(
+        "--check-timeout-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help=f"a health check that takes longer has failed; after {FAILED_CHECKS_UNTIL_GONE} in a row the node is gone, "
+        "and its requests end (default: %(default)g)",
+    )
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--answer-timeout-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="an answer that takes longer, from its request to its last byte, ends with error 504; this affects no other "
+        "request and no node's state; 0 sets no limit (default: %(default)g)",
+    )
+    group.add_argument(
+        "--decode-alone",
+        choices=get_args(DecodeAlone),
+        default="auto",
+        help="whether decode nodes compute prompts themselves while no prefill node can: auto asks those whose /health "
+        "says that their load failure policy is recompute, always asks any, as vLLM's nodes do not say it "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time that requests under way have to finish after SIGTERM or SIGINT; a second signal ends the router at "
+        "once (default: %(default)g)",
+    )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="begin to decode while the prompt is still computed: its KV cache crosses chunk by chunk; for nodes of serve.py",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    set_up_logging(options.log_level, "router")
+    _check_times(options)
+    limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
+    router = Router(
+        NodePool("prefill", [_url(text) for text in options.prefill]),
+        NodePool("decode", [_url(text) for text in options.decode]),
+        overlap=options.overlap,
+        answer_timeout_s=options.answer_timeout_s,
+        check_interval_s=options.check_interval_s,
+        check_timeout_s=options.check_timeout_s,
+        decode_alone=options.decode_alone,
+    )
+    link = open_link(options.launcher_fd)
+    try:
+        with bind(options.host, options.port) as listener:
+            asyncio.run(_serve(router, listener, link, options.drain_timeout_s, limits))
+    except StartupError as error:
+        link.report(failed=str(error))
+        raise
+    finally:
+        link.close()
+
+
+def _check_times(options: argparse.Namespace) -> None:
+    for name in ("check_interval_s", "check_timeout_s", "answer_timeout_s", "drain_timeout_s"):
+        value = getattr(options, name)
+        may_be_0 = not name.startswith("check")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
+            option = "--" + name.replace("_", "-")
+            raise StartupError(f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'}")
+
+
+async def _serve(
+    router: Router, listener: socket.socket, link: Link, drain_timeout_s: float, limits: ConnectionLimits
+) -> None:
+    stop = StopRequest(link)
+    host, port = listener.getsockname()[:2]
+    async with serving(router.application(), listener, limits):
+        link.report(listening=port)
+        say(f"router listening on http://{host}:{port}")
+        ready = asyncio.create_task(router.wait_until_ready())
+        ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
+        await stop.drain.wait()
+        ready.cancel()
+        if not stop.now.is_set():
+            logger.info("draining for up to %g s; a second signal ends the router at once", drain_timeout_s)
+            draining = asyncio.create_task(router.drain(drain_timeout_s))
+            stopped = asyncio.create_task(stop.now.wait())
+            await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            stopped.cancel()
+        router.stop()
+
+
+def _url(text: str) -> str:
+    try:
+        parts = URL(text)
+    except ValueError:
+        parts = URL()
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise StartupError(f"{text!r} is not a URL of a node, e.g. http://127.0.0.1:8100")
+    return text

@@ -1,0 +1,71 @@
+"""What the router sends to a client: a node's answer as it comes, and the error that ends one in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+from aiohttp import web
+
+from ..web.errors import ApiError
+from .nodes import Node, NodeGoneError
+from .stages import is_stream
+
+#: Of a node's headers, those that are meant for the client.
+PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
+#: The end of a stream that is kept: its last events, which say how the cache came.
+TAIL_BYTES = 16 << 10
+#: A client that does not read is not told for longer why its stream ends.
+LAST_WORDS_S = 1.0
+
+
+class Reply:
+    """The answer to one request.
+
+    Attributes:
+        tail: The last bytes of a stream that ended.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._stream: web.StreamResponse | None = None
+        self.tail = b""
+
+    async def copy(self, node: Node, upstream: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
+        """Hand a node's answer to the client as it comes. If the node is lost, an error ends the stream."""
+        headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
+        headers.setdefault("Content-Type", "application/json")
+        if not is_stream(upstream):
+            return web.Response(body=first, status=upstream.status, headers=headers)
+        stream = web.StreamResponse(status=upstream.status, headers={**headers, "Cache-Control": "no-cache"})
+        await stream.prepare(self._request)
+        self._stream = stream
+        chunk = first
+        try:
+            while chunk:
+                await stream.write(chunk)
+                self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+                async with node.exchange():
+                    chunk = await upstream.content.readany()
+        except NodeGoneError as error:
+            lost = f"the answer was lost in the middle: {await error.explained()}"
+            return await self.fail(ApiError(502, lost, kind="server_error"))
+        await stream.write_eof()
+        return stream
+
+    async def fail(self, error: ApiError) -> web.StreamResponse:
+        """End the answer with an error: as an event if a part was sent already.
+
+        Raises:
+            ApiError: nothing was sent yet; the error becomes the whole answer.
+        """
+        if self._stream is None:
+            raise error
+        event = b"\n\ndata: " + json.dumps(error.body()).encode() + b"\n\ndata: [DONE]\n\n"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._stream.write(event)
+                await self._stream.write_eof()
+        return self._stream

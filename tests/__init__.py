@@ -1,0 +1,1 @@
+"""A package, so that tests import the rigs they share as `tests.support`."""

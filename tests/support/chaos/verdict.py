@@ -1,0 +1,82 @@
+"""Whether requests ended as they may, given what befell whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reference.demo.near_tie import AskAlone, compare
+
+from .schedule import Fault
+from .traffic import DEADLINE_S, Outcome
+
+#: A router that was told to end breaks its last connections by then.
+_FAREWELL_S = 5.0
+#: Why a request may be refused: no node is there, one was lost in the middle of its answer, or the router ends.
+_MAY_REFUSE = (
+    "no prefill node can",
+    "no decode node can",
+    "lost in the middle",
+    "the engine does not run",
+    "the router is draining",
+)
+#: Or it could not be loaded, where that is the policy.
+_LOAD_FAILED = "generation_failed"
+
+_MARKS = (" ERROR ", " CRITICAL ", "Traceback")
+
+
+def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
+    """Say what is wrong with how requests ended; nothing if nothing is. Near-ties of logits are printed, and are right.
+
+    Args:
+        ask_alone: A single node, asked where an answer differs from what is expected.
+    """
+    found = [
+        f"{why}: {_described(outcome)}"
+        for outcome in outcomes
+        if (why := _objection(faults, outcome, ask_alone))
+    ]
+    if not any(outcome.ending == "whole" for outcome in outcomes):
+        found.append("no request was answered")
+    return found
+
+
+def confessions(logs: Sequence[str]) -> list[str]:
+    """What processes wrote of their own bugs: faults around them are worth a warning at most."""
+    return [log for log in logs if any(mark in log for mark in _MARKS)]
+
+
+def _objection(faults: Sequence[Fault], outcome: Outcome, ask_alone: AskAlone) -> str:
+    answer, expected, is_whole = outcome.answer, list(outcome.expected), outcome.ending == "whole"
+    comparison = compare(outcome.ask.prompt, answer.token_ids, expected, ask_alone, is_whole=is_whole)
+    for near_tie in comparison.near_ties:
+        print(f"{near_tie}: {_described(outcome)}")
+    if comparison.mismatch is not None:
+        return f"not what a single node answers, {expected}: {comparison.mismatch}"
+    if outcome.ended_s - outcome.began_s > DEADLINE_S:
+        return "it took too long"
+    if outcome.ending == "refused" and not _may_refuse(answer.error):
+        return "no reason to refuse it"
+    if outcome.ending == "broken" and not any(_may_break(fault, outcome) for fault in faults):
+        return "nothing befell its router"
+    return ""
+
+
+def _may_refuse(error: Mapping[str, Any]) -> bool:
+    return error["code"] == _LOAD_FAILED or any(why in error["message"] for why in _MAY_REFUSE)
+
+
+def _may_break(fault: Fault, outcome: Outcome) -> bool:
+    """Whether a fault ended the router while it had the request."""
+    begins_before = outcome.began_s <= fault.at_s + _FAREWELL_S
+    return fault.target == outcome.ask.router and begins_before and fault.at_s <= outcome.ended_s
+
+
+def _described(outcome: Outcome) -> str:
+    ask = outcome.ask
+    kind = "a stream" if ask.stream else "an answer"
+    return (
+        f"{kind} of {ask.max_tokens} tokens to {len(ask.prompt)} by {ask.router}, from {outcome.began_s:.2f} to "
+        f"{outcome.ended_s:.2f} s: {outcome.ending} {outcome.why} {outcome.answer}"
+    )

@@ -1,0 +1,83 @@
+"""A router over nodes that a test plays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.typedefs import Handler
+
+from reference.router.app import DecodeAlone, Router
+from reference.router.health import NodeState
+from reference.router.nodes import NodePool
+from reference.web.errors import error_middleware
+
+#: The first health check of a played node ends sooner.
+DEADLINE_S = 10.0
+
+
+class PlayedNode(Protocol):
+    """What answers a node's completions.
+
+    If it has methods `health` and `release`, these answer `/health` and the router's releases of offers.
+    """
+
+    async def handle(self, request: web.Request) -> web.StreamResponse: ...
+
+
+@asynccontextmanager
+async def routed(
+    prefill: Sequence[PlayedNode],
+    decode: Sequence[PlayedNode],
+    *,
+    overlap: bool = False,
+    answer_timeout_s: float = 0.0,
+    check_interval_s: float = 60.0,
+    check_timeout_s: float = 5.0,
+    decode_alone: DecodeAlone = "auto",
+) -> AsyncIterator[TestClient[Any, Any]]:
+    """A client of a router over these nodes, all of which it has found ready."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
+        pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
+        router = Router(
+            *pools,
+            overlap=overlap,
+            answer_timeout_s=answer_timeout_s,
+            check_interval_s=check_interval_s,
+            check_timeout_s=check_timeout_s,
+            decode_alone=decode_alone,
+        )
+        server = TestServer(router.application(), handler_cancellation=True)
+        client = await stack.enter_async_context(TestClient(server))
+        for pool in pools:
+            for node in pool.nodes:
+                await node.await_check(DEADLINE_S)
+                assert node.state is NodeState.READY, node.last_error
+        yield client
+
+
+async def _is_well(request: web.Request) -> web.StreamResponse:
+    return web.Response()
+
+
+@asynccontextmanager
+async def serving(node: PlayedNode) -> AsyncIterator[str]:
+    """Serve a played node inside the block; yields its URL."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if (body.get("kv_transfer_params") or {}).get("do_release"):
+            return await release(request)
+        return await node.handle(request)
+
+    release: Handler = getattr(node, "release", _is_well)
+    app = web.Application(middlewares=[error_middleware])
+    app.router.add_post("/v1/completions", complete)
+    app.router.add_get("/health", getattr(node, "health", _is_well))
+    # A handler ends when its client goes away, as that of a real node does.
+    async with TestServer(app, handler_cancellation=True) as server:
+        yield str(server.make_url(""))

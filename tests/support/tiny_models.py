@@ -1,0 +1,196 @@
+"""Tiny models with random weights, written as ordinary folders: for tests, and for trying things without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from reference.engine.progress import quiet_loading
+
+_EOS = "<eos>"
+_COMMON = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    # Wide enough that the greedy token does not hang on the last bit of a sum.
+    "initializer_range": 0.3,
+}
+
+#: Family → what its configuration has beside the common part.
+FAMILIES: dict[str, Mapping[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 257,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 257,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 24,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+    },
+}
+
+#: The same with recurrent layers. A state fits a block of 16 tokens.
+RECURRENT_FAMILIES: dict[str, Mapping[str, Any]] = {
+    "bamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "mamba_chunk_size": 8,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "mamba2": {
+        "model_type": "mamba2",
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 32,
+        "n_groups": 1,
+        "state_size": 8,
+        "chunk_size": 8,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+
+
+def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a model of a family: random weights, and a tokenizer that has a token for each byte and one end token.
+
+    Args:
+        seed: Of the weights; the same seed writes the same model.
+        overrides: Fields of the configuration that should differ.
+    """
+    settings = {**_COMMON, **(FAMILIES | RECURRENT_FAMILIES)[family], **overrides}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.generation_config.eos_token_id = settings["eos_token_id"]
+    with quiet_loading():
+        model.save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def scale_tensor(folder: Path, name: str, factor: float) -> None:
+    """Multiply one tensor of a model's weights, in place: other weights, in a file of the same size."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = tensors[name] * factor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What transformers' own generate answers: `num_tokens` token ids, whatever they are."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    whole = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {_EOS: len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS)  # type: ignore[no-untyped-call]
+    wrapped.chat_template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
+    return wrapped

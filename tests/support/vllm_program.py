@@ -1,0 +1,137 @@
+"""One real vLLM engine as a child process that takes orders; see `orders.py`.
+
+    python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
+
+The engine core runs in this very process, one step at a time, so that its scheduler can be looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.request import RequestStatus
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.support.orders import obey
+
+
+class VllmHost:
+    """A vLLM engine that takes orders."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
+        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._begun: set[str] = set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.has_requests())
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        for output in self._engine.step():
+            request, answer = output.request_id, output.outputs[0]
+            if answer.token_ids and request not in self._begun:
+                self._begun.add(request)
+                yield {"first": request}
+            if output.finished:
+                self._begun.discard(request)
+                yield {
+                    "finished": request,
+                    "tokens": list(answer.token_ids),
+                    "reason": answer.finish_reason,
+                    "params": output.kv_transfer_params,
+                    "top_logits": _top_logits(answer.logprobs),
+                }
+        if not self._scheduler.running:
+            time.sleep(0.001)  # as vLLM's own loop does when a step computed nothing
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    # -- orders --------------------------------------------------------------------------------------
+
+    def add(
+        self, request: str, prompt: list[int], max_tokens: int, params: Any, num_top_logits: int = 0
+    ) -> dict[str, Any]:
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=num_top_logits or None,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+        self._engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
+        return {}
+
+    def abort(self, request: str) -> dict[str, Any]:
+        self._engine.abort_request([request])
+        self._begun.discard(request)
+        return {}
+
+    def forget(self) -> dict[str, Any]:
+        """Empty the prefix cache."""
+        return {"done": self._engine.reset_prefix_cache()}
+
+    def policy(self, policy: str) -> dict[str, Any]:
+        """What becomes of requests whose load fails, from now on."""
+        self._scheduler.recompute_kv_load_failures = policy == "recompute"
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """What the scheduler holds, and what kvferry's half of it remembers."""
+        connector = self._scheduler.connector
+        requests = self._scheduler.requests.values()
+        return {
+            "free_blocks": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "num_requests": len(requests),
+            "num_loading": sum(
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
+            ),
+            "num_groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
+            "num_remembered": connector.num_remembered_requests,
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """What happened since the start."""
+        return {
+            "num_loads": self._total("kvferry_loads_total"),
+            "num_failures": self._total("kvferry_load_failures_total"),
+            "num_bytes": self._total("kvferry_loaded_bytes_total"),
+            "num_preemptions": self._total("vllm:num_preemptions_total"),
+        }
+
+    def metric(self, name: str) -> dict[str, Any]:
+        """A metric's labels and values, as `/metrics` would show them."""
+        return {"samples": [[sample.labels, sample.value] for sample in _samples(name)]}
+
+    def log_stats(self) -> dict[str, Any]:
+        """Have vLLM print what it prints every ten seconds."""
+        self._engine.do_log_stats()
+        return {}
+
+    def _total(self, name: str) -> float:
+        return float(sum(sample.value for sample in _samples(name)))
+
+
+def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
+    """The first token's log-probabilities, the largest first; they differ from each other as the logits do."""
+    first = logprobs[0] if logprobs else {}
+    return sorted(((token, told.logprob) for token, told in first.items()), key=lambda pair: -pair[1])
+
+
+def _samples(name: str) -> list[Any]:
+    return [sample for family in REGISTRY.collect() for sample in family.samples if sample.name == name]
+
+
+if __name__ == "__main__":
+    obey(VllmHost)

@@ -1,0 +1,162 @@
+"""Start nodes without waiting for their imports, for tests: each is forked from a process that has the heavy ones done.
+
+What takes a node long to start is to import PyTorch and transformers. A nursery is a process that has imported them,
+and nothing of ours; told to run a script, it forks, and the child runs the script as `python SCRIPT ARGUMENTS` would.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+#: For how long a nursery may take to import what it keeps ready, on a busy machine.
+ANSWER_TIMEOUT_S = 100.0
+MAX_ORDER_BYTES = 64 << 10
+MODULES = (
+    *("aiohttp.web", "msgpack", "numpy", "prometheus_client", "safetensors.torch", "torch", "xxhash", "zmq"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    *("transformers.generation", "transformers.models.llama.modeling_llama", "transformers.masking_utils"),
+)
+
+
+class Nursery:
+    """Forks processes for a `Launcher`: `Launcher(nursery.spawn)`. One thread uses it; closing it ends none of them."""
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._orders.settimeout(ANSWER_TIMEOUT_S)
+            # Threads do not survive a fork, so nothing that is imported may start any.
+            environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+            )
+
+    def spawn(self, script: str, arguments: Sequence[str], log: int, link: int) -> Forked:
+        """See `launcher.Spawn`."""
+        order = {"script": script, "arguments": list(arguments), "cwd": os.getcwd()}
+        socket.send_fds(self._orders, [json.dumps(order).encode()], [log, link])
+        return Forked(self._answer(), self._reap)
+
+    def _reap(self, pid: int) -> int:
+        self._orders.send(json.dumps({"reap": pid}).encode())
+        return self._answer()
+
+    def _answer(self) -> int:
+        return int(self._orders.recv(MAX_ORDER_BYTES))
+
+    def close(self) -> None:
+        """End the nursery. What it started lives on, for whoever holds the other end of its link."""
+        self._orders.close()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Forked:
+    """A process that a nursery started: what a launcher needs of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, reap: Callable[[int], int]) -> None:
+        self.pid = pid
+        self._reap = reap
+        self._statuses: list[int] = []
+        self._end = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._statuses[0] if self._statuses or self._has_ended(0.0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if not self._statuses and not self._has_ended(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self._statuses[0]
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        if not select.select([self._end], [], [], timeout_s)[0]:
+            return False
+        self._statuses.append(self._reap(self.pid))
+        os.close(self._end)
+        return True
+
+
+# -- the nursery's own process -----------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Carry out orders until their socket closes; in a forked child, run the ordered script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted terminal ends the launcher, which ends us
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as orders:
+        order = _wait_for_birth(orders)
+    if order:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [str(EXAMPLES / order["script"]), *order["arguments"]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _wait_for_birth(orders: socket.socket) -> dict[str, Any]:
+    """Fork for each order; returns the order in the child, and nothing when the nursery's time is over."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 2)
+        if not data:
+            return {}
+        order: dict[str, Any] = json.loads(data)
+        if "reap" in order:
+            _, status = os.waitpid(order["reap"], 0)
+            orders.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _become(descriptors, order)
+            return order
+        os.setpgid(pid, pid)  # both sides do, so that it is done when either goes on
+        for inherited in descriptors:
+            os.close(inherited)
+        orders.send(str(pid).encode())
+
+
+def _become(descriptors: Sequence[int], order: dict[str, Any]) -> None:
+    """Take on what `subprocess.Popen` would have given to the process."""
+    log, link = descriptors
+    os.setpgid(0, 0)
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    os.chdir(order["cwd"])
+    order["arguments"] += ["--launcher-fd", str(link)]
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(EXAMPLES)  # the scripts import from their own folder
+    main(int(sys.argv[1]))
