@@ -12,18 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from ..transports.base import Route, TransferEnded, Transport
 from ..transports.errors import (
     ConfigurationError,
     ForeignTransportError,
     KVTransferError,
     KVTransferStateError,
-    StaleRegionError,
     UnexpectedError,
 )
-from ..transports.regions import Guard, Regions
 from .handoff.events import (
     Action,
     ClearGuard,
@@ -34,12 +30,9 @@ from .handoff.events import (
     OfferCompleted,
     OfferEnded,
     PeerDiffers,
-    PushEnded,
     Send,
     SetGuard,
-    StartPush,
     StartRead,
-    StartWrite,
 )
 from .handoff.messages import encode
 from .handoff.node import NodeProtocol
@@ -50,9 +43,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: In place of a transfer's id: it is another process's.
-_OF_ANOTHER = -1
-#: How long a transfer may go on that began although starting it raised; its peer is dropped, which ends transfers soon.
+#: How long a read may go on that began although starting it raised; its peer is dropped, which ends reads soon.
 _DOUBT_S = 1.0
 #: For how long a node warns after the last peer that it could not connect to.
 _WARNING_S = 60.0
@@ -63,7 +54,7 @@ class FatalError(UnexpectedError):
 
 
 class HandoffActions:
-    """Does the protocol's actions, and owns what they began: reads, writes and pushes.
+    """Does the protocol's actions, and owns the reads that they began.
 
     Each call to the outside has one owner of its failure, which ends what the call was about: `Unexpected` makes every
     exception a `KVTransferError`, and the protocol deals with it as with those that the call documents.
@@ -86,25 +77,20 @@ class HandoffActions:
         self._address = address
         self._unexpected = unexpected
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
-        self._writes: dict[int, tuple[StartWrite, int]] = {}  # by transfer id; with the clearings before it
         self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id; its end, and why
-        self._pushes: dict[int, tuple[float, str]] = {}  # by the guard's value; since when, and the request
-        self._writers: set[int] = set()  # peers that were allowed to write here
         self._bugs: dict[str, KVTransferError] = {}  # by request; what its load will be reported with
-        self._num_clearings = 0
         self._num_doubts = 0
         self._unreachable = _Unreachable()
 
     @property
     def num_transfers(self) -> int:
-        """Reads and writes whose ends are still to come."""
-        return len(self._reads) + len(self._writes)
+        """Reads whose ends are still to come."""
+        return len(self._reads)
 
     @property
     def loads_in_transfer(self) -> set[str]:
         """Requests whose blocks are written into, as far as the transport has not said otherwise."""
-        reads = {read.request_id for read, _ in self._reads.values()}
-        return reads | {request_id for _, request_id in self._pushes.values()}
+        return {read.request_id for read, _ in self._reads.values()}
 
     @property
     def warning(self) -> str:
@@ -114,10 +100,6 @@ class HandoffActions:
     def next_deadline(self) -> float:
         """When `settled_doubts` will have something to tell; infinity if never."""
         return min((end for end, _ in self._doubts.values()), default=math.inf)
-
-    def peer_lost(self, peer_id: int) -> None:
-        """The transport has lost a peer: it writes nothing here any more."""
-        self._writers.discard(peer_id)
 
     def forget_load(self, request_id: str) -> None:
         """Forget why the load of this request is to fail: it will not be asked for any more."""
@@ -129,7 +111,6 @@ class HandoffActions:
         Returns:
             Whether that is so; False: a guard could not be cleared.
         """
-        self._num_clearings += 1
         is_done = True
         for index in range(self._transport.guards.num_guards):
             try:
@@ -151,8 +132,6 @@ class HandoffActions:
 
     def end_transfer(self, ended: TransferEnded) -> list[Action]:
         self._doubts.pop(ended.transfer_id, None)
-        if ended.transfer_id in self._writes:
-            return self._end_write(ended)
         if ended.transfer_id in self._reads:
             return self._end_read(ended)
         # One that began although starting it raised: its load waits for `_DOUBT_S` all the same.
@@ -173,8 +152,8 @@ class HandoffActions:
         Returns:
             Its id, and what is to be done now.
         """
-        transfer_id = _OF_ANOTHER - 1 - self._num_doubts
         self._num_doubts += 1
+        transfer_id = -self._num_doubts  # no transport gives a negative id
         self._doubts[transfer_id] = (_now() + _DOUBT_S, error)
         return transfer_id, self._protocol.peer_failed(peer_id, error, _now())
 
@@ -196,10 +175,9 @@ class HandoffActions:
                 if isinstance(action, Connect):
                     todo.extend(self._protocol.consumer.connect_failed(action.address, error, _now()))
                     continue
-                if not isinstance(action, Send | StartRead | StartPush | StartWrite):
+                if not isinstance(action, Send | StartRead):
                     raise FatalError(str(error)) from error
-                peer_id = action.read.peer_id if isinstance(action, StartPush) else action.peer_id
-                todo.extend(self._protocol.peer_failed(peer_id, error, _now()))
+                todo.extend(self._protocol.peer_failed(action.peer_id, error, _now()))
 
     def _perform(self, action: Action) -> list[Action]:
         """Do one action.
@@ -218,12 +196,6 @@ class HandoffActions:
                 return self._connect(action)
             case StartRead():
                 return self._start_read(action)
-            case StartPush():
-                return self._start_push(action)
-            case StartWrite():
-                return self._start_write(action)
-            case PushEnded():
-                self._end_push(action)
             case Disconnect(peer_id):
                 self._disconnect(peer_id)
             case PeerDiffers():
@@ -295,15 +267,10 @@ class HandoffActions:
         try:
             with self._unexpected.typed("dropping a peer"):
                 self._transport.disconnect(peer_id)
-        except KVTransferError as error:
-            # Only when that has returned does the peer write nothing here any more, and the blocks that it may write to
-            # are reused next. Once more proves nothing: the transport may know the peer no longer.
-            if peer_id in self._writers:
-                raise FatalError(str(error)) from error
-            # One that was never allowed to write can do no harm: what it says is ignored.
+        except KVTransferError:
+            # A peer that stays connected can do no harm: it cannot write here, and what it says is ignored.
             with self._unexpected.logged("dropping a peer once more"):
                 self._transport.disconnect(peer_id)
-        self._writers.discard(peer_id)
 
     def _start_read(self, read: StartRead) -> list[Action]:
         actions: list[Action] = []
@@ -326,40 +293,7 @@ class HandoffActions:
         route = Route(self._transport.scheme, "")
         with self._unexpected.logged("asking for a peer's route"):
             route = self._transport.route_of(read.peer_id)
-        if not read.not_pushed:
-            return route
-        reasons = (route.reason, f"push was asked for, pulled: {read.not_pushed}")
-        return Route(route.scheme, "; ".join(filter(None, reasons)))
-
-    def _start_push(self, push: StartPush) -> list[Action]:
-        read, reserve = push.read, push.reserve
-        consumer = self._protocol.consumer
-        can_write = False
-        with self._unexpected.logged("asking whether a peer can write"):
-            can_write = self._transport.can_write(read.peer_id)
-        if not can_write:
-            return consumer.pull_instead(push, "the transport does not write to this peer")
-        self._pushes[reserve.guard_value] = _now(), read.request_id
-        regions = Regions(np.ascontiguousarray(read.pairs.table[:, [0, 2]]))
-        guard = Guard(reserve.guard_index, reserve.guard_value)
-        self._writers.add(read.peer_id)
-        try:
-            with self._unexpected.typed("accepting writes"):
-                self._transport.accept_writes(read.peer_id, guard, regions)
-        except KVTransferError as error:
-            # The peer was told nothing of these regions, and its guard is cleared next.
-            return consumer.push_ended(push, error, "", _now())
-        return self._send(Send(read.peer_id, reserve))
-
-    def _end_push(self, ended: PushEnded) -> None:
-        now, read = _now(), ended.push.read
-        seconds = now - self._pushes.pop(ended.push.reserve.guard_value, (now, ""))[0]
-        num_bytes = 0 if ended.error is not None else read.pairs.num_bytes
-        mechanism = f"push/{ended.mechanism}" if ended.mechanism else "push"
-        transfer = TransferEnded(_OF_ANOTHER, ended.error, num_bytes, seconds, mechanism)
-        route = self._route_of(read)
-        with self._unexpected.logged("recording a push"):
-            self._outcomes.read_ended(read, transfer, route, now)
+        return route
 
     def _end_read(self, ended: TransferEnded) -> list[Action]:
         read, route = self._reads.pop(ended.transfer_id)
@@ -377,29 +311,6 @@ class HandoffActions:
             self.do(consumer.read_ended(read, error, _now()))
         self.fail_load(read.request_id, None, error)
         return []
-
-    def _start_write(self, write: StartWrite) -> list[Action]:
-        actions: list[Action] = []
-        try:
-            with self._unexpected.typed("starting a write"):
-                transfer_id = self._transport.start_write(
-                    write.peer_id, write.pairs, write.guard, timeout_s=write.timeout_s
-                )
-        except UnexpectedError as error:
-            transfer_id, actions = self._doubt(write.peer_id, error)
-        except KVTransferError as error:
-            return self._protocol.producer.write_ended(write, error, "")
-        self._writes[transfer_id] = write, self._num_clearings
-        return actions
-
-    def _end_write(self, ended: TransferEnded) -> list[Action]:
-        write, num_clearings = self._writes.pop(ended.transfer_id)
-        error = ended.error
-        if error is None and num_clearings != self._num_clearings:
-            error = StaleRegionError("the offer ended while it was written")
-        write_ended = self._protocol.producer.write_ended
-        # An offer whose request has finished may wait for this, and its blocks with it.
-        return self.must("the end of a write", partial(write_ended, write, error, ended.mechanism))
 
     def end_offer(self, ended: OfferEnded) -> None:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO

@@ -394,7 +394,6 @@ class _Driver:
             case MessageReceived(peer_id, message):
                 return self._protocol.message_received(peer_id, message, _now())
             case PeerLost(peer_id, error):
-                self._actions.peer_lost(peer_id)
                 return self._protocol.peer_lost(peer_id, error, _now())
 
 

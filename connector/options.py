@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from ..transports._options import unknown_key
 from ..transports.errors import ConfigurationError
 from .handoff.config import HandoffConfig
-
-#: Who moves the bytes of a load: the node that loads, or its producer.
-Transfer = Literal["pull", "push"]
 
 _TIMING_KEYS = tuple(setting.name for setting in fields(HandoffConfig))
 
@@ -22,14 +19,12 @@ class ConnectorOptions:
 
     Attributes:
         cross_layer_blocks: Ask for the uniform layout: one block of all layers is one run of bytes.
-        transfer: How bytes come to this node: it reads them (`"pull"`), or producers write them (`"push"`).
         address: Where to listen, in the transport's own form; empty lets the transport choose.
         transport: The transport's own options; it refuses those that it does not know.
         handoff: Deadlines and bounds; a user writes each beside the others, e.g. `{"lease_s": 10}`.
     """
 
     cross_layer_blocks: bool = True
-    transfer: Transfer = "pull"
     address: str = ""
     transport: Mapping[str, object] = field(default_factory=dict)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
@@ -63,7 +58,6 @@ def require_known(mapping: Mapping[str, Any], *more: str) -> None:
 #: The options that are not deadlines: their type, and its name in words.
 _TYPES: Mapping[str, tuple[type, str]] = {
     "cross_layer_blocks": (bool, "true or false"),
-    "transfer": (str, '"pull" or "push"'),
     "address": (str, "a string"),
     "transport": (Mapping, "a mapping of the transport's options"),
 }
@@ -71,6 +65,6 @@ _TYPES: Mapping[str, tuple[type, str]] = {
 
 def _checked(key: str, value: Any) -> Any:
     kind, words = _TYPES[key]
-    if not isinstance(value, kind) or (key == "transfer" and value not in get_args(Transfer)):
+    if not isinstance(value, kind):
         raise ConfigurationError(f"{key}={value!r}: it must be {words}", key=key, value=value)
     return value

@@ -104,7 +104,7 @@ class Outcomes:
                 self._loads[request_id] = replace(self._loads[request_id], exposed_since=now)
 
     def read_ended(self, read: StartRead, ended: TransferEnded, route: Route, now: float) -> None:
-        """Keep the figures of a read or a push that ended now, in seconds of any clock, for the record of its load."""
+        """Keep the figures of a read that ended now, in seconds of any clock, for the record of its load."""
         with self._lock:
             self._reads[read.request_id].append(_Read(read, ended, route, now))
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PeerToPeerConnector(KVConnectorBase):
-    """Hands a finished prompt's blocks over: the consumer reads them or, where it asks for that, the producer writes them.
+    """Hands a prompt's blocks over: the consumer reads them from the producer's pool.
 
     A concrete connector names its transport and is otherwise empty. Loads are asynchronous; nothing is saved
     layer by layer. The options are those of `ConnectorOptions`.
@@ -52,9 +52,7 @@ class PeerToPeerConnector(KVConnectorBase):
         else:
             transport = create_transport(self.transport_scheme, self._options.transport)
             options = self._options
-            self._half = HandoffWorker(
-                config, kv_cache_config, transport, options.address, options.handoff, options.transfer
-            )
+            self._half = HandoffWorker(config, kv_cache_config, transport, options.address, options.handoff)
 
     @property
     def _scheduler(self) -> HandoffScheduler:

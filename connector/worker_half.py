@@ -22,7 +22,6 @@ from .handoff.node import NodeProtocol
 from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
 from .metadata import HandoffMetadata, WorkerAddress
-from .options import Transfer
 from .outcomes import Outcomes, Report
 from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
@@ -64,11 +63,9 @@ class RunningHandoffs:
         transport: Not yet listening. It belongs to this object from now on.
         address: Where to listen; empty lets the transport choose.
         mark: Marks what was launched until now; see `mark_computed`.
-        transfer: How bytes come here: pulled or pushed.
 
     Raises:
-        ConfigurationError: the address is malformed, taken, or not ours to bind; or the transport has too few guards to
-            be pushed to. The transport is as it was.
+        ConfigurationError: the address is malformed, taken, or not ours to bind. The transport is as it was.
     """
 
     def __init__(
@@ -79,16 +76,9 @@ class RunningHandoffs:
         address: str,
         handoff: HandoffConfig,
         mark: Callable[[], Callable[[], bool]],
-        transfer: Transfer = "pull",
     ) -> None:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
-        num_guards = transport.guards.num_guards
-        num_offers = num_guards if transfer == "pull" else num_guards // 2
-        if not num_offers:
-            raise ConfigurationError(
-                "transfer='push' needs a transport with two guards or more", key="transfer", value=transfer
-            )
         parallel = config.parallel
         identity = Identity(
             engine_id=config.kv_transfer.engine_id,
@@ -102,10 +92,8 @@ class RunningHandoffs:
         self.address = WorkerAddress(transport.listen(address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
         protocol = NodeProtocol(
-            ProducerProtocol(identity, handoff, num_offers),
-            ConsumerProtocol(
-                identity, handoff, parallel.rank, parallel.world_size, range(num_offers, num_guards)
-            ),
+            ProducerProtocol(identity, handoff, transport.guards.num_guards),
+            ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
         self._loop = HandoffLoop(transport, protocol, self.outcomes, self.address.address)
         self._mark = mark
@@ -150,7 +138,6 @@ class HandoffWorker:
     Args:
         transport: Fresh. It belongs to this object from now on.
         address: Where to listen; empty lets the transport choose.
-        transfer: How bytes come here: pulled or pushed.
     """
 
     def __init__(
@@ -160,14 +147,12 @@ class HandoffWorker:
         transport: Transport,
         address: str,
         handoff: HandoffConfig,
-        transfer: Transfer = "pull",
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._transport = transport
         self._address = address
         self._handoff = handoff
-        self._transfer = transfer
         self._arenas: list[Arena] = []
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
         self._running: RunningHandoffs | None = None
@@ -229,7 +214,7 @@ class HandoffWorker:
         self._memory.extend(kv_caches.values())
         mark = partial(mark_computed, self._memory[0].device)
         self._running = RunningHandoffs(
-            self._config, registration, self._transport, self._address, self._handoff, mark, self._transfer
+            self._config, registration, self._transport, self._address, self._handoff, mark
         )
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ from ...transports.errors import (
     KVTransferError,
     KVTransferStateError,
     ProtocolError,
-    StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
 )
+from ...transports.regions import Guard
 from ..errors import ConnectorError, ContentMismatchError, StaleLeaseError
 from .config import HandoffConfig
 from .events import (
@@ -23,7 +23,6 @@ from .events import (
     OfferCompleted,
     RemoteOffer,
     Send,
-    StartPush,
     StartRead,
 )
 from .loads import Load, Loads, Part, PartState, Verdict
@@ -31,18 +30,15 @@ from .messages import (
     Claim,
     Deny,
     Grant,
-    NotWritten,
     Parked,
     ProducerMessage,
     Progress,
     Revoke,
     Welcome,
-    Written,
 )
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 from .releases import Releases, is_of
-from .rounds import Rounds
 
 
 class ConsumerProtocol:
@@ -58,7 +54,6 @@ class ConsumerProtocol:
         identity: This node.
         rank: Which rank of this node we are.
         num_ranks: Ranks of this node; each claims an offer for itself.
-        push_guards: Words of this node's table that are free for producers to write here under; without any, we read.
     """
 
     def __init__(
@@ -67,7 +62,6 @@ class ConsumerProtocol:
         config: HandoffConfig,
         rank: int = 0,
         num_ranks: int = 1,
-        push_guards: range = range(0),
     ) -> None:
         self._config = config
         self._rank = rank
@@ -75,7 +69,6 @@ class ConsumerProtocol:
         self._peers = Peers(identity, config)
         self._releases = Releases(self._peers, rank, num_ranks)
         self._planners = NodePlanners(identity.layout, rank)
-        self._rounds = Rounds(config.read_timeout_s, push_guards)
         self._block_sizes = identity.layout.block_sizes
         self._loads = Loads(config.max_failed_claims, config.max_peer_ranks)
 
@@ -86,7 +79,7 @@ class ConsumerProtocol:
 
     @property
     def num_reads(self) -> int:
-        """Reads and pushes that were started and have not ended: their blocks belong to the transport."""
+        """Reads that were started and have not ended: their blocks belong to the transport."""
         return sum(load.num_reads for load in self._loads)
 
     # -- orders of this node -------------------------------------------------------------------------
@@ -181,8 +174,6 @@ class ConsumerProtocol:
                 return self._progressed(load, part, message, now)
             case Deny() | Revoke():
                 return self._producer_ended(load, part, message)
-            case Written() | NotWritten():
-                return self._push_answered(part, message, now)
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
@@ -200,17 +191,6 @@ class ConsumerProtocol:
         if error is not None:
             return self._end(load, Verdict("failed", error))
         return [] if load.num_reads else self._read_on(load, now)
-
-    def push_ended(
-        self, push: StartPush, error: KVTransferError | None, mechanism: str, now: float
-    ) -> list[Action]:
-        """Nothing is written for a push any more, or ever was. Pushes that are over are ignored."""
-        over = self._rounds.finish(push, error, mechanism)
-        return over + self.read_ended(push.read, error, now) if over else []
-
-    def pull_instead(self, push: StartPush, reason: str) -> list[Action]:
-        """Nobody can write here for this peer: read. Pushes that are over are ignored."""
-        return self._rounds.pull_instead(push, reason)
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""
@@ -239,10 +219,6 @@ class ConsumerProtocol:
             actions += self._end(load, Verdict("failed", error))
         self._loads.forget_failures()
         actions += self._peers.close()
-        for load in self._loads:
-            for part in load.parts:
-                actions += self._rounds.end_with_peer(part, error)
-            actions += self._end(load, Verdict("failed", error))
         self._releases.clear()
         return actions
 
@@ -267,7 +243,6 @@ class ConsumerProtocol:
         for load in self._loads.at(address):
             part = load.part_at(address)
             part.release, part.deadline = False, math.inf
-            actions += self._rounds.end_with_peer(part, error)
             actions += self._end(load, Verdict("failed", error))
         return actions
 
@@ -376,15 +351,20 @@ class ConsumerProtocol:
         assert session is not None
         # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
         part.deadline = now + 2 * self._config.read_timeout_s
-        return self._rounds.start(load, part, plan, session.peer_id)
-
-    def _push_answered(self, part: Part, answer: Written | NotWritten, now: float) -> list[Action]:
-        push = part.push
-        if push is None or push.reserve.guard_value != answer.guard_value:
-            return []
-        if isinstance(answer, Written):
-            return self.push_ended(push, None, answer.mechanism, now)
-        return self.push_ended(push, StaleRegionError(f"not written: {answer.reason}"), "", now)
+        grant = part.grant
+        assert grant is not None
+        read = StartRead(
+            load.request_id,
+            part.rank,
+            session.peer_id,
+            plan.pairs,
+            Guard(grant.guard_index, grant.lease),
+            self._config.read_timeout_s,
+            plan.num_regions_per_layer,
+        )
+        # READING is set after all that can fail: the end of a read that no action starts would never be reported.
+        part.state = PartState.READING
+        return [read]
 
     def _time_out(self, load: Load, part: Part, now: float) -> list[Action]:
         if part.state is PartState.READING:
@@ -397,7 +377,7 @@ class ConsumerProtocol:
         for part in load.parts:
             if part.state is not PartState.READING:
                 part.deadline = math.inf
-        return self._rounds.cancel(load) if load.num_reads else self._report(load, load.verdict)
+        return [] if load.num_reads else self._report(load, load.verdict)
 
     def _report(self, load: Load, verdict: Verdict) -> list[Action]:
         """Forget the load; tell the producer's ranks, and whoever asked for the load."""

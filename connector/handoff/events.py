@@ -9,7 +9,7 @@ from typing import Literal
 from ...transports.errors import KVTransferError
 from ...transports.regions import Guard, RegionPairs
 from ..planning.layout import KVLayout
-from .messages import Message, Reserve
+from .messages import Message
 
 #: Per group, block ids in the order of the request's tokens.
 BlockTables = tuple[tuple[int, ...], ...]
@@ -117,7 +117,6 @@ class StartRead:
     Attributes:
         rank: Which rank of the producer is read from; there is one read at a time of a request from a rank.
         num_regions_per_layer: Regions that the same blocks need when each layer has a cache of its own.
-        not_pushed: Why this is read, where the producer was to write it; else empty.
     """
 
     request_id: str
@@ -127,50 +126,6 @@ class StartRead:
     guard: Guard
     timeout_s: float
     num_regions_per_layer: int
-    not_pushed: str = ""
-
-
-@dataclass(frozen=True)
-class StartPush:
-    """Accept writes of this read's local regions under `reserve`'s guard, then send `reserve`; `PushEnded` follows.
-
-    If nothing can be written here by this peer at all, call `ConsumerProtocol.pull_instead`; if the regions
-    cannot be accepted, `push_ended`; if it cannot be sent, `NodeProtocol.peer_failed`.
-    """
-
-    read: StartRead
-    reserve: Reserve
-
-
-@dataclass(frozen=True)
-class PushEnded:
-    """Tell: nothing is written for a `StartPush` any more.
-
-    Attributes:
-        error: Why not all bytes are in place; None if they are.
-        mechanism: What moved them, as the producer says.
-    """
-
-    push: StartPush
-    error: KVTransferError | None
-    mechanism: str
-
-
-@dataclass(frozen=True)
-class StartWrite:
-    """Start this write. When it ended, or could not start, call `ProducerProtocol.write_ended`.
-
-    Attributes:
-        pairs: Ours are local; those of the peer's pool are remote.
-        guard: Of the peer's table.
-    """
-
-    peer_id: int
-    request_id: str
-    lease: int
-    pairs: RegionPairs
-    guard: Guard
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -239,9 +194,6 @@ Action = (
     | SetGuard
     | ClearGuard
     | StartRead
-    | StartPush
-    | StartWrite
-    | PushEnded
     | Disconnect
     | PeerDiffers
     | OfferEnded

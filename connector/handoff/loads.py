@@ -10,7 +10,7 @@ from typing import Literal
 
 from ...transports.errors import KVTransferError, ProtocolError, RegionError, TransferTimeoutError
 from ..errors import InvalidTransferParamsError, StaleLeaseError
-from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer, StartPush
+from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .messages import MAX_GROUP_BLOCKS, Grant, Progress
 
 #: One rank's offer among all that there are: (address, epoch, lease).
@@ -32,7 +32,6 @@ class Part:
         rank: Its number among the offer's addresses.
         deadline: End of the present state; infinity where another deadline counts: a connecting part has its peer's.
         grant: What the rank granted, and what it said of its progress since; from the state GRANTED on.
-        push: What the rank is asked to write, while the part is READING in that way.
         release: Whether the rank is still to be told that the load is over.
     """
 
@@ -41,7 +40,6 @@ class Part:
     state: PartState = PartState.CONNECTING
     deadline: float = math.inf
     grant: Grant | None = None
-    push: StartPush | None = None
     release: bool = True
 
     def advance(self, progress: Progress) -> None:
@@ -105,7 +103,7 @@ class Load:
 
     @property
     def num_reads(self) -> int:
-        """Reads and pushes that write into its blocks."""
+        """Reads that write into its blocks."""
         return sum(part.state is PartState.READING for part in self.parts)
 
     def part_at(self, address: str) -> Part:

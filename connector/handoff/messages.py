@@ -18,7 +18,7 @@ from ...transports.base import MAX_MESSAGE_BYTES
 from ...transports.errors import ProtocolError, VersionMismatchError
 from ..checks import MAX_TEXT_CHARS, Check, array, boolean, checked_fields, integer, integers, text
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -27,17 +27,12 @@ MAX_GROUPS: Final = 64
 MAX_GROUP_BLOCKS: Final = 1 << 18
 MAX_HEARTBEAT_LEASES: Final = 1 << 16
 MAX_RANKS: Final = 1024
-#: A `Reserve` of so many regions is still a message of less than half of what a message may be.
-MAX_PUSH_REGIONS: Final = 1 << 16
 
 _MAX_FIELDS = 256
 #: Arrays and maps in one message. A layout has a few for each layer, and block tables one for each group. Without a bound,
 #: a message of nothing but nested arrays would take seconds to decode.
 _MAX_CONTAINERS = 1 << 16
 _MAX_BLOCK_ID = 2**31 - 1
-_MAX_OFFSET = 2**60
-_MAX_TIMEOUT_MS = 2**31 - 1
-_MAX_MECHANISM_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -168,55 +163,8 @@ class Revoke:
     reason: str
 
 
-@dataclass(frozen=True)
-class Reserve:
-    """Consumer: write these regions of a granted offer into my pool, where I accept them. An answer follows, once.
-
-    Attributes:
-        guard_index: Of my table: the word under which I accept them.
-        guard_value: What the word holds; used once, it is also the reservation's name.
-        timeout_ms: For the write.
-        sources: Offset of each region in the producer's pool.
-        targets: Its offset in mine.
-        lengths: Its bytes.
-    """
-
-    request_id: str
-    lease: int
-    guard_index: int
-    guard_value: int
-    timeout_ms: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Written:
-    """Producer: all regions of a reservation are in place, and the offer held all the time.
-
-    Attributes:
-        mechanism: What moved the bytes.
-    """
-
-    request_id: str
-    lease: int
-    guard_value: int
-    mechanism: str
-
-
-@dataclass(frozen=True)
-class NotWritten:
-    """Producer: nothing is written for a reservation any more, and not all of it is in place."""
-
-    request_id: str
-    lease: int
-    guard_value: int
-    reason: str
-
-
-ConsumerMessage = Hello | Claim | Heartbeat | Release | Reserve
-ProducerMessage = Welcome | Grant | Parked | Progress | Deny | Revoke | Written | NotWritten
+ConsumerMessage = Hello | Claim | Heartbeat | Release
+ProducerMessage = Welcome | Grant | Parked | Progress | Deny | Revoke
 Message = ConsumerMessage | ProducerMessage
 
 
@@ -333,19 +281,12 @@ def _plain_map(name: str, value: object) -> dict[str, object]:
     return dict(value)
 
 
-def _mechanism(name: str, value: object) -> str:
-    known = text(name, value)
-    if len(known) > _MAX_MECHANISM_CHARS or not (known.isascii() and known.isprintable()):
-        raise ProtocolError(f"{name} is of at most {_MAX_MECHANISM_CHARS} printable characters")
-    return known
-
-
 _lease = integer(1, MAX_LEASE)
 _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        *(Hello, Claim, Heartbeat, Release, Reserve),
-        *(Welcome, Grant, Parked, Progress, Deny, Revoke, Written, NotWritten),
+        *(Hello, Claim, Heartbeat, Release),
+        *(Welcome, Grant, Parked, Progress, Deny, Revoke),
     )
 }
 _IDENTITY: dict[str, Check] = {
@@ -355,7 +296,6 @@ _IDENTITY: dict[str, Check] = {
     "digest": text,
 }
 _OFFER: dict[str, Check] = {"request_id": text, "lease": _lease}
-_RESERVATION: dict[str, Check] = {**_OFFER, "guard_value": _lease}
 _SPEAKER: dict[str, Check] = {"rank": integer(0, MAX_RANKS - 1), "num_ranks": integer(1, MAX_RANKS)}
 _CHECKS: dict[str, dict[str, Check]] = {
     "Hello": _IDENTITY,
@@ -374,15 +314,5 @@ _CHECKS: dict[str, dict[str, Check]] = {
     "Deny": {**_OFFER, "reason": text},
     "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
     "Release": {**_OFFER, "delivered": boolean, **_SPEAKER},
-    "Reserve": {
-        **_RESERVATION,
-        "guard_index": integer(0, _MAX_BLOCK_ID),
-        "timeout_ms": integer(1, _MAX_TIMEOUT_MS),
-        "sources": integers(0, _MAX_OFFSET, MAX_PUSH_REGIONS),
-        "targets": integers(0, _MAX_OFFSET, MAX_PUSH_REGIONS),
-        "lengths": integers(1, _MAX_OFFSET, MAX_PUSH_REGIONS),
-    },
     "Revoke": {**_OFFER, "reason": text},
-    "Written": {**_RESERVATION, "mechanism": _mechanism},
-    "NotWritten": {**_RESERVATION, "reason": text},
 }

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...transports.errors import KVTransferError, KVTransferStateError
-from ..checks import MAX_TEXT_CHARS
+from ...transports.errors import KVTransferStateError
 from .claimants import Claimants, Speaker
 from .config import HandoffConfig
 from .events import (
@@ -19,7 +18,6 @@ from .events import (
     OfferEnded,
     Send,
     SetGuard,
-    StartWrite,
 )
 from .messages import (
     PROTOCOL_VERSION,
@@ -32,11 +30,9 @@ from .messages import (
     Parked,
     Progress,
     Release,
-    Reserve,
     Revoke,
     Welcome,
 )
-from .writes import Writes, answer, refusal
 
 #: What a parked claim hears in the time after which its consumer would give up.
 _WORDS_PER_CLAIM_TIMEOUT = 3
@@ -117,7 +113,6 @@ class ProducerProtocol:
         self._offers: dict[int, _Offer] = {}  # by lease
         self._lease_of: dict[str, int] = {}  # by request
         self._peers: dict[int, _Peer] = {}
-        self._writes = Writes()
 
     @property
     def num_offers(self) -> int:
@@ -233,7 +228,7 @@ class ProducerProtocol:
     # -- what happened -------------------------------------------------------------------------------
 
     def guard_failed(self, index: int, why: str) -> list[Action]:
-        """A `SetGuard` failed: end its offer, which no consumer could check. A push whose guard failed ends as not written."""
+        """A `SetGuard` failed: end its offer, which no consumer could check."""
         held = [held for held in self._offers.values() if held.guard_index == index]
         return [action for offer in held for action in self._revoke(offer, "aborted", f"was aborted: {why}")]
 
@@ -272,17 +267,6 @@ class ProducerProtocol:
                 return []
             case Release():
                 return self._release(peer.speaker, message)
-            case Reserve():
-                return self._reserve(peer_id, message, now)
-
-    def write_ended(self, write: StartWrite, error: KVTransferError | None, mechanism: str) -> list[Action]:
-        """A write is over, or could not be started. Call it exactly once for each `StartWrite`.
-
-        Only if its offer is still held were the bytes those that were promised.
-        """
-        reason = "" if write.lease in self._offers else "the offer is over"
-        said = answer(write, mechanism, reason if error is None else str(error)[:MAX_TEXT_CHARS])
-        return [*([said] if write.peer_id in self._peers else []), *self._writes.end(write)]
 
     def greet(self, peer_id: int) -> list[Action]:
         """Answer a `Hello` of another version, so that its sender can tell what is wrong."""
@@ -405,13 +389,6 @@ class ProducerProtocol:
         known.claimants.release(speaker, release)
         return [] if isinstance(known, _Announced) else self._end_if_done(known, "its consumer gave it up")
 
-    def _reserve(self, peer_id: int, reserve: Reserve, now: float) -> list[Action]:
-        held = self._offers.get(reserve.lease)
-        if held is None or held.request_id != reserve.request_id or peer_id not in held.claimants.peers:
-            return [refusal(peer_id, reserve, "the offer is over, or was not claimed")]
-        self._renew(held, now)
-        return [self._writes.start(peer_id, reserve, self._config.read_timeout_s)]
-
     def _end_if_done(self, held: _Offer, why_not: str) -> list[Action]:
         """End an offer that every rank of its consumer is done with."""
         if not held.claimants.are_done:
@@ -436,10 +413,7 @@ class ProducerProtocol:
         del self._offers[held.lease]
         del self._lease_of[held.request_id]
         self._free_guards.append(held.guard_index)
-        ended = OfferEnded(held.request_id, outcome, reason)
-        if not held.is_complete:  # the blocks are the engine's: what is written of them now, nobody takes
-            return [ClearGuard(held.guard_index), ended]
-        return [ClearGuard(held.guard_index), *self._writes.end_offer(held.lease, ended)]
+        return [ClearGuard(held.guard_index), OfferEnded(held.request_id, outcome, reason)]
 
 
 def _denial(peer_id: int, request_id: str, lease: int, what: str) -> Action:

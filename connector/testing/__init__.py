@@ -14,7 +14,6 @@ from __future__ import annotations
 from .faulty import FaultyConnector
 from .harness import MakeNode, assert_whole, load
 from .node import CacheShape, ModelFreeNode, Request, Step, engine_config
-from .stopping import StoppingConnector
 from .suite import ConnectorConformance, HandoffConformance
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "ModelFreeNode",
     "Request",
     "Step",
-    "StoppingConnector",
     "assert_whole",
     "engine_config",
     "load",

@@ -232,7 +232,6 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
         create_transport(options.transport, options.connector.transport),
         options.connector.address,
         options.connector.handoff,
-        options.connector.transfer,
     )
     return WorkerSide(vllm_config, config, half)
 

@@ -67,14 +67,11 @@ class HostileNetwork:
 
 
 @contextmanager
-def hostile_network(
-    connector: str, transfer: str, mishaps: Sequence[Mishap], seed: int
-) -> Iterator[HostileNetwork]:
+def hostile_network(connector: str, mishaps: Sequence[Mishap], seed: int) -> Iterator[HostileNetwork]:
     with ExitStack() as stack:
-        options = {**DEADLINES, "transfer": transfer}
         producer, consumer = (
             stack.enter_context(
-                ModelFreeNode(engine_config(connector, kv_connector_extra_config=options), SHAPE)
+                ModelFreeNode(engine_config(connector, kv_connector_extra_config=DEADLINES), SHAPE)
             )
             for _ in range(2)
         )
@@ -85,12 +82,11 @@ def hostile_network(
         yield HostileNetwork(producer, consumer, proxy, f"{head}:{proxy.port}")
 
 
-@pytest.mark.parametrize("transfer", ["pull", "push"])
 @pytest.mark.parametrize(("connector", "mishaps"), [("ZeroMQConnector", EVERY_MISHAP), UCX])
 def test_what_is_delivered_is_right_what_is_not_ends_and_an_honest_network_heals(
-    connector: str, mishaps: Sequence[Mishap], transfer: str
+    connector: str, mishaps: Sequence[Mishap]
 ) -> None:
-    with hostile_network(connector, transfer, mishaps, seed=1) as network:
+    with hostile_network(connector, mishaps, seed=1) as network:
         for number in range(NUM_LOADS):
             network.load(number)
         assert network.proxy.num_mishaps > 0

@@ -18,7 +18,6 @@ from kvferry.connector.computed import mark_computed
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
-from kvferry.connector.options import Transfer
 from kvferry.connector.registration import describe_caches
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.connector.worker_half import RunningHandoffs
@@ -35,9 +34,7 @@ OFFERED, LOADED = (1, 2), (3, 4)
 class Side:
     """The running handoffs of a node, of whose GPU the test says how far it is."""
 
-    def __init__(
-        self, driver: CudaDriverStandIn, engine_id: str, value: float, transfer: Transfer = "pull"
-    ) -> None:
+    def __init__(self, driver: CudaDriverStandIn, engine_id: str, value: float) -> None:
         arena = driver.allocate(SHAPE.num_blocks * SHAPE.spec.page_size_bytes)
         self.cache = torch.frombuffer(arena.buffer, dtype=SHAPE.dtype)
         self.cache = self.cache.view(SHAPE.num_blocks, *SHAPE.logical_page).fill_(value)
@@ -48,7 +45,7 @@ class Side:
         in_main_memory = describe_caches(config, POOL, {LAYER: self.cache}, [])
         registration = replace(in_main_memory, pool=Pool([arena.segment]))
         self.handoffs = RunningHandoffs(
-            config, registration, SharedMemoryTransport(), "", HandoffConfig(), self.mark, transfer
+            config, registration, SharedMemoryTransport(), "", HandoffConfig(), self.mark
         )
         address = self.handoffs.address
         self.offer = RemoteOffer(
@@ -113,16 +110,13 @@ def producer(driver: CudaDriverStandIn) -> Iterator[Side]:
 
 
 @pytest.fixture
-def consumer(driver: CudaDriverStandIn, request: pytest.FixtureRequest) -> Iterator[Side]:
-    side = Side(driver, "consumer", 2.0, getattr(request, "param", "pull"))
+def consumer(driver: CudaDriverStandIn) -> Iterator[Side]:
+    side = Side(driver, "consumer", 2.0)
     yield side
     side.handoffs.close()
 
 
-@pytest.mark.parametrize(
-    ("consumer", "mechanism"), [("pull", "cuda_ipc"), ("push", "push/cuda_ipc")], indirect=["consumer"]
-)
-def test_blocks_go_from_pool_to_pool(mechanism: str, producer: Side, consumer: Side) -> None:
+def test_blocks_go_from_pool_to_pool(producer: Side, consumer: Side) -> None:
     producer.is_behind = consumer.is_behind = False
     producer.start_offer()
     consumer.start_load(producer.offer)
@@ -131,7 +125,7 @@ def test_blocks_go_from_pool_to_pool(mechanism: str, producer: Side, consumer: S
     assert (consumer.cache[[2, 5]] == 2.0).all()
     stats = consumer.handoffs.outcomes.take_stats()
     assert stats is not None
-    assert [record.mechanism for record in stats.transfers] == [mechanism]
+    assert [record.mechanism for record in stats.transfers] == ["cuda_ipc"]
 
 
 def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Side) -> None:

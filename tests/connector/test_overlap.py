@@ -25,24 +25,13 @@ WISH = {"do_remote_decode": True, "overlap": True}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(
-    params=[
-        "inproc pull",
-        "shm pull",
-        "zeromq pull",
-        "auto pull",
-        "MultiConnector pull",
-        "inproc push",
-        "shm push",
-    ]
-)
+@pytest.fixture(params=["inproc", "shm", "zeromq", "auto", "MultiConnector"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
     """Makes nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
-    name, transfer = request.param.split()
+    name = request.param
     with ExitStack() as stack:
 
         def make(shape: CacheShape = SHAPE, **options: Any) -> ModelFreeNode:
-            options = {"transfer": transfer, **options}
             if name == "MultiConnector":
                 children = [
                     {"kv_connector": child, "kv_connector_extra_config": options}

@@ -143,23 +143,6 @@ class TestTransport:
     @pytest.mark.parametrize(
         ("call", "num_ended"),
         [
-            ("accept_writes", [1]),
-            ("can_write", [0]),  # it is read instead
-            ("set_guard", [0, 1]),
-            ("clear_guard", [0]),  # once more does it
-            ("route_of", [0]),
-        ],
-    )
-    def test_at_the_consumer_of_pushes(
-        self, call: str, num_ended: list[int], nth: int, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with around("consumer", raising(call, nth), transfer="push") as pairs:
-            assert_one_thing_ends(pairs, caplog, num_ended)
-
-    @pytest.mark.parametrize("nth", [1, 3])
-    @pytest.mark.parametrize(
-        ("call", "num_ended"),
-        [
             ("send", [1]),
             ("set_guard", [1]),
             ("clear_guard", [0]),
@@ -173,11 +156,6 @@ class TestTransport:
         with around("producer", raising(call, nth)) as pairs:
             assert_one_thing_ends(pairs, caplog, num_ended)
 
-    @pytest.mark.parametrize("nth", [1, 2])
-    def test_a_write_at_the_producer(self, nth: int, caplog: pytest.LogCaptureFixture) -> None:
-        with around("producer", raising("start_write", nth), transfer="push") as pairs:
-            assert_one_thing_ends(pairs, caplog, [1])
-
     @pytest.mark.parametrize("faulty", ["consumer", "producer"])
     def test_a_peer_that_cannot_be_dropped(self, faulty: str, caplog: pytest.LogCaptureFixture) -> None:
         with around(faulty, raising("send", 2), raising("disconnect", 1)) as pairs:
@@ -185,10 +163,6 @@ class TestTransport:
 
     def test_a_read_that_began_all_the_same(self, caplog: pytest.LogCaptureFixture) -> None:
         with around("consumer", raising("start_read", 1, "raise_late")) as pairs:
-            assert_one_thing_ends(pairs, caplog, [1])
-
-    def test_a_write_that_began_all_the_same(self, caplog: pytest.LogCaptureFixture) -> None:
-        with around("producer", raising("start_write", 1, "raise_late"), transfer="push") as pairs:
             assert_one_thing_ends(pairs, caplog, [1])
 
     def test_a_transport_that_cannot_be_closed(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,13 +289,6 @@ class TestTheThreadEnds:
                 producer.step()
             assert producer.held  # peers would accept what they read there, whatever is written there next
             assert consumer.worker.failure == ""
-
-    def test_if_a_peer_that_may_write_here_cannot_be_dropped(self) -> None:
-        faults = [raising("send", 3), raising("disconnect", 1)]
-        with around("consumer", *faults, transfer="push") as pairs:
-            self.fail(pairs)
-            consumer, _ = pairs[0]
-            consumer.step_until(lambda: consumer.worker.failure != "")
 
 
 def test_repeats_are_counted_not_logged(caplog: pytest.LogCaptureFixture) -> None:

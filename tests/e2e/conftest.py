@@ -7,7 +7,6 @@ shared memory.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -120,21 +119,6 @@ def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tu
     """Options of one of a pair that runs the tiny model."""
     patience = PATIENT if transport in ("zeromq", "ucx") else ()
     return (*tiny_single_arguments, "--connector", transport, *patience)
-
-
-@pytest.fixture(scope="session")
-def stopping(transport: str) -> Callable[[int], tuple[str, ...]]:
-    """Options of a node whose processes stop themselves in the middle of their nth write, from 1."""
-
-    def options(nth: int) -> tuple[str, ...]:
-        patience = {} if transport == "shm" else {"peer_timeout_s": 10}
-        wrapped = json.dumps({"inner": transport, "options": patience, "nth": nth})
-        return (
-            *("--connector", "StoppingConnector", "--connector-module", "kvferry.connector.testing"),
-            *("--connector-option", f"transport={wrapped}"),
-        )
-
-    return options
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.support.client import (
     ask_alone,
     assert_answers_like,
     children_of,
-    is_stopped,
     wait_until,
 )
 from tests.support.tiny_models import write_tiny_model
@@ -30,7 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 200.0
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
-PUSH = ("--connector-option", "transfer=push")
 EARLY = {**DO_REMOTE_DECODE, "overlap": True}
 
 
@@ -59,10 +57,10 @@ def single(start_single: Any, single_arguments: Sequence[str]) -> Client:
 
 @pytest.fixture(scope="module")
 def decodes(module_launcher: Launcher, arguments: Sequence[str]) -> list[LaunchedProcess]:
-    """A decode node of two ranks that pulls, and one of one process that is pushed to."""
+    """A decode node of two ranks, and one of one process."""
     nodes = [
-        module_launcher.start_node("decode by pull", "decode", *arguments, "--tensor-parallel-size", "2"),
-        module_launcher.start_node("decode by push", "decode", *arguments, *PUSH),
+        module_launcher.start_node("decode by two", "decode", *arguments, "--tensor-parallel-size", "2"),
+        module_launcher.start_node("decode by one", "decode", *arguments),
     ]
     module_launcher.wait_ready(nodes, START_TIMEOUT_S)
     return nodes
@@ -89,40 +87,38 @@ def test_four_ranks_hand_over_to_two_and_to_one(
     launcher: Launcher, arguments: Sequence[str], decodes: Sequence[LaunchedProcess], single: Client
 ) -> None:
     prefill = Client(start_prefill(launcher, *arguments, "--tensor-parallel-size", "4"))
-    pulling, pushed = map(Client, decodes)
-    read = assert_handed_over(prefill, pulling, single, PROMPT)
-    written = assert_handed_over(prefill, pushed, single, PROMPT)
-    assert "push/" not in read.transfer["mechanism"]
-    assert written.transfer["mechanism"] == f"push/{read.transfer['mechanism']}"
-    assert written.transfer["num_bytes"] == read.transfer["num_bytes"]
+    two_ranks, one_process = map(Client, decodes)
+    by_two = assert_handed_over(prefill, two_ranks, single, PROMPT)
+    by_one = assert_handed_over(prefill, one_process, single, PROMPT)
+    assert by_one.transfer["mechanism"] == by_two.transfer["mechanism"]
+    assert by_one.transfer["num_bytes"] == by_two.transfer["num_bytes"]
 
 
 def test_two_stages_hand_over_to_two_ranks_and_to_one_and_are_out_of_service_when_a_worker_is_killed(
     launcher: Launcher,
     arguments: Sequence[str],
-    stopping: Callable[[int], Sequence[str]],
     decodes: Sequence[LaunchedProcess],
     single: Client,
 ) -> None:
-    node = start_prefill(launcher, *arguments, *stopping(2), "--pipeline-parallel-size", "2")
-    prefill, pulling, pushed = map(Client, (node, *decodes))
+    node = start_prefill(launcher, *arguments, "--pipeline-parallel-size", "2")
+    prefill, two_ranks, one_process = map(Client, (node, *decodes))
     prompt = PROMPT[1:]
-    assert_handed_over(prefill, pulling, single, prompt)
-    assert_handed_over(prefill, pushed, single, prompt)
+    assert_handed_over(prefill, two_ranks, single, prompt)
+    assert_handed_over(prefill, one_process, single, prompt)
     router = launcher.start_router("router", [node], decodes, "--overlap", "--decode-alone", "never")
     launcher.wait_ready([router], START_TIMEOUT_S)
-    assert_early(prefill, pulling, single, PROMPT[::-1])
-    assert_killed(prefill, pushed, single, PROMPT.upper())
+    assert_early(prefill, two_ranks, single, PROMPT[::-1])
+    assert_killed(prefill, one_process, single, PROMPT.upper())
     refused = Client(router).complete(prompt, max_tokens=8)
     assert (refused.status, "no prefill node" in refused.error) == (503, True)
-    assert pulling.is_whole()
+    assert two_ranks.is_whole()
 
 
 def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
     arguments = ("--num-blocks", "64", "--threads", "1", "--log-level", "warning", "--dtype", "float32")
     nodes = [
         launcher.start_node("prefill", "prefill", *arguments, "--pipeline-parallel-size", "2"),
-        launcher.start_node("decode", "decode", *arguments, *PUSH),
+        launcher.start_node("decode", "decode", *arguments),
     ]
     launcher.wait_ready(nodes, START_TIMEOUT_S)
     prefill, decode = map(Client, nodes)
@@ -152,19 +148,19 @@ def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -
 
 
 def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
-    """Both ranks write, and one is killed: the load fails, its prompt is computed, and the node says why, and exits."""
-    first_rank, last_rank = children_of(prefill.process.pid)
+    """One of two ranks is killed while both are read: the load fails, its prompt is computed, and the node says why, and exits."""
+    _, last_rank = children_of(prefill.process.pid)
     with (
         ThreadPoolExecutor(1) as background,
         prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events,
     ):
         params = next(events)["kv_transfer_params"]
+        os.kill(last_rank, signal.SIGSTOP)  # it is asked, and never answers
         answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
-        wait_until(lambda: is_stopped(first_rank) and is_stopped(last_rank))
+        wait_until(lambda: decode.metric("kvferry_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
-        os.kill(first_rank, signal.SIGCONT)
         reply = answer.result()
-        # The stream's own end may have come before the kill: the ranks may write the last chunk of a prompt that is over.
+        # The stream's own end may have come before the rank was stopped.
         last = list(events)[-1]
         assert "rank 1" in last["error"]["message"] if "error" in last else last["choices"]
     assert_answers_like(single, prompt, reply.token_ids, 8)

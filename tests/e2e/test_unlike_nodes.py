@@ -30,18 +30,10 @@ def model(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
-def way(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 @pytest.fixture(scope="module")
-def nodes(
-    spawn: Spawn, model: str, tiny_model: Any, transport: str, way: str
-) -> Iterator[tuple[Client, Client]]:
+def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator[tuple[Client, Client]]:
     """One of small blocks with tokens first, uniform, and one of large blocks with heads first, per layer."""
-    arguments = [*MODELS[model], "--connector", transport, "--connector-option", f"transfer={way}"]
+    arguments = [*MODELS[model], "--connector", transport]
     arguments += ["--no-prefix-caching", "--max-num-batched-tokens", "64", "--log-level", "warning"]
     if model == "tiny":
         arguments += ["--model", str(tiny_model)]
@@ -55,7 +47,7 @@ def nodes(
         yield small, large
 
 
-def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model: str, way: str) -> None:
+def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model: str) -> None:
     small, large = nodes
     single = ask_alone(small)  # without an offer it is one, and it has no prefix cache
     expected = single(TEXT, 8).token_ids
@@ -65,7 +57,6 @@ def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model:
         assert_same_answer(TEXT, reply.token_ids, expected, single)
         transfer, metrics = reply.transfer, reply.body["metrics"]
         assert (transfer["error"], transfer["layout"]) == ("", layout)
-        assert transfer["mechanism"].startswith("push/") == (way == "push")
         assert metrics["num_loaded_tokens"] == metrics["num_prompt_tokens"] > 32
         assert transfer["num_regions"] == metrics["num_prompt_tokens"] * VECTORS_PER_TOKEN[model]
         for node in nodes:

@@ -80,12 +80,10 @@ def test_a_prompt_crosses_between_two_ranks_and_one(
 def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
-    push = {"kv_connector_extra_config": {"transfer": "push"}}
     spread = make_node(
         "gemma2",
         connector="shm",
         role="kv_both",
-        options=push,
         num_threads=1,
         tensor_parallel_size=2,
         pipeline_parallel_size=2,
@@ -98,7 +96,7 @@ def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
         hand_over(drive, producer, consumer, name, prompt)
         assert_same(consumer.tokens(name), "gemma2", prompt, 9)
         transfer = consumer.last(name).metrics.transfer
-        assert (transfer.error, transfer.mechanism.startswith("push/")) == ("", consumer is spread)
+        assert transfer.error == ""
 
 
 def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:

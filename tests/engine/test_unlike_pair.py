@@ -18,28 +18,26 @@ VECTORS = NUM_LAYERS * NUM_PARTS * NUM_HEADS * NUM_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("producer", "consumer", "transfer", "num_regions"),
+    ("producer", "consumer", "num_regions"),
     [
-        (NHD_UNIFORM_4, HND_PER_LAYER_8, "pull", VECTORS),
-        (HND_PER_LAYER_8, NHD_UNIFORM_4, "push", VECTORS),
-        (HND_PER_LAYER_8, HND_UNIFORM_4, "pull", VECTORS // 4),
-        (NHD_UNIFORM_4, NHD_PER_LAYER_8, "push", VECTORS // 4 // NUM_HEADS),
-        (HND_UNIFORM_4, HND_UNIFORM_4, "pull", 1),
+        (NHD_UNIFORM_4, HND_PER_LAYER_8, VECTORS),
+        (HND_PER_LAYER_8, NHD_UNIFORM_4, VECTORS),
+        (HND_PER_LAYER_8, HND_UNIFORM_4, VECTORS // 4),
+        (NHD_UNIFORM_4, NHD_PER_LAYER_8, VECTORS // 4 // NUM_HEADS),
+        (HND_UNIFORM_4, HND_UNIFORM_4, 1),
     ],
     ids=["4 NHD to 8 HND", "8 HND to 4 NHD", "8 to 4 HND", "4 to 8 NHD", "like HND"],
 )
 def test_the_answer_is_the_single_nodes(
     producer: dict[str, Any],
     consumer: dict[str, Any],
-    transfer: str,
     num_regions: int,
     make_node: Any,
     drive: Any,
     assert_same: Any,
 ) -> None:
-    options = {"kv_connector_extra_config": {"transfer": transfer}}
     prefill = make_node(connector="inproc", role="kv_producer", **producer)
-    decode = make_node(connector="inproc", role="kv_consumer", options=options, **consumer)
+    decode = make_node(connector="inproc", role="kv_consumer", **consumer)
     dice = random.Random(8)
     for length in (NUM_TOKENS, 61):
         name, prompt = f"of {length}", [dice.randrange(256) for _ in range(length)]
@@ -51,7 +49,7 @@ def test_the_answer_is_the_single_nodes(
         assert_same(decode.tokens(name), "llama", prompt, 20)
         assert decode.last(name).metrics.num_loaded_tokens == length
     first = decode.last(f"of {NUM_TOKENS}").metrics.transfer
-    assert (first.num_regions, first.mechanism.startswith("push/")) == (num_regions, transfer == "push")
+    assert first.num_regions == num_regions
     assert prefill.is_whole
     assert decode.is_whole
 

@@ -16,7 +16,6 @@ from kvferry.connector.handoff.messages import (
     MAX_GROUP_BLOCKS,
     MAX_GROUPS,
     MAX_LEASE,
-    MAX_PUSH_REGIONS,
     MAX_RANKS,
     PROTOCOL_VERSION,
     Claim,
@@ -24,14 +23,11 @@ from kvferry.connector.handoff.messages import (
     Grant,
     Heartbeat,
     Hello,
-    NotWritten,
     Parked,
     Progress,
     Release,
-    Reserve,
     Revoke,
     Welcome,
-    Written,
     decode,
     encode,
 )
@@ -51,9 +47,6 @@ EXAMPLES = [
     Heartbeat((1, 2, MAX_LEASE)),
     Release("r", 1, True, 0, 1),
     Revoke("r", 1, "it expired"),
-    Reserve("r", 1, 3, 9, 500, (0, 64), (32, 128), (32, 16)),
-    Written("r", 1, 9, "mapped"),
-    NotWritten("r", 1, 9, "it is over"),
 ]
 BY_TAG = {type(message).__name__: message for message in EXAMPLES}
 
@@ -61,7 +54,6 @@ text = st.text(st.characters(codec="utf-8"), max_size=40)
 lease = st.integers(1, MAX_LEASE)
 rank, num_ranks = st.integers(0, MAX_RANKS - 1), st.integers(1, MAX_RANKS)
 tables = st.lists(st.lists(st.integers(0, 2**31 - 1)).map(tuple), max_size=4).map(tuple)
-offsets = st.lists(st.integers(0, 2**60 - 1), max_size=4).map(tuple)
 any_message = st.one_of(
     st.builds(Hello, st.just(PROTOCOL_VERSION), text, lease, text),
     st.builds(
@@ -90,21 +82,6 @@ any_message = st.one_of(
     st.builds(Heartbeat, st.lists(lease).map(tuple)),
     st.builds(Release, text, lease, st.booleans(), rank, num_ranks),
     st.builds(Revoke, text, lease, text),
-    st.builds(
-        Reserve,
-        text,
-        lease,
-        st.integers(0, 1 << 20),
-        lease,
-        st.integers(1, 1 << 20),
-        offsets,
-        offsets,
-        offsets.map(lambda values: tuple(value + 1 for value in values)),
-    ),
-    st.builds(
-        Written, text, lease, lease, st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64)
-    ),
-    st.builds(NotWritten, text, lease, lease, text),
 )
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | text,
@@ -235,13 +212,6 @@ def test_an_unknown_field_is_named(tag: str) -> None:
         ("Welcome", {"fields": {str(i): i for i in range(300)}}, "within the limits"),
         ("Welcome", {"layout": {1: 2}}, "not allowed for map key"),
         ("Hello", {"epoch": 0}, "Hello.epoch is from 1"),
-        ("Reserve", {"guard_value": 0}, "Reserve.guard_value is from 1"),
-        ("Reserve", {"timeout_ms": 0}, "Reserve.timeout_ms is from 1"),
-        ("Reserve", {"lengths": [0]}, "Reserve.lengths holds integers from 1"),
-        ("Reserve", {"sources": [-1]}, "Reserve.sources holds integers from 0"),
-        ("Reserve", {"targets": [0] * (MAX_PUSH_REGIONS + 1)}, "Reserve.targets has 65537"),
-        ("Written", {"mechanism": "x" * 65}, "Written.mechanism is of at most 64"),
-        ("Written", {"mechanism": "new\nline"}, "printable"),
     ],
 )
 def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str) -> None:
@@ -280,9 +250,6 @@ def test_another_version_is_told_before_anything_else(tag: str) -> None:
 def test_a_long_prompt_fits_into_a_message() -> None:
     grant = Grant("r", 1, 0, 16 * MAX_GROUP_BLOCKS, 16 * MAX_GROUP_BLOCKS, (tuple(range(MAX_GROUP_BLOCKS)),))
     assert decode(encode(grant)) == grant
-    offsets = (2**60,) * MAX_PUSH_REGIONS
-    reserve = Reserve("r", MAX_LEASE, 2**31 - 1, MAX_LEASE, 2**31 - 1, offsets, offsets, offsets)
-    assert decode(encode(reserve)) == reserve
 
 
 @pytest.mark.parametrize(

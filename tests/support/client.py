@@ -154,11 +154,6 @@ def children_of(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as by SIGSTOP."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
-
-
 def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
     for raw in response:
         line = raw.decode().strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .simulated import PUSH_GUARDS, PromiseBroken, Spread
+from .simulated import PromiseBroken, Spread
 from .simulation import Simulation, explore
 
-__all__ = ["PUSH_GUARDS", "PromiseBroken", "Simulation", "Spread", "explore"]
+__all__ = ["PromiseBroken", "Simulation", "Spread", "explore"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,14 +13,12 @@ import numpy.typing as npt
 from ....transports.errors import KVTransferError
 from ...planning.layout import KVLayout, per_layer_layout, uniform_layout
 from ...planning.slots import Shard, SlotArray
-from ..events import Action, Identity, RemoteOffer, StartPush, StartRead, StartWrite
+from ..events import Action, Identity, RemoteOffer, StartRead
 from ..node import NodeProtocol
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
 NUM_GUARDS = 3
-#: Words under which others push to a rank, if it asks for that.
-PUSH_GUARDS = range(NUM_GUARDS, NUM_GUARDS + 2)
 NUM_LAYERS = 2
 NUM_HEADS = 4
 
@@ -77,22 +74,6 @@ class SimulatedRead:
 
 
 @dataclass
-class SimulatedPush:
-    """What a rank accepts, and the write of it that is under way. It goes on until this rank knows of its end.
-
-    Attributes:
-        source: Who writes; None before it does.
-    """
-
-    accepted: StartPush
-    source: SimulatedRank | None = None
-    order: StartWrite | None = None
-    deadline: float = math.inf
-    num_copied: int = 0
-    error: KVTransferError | None = None
-
-
-@dataclass
 class SimulatedOffer:
     """What an engine offers. Each rank ends it once.
 
@@ -133,12 +114,10 @@ class SimulatedRank:
     identity: Identity
     protocol: NodeProtocol
     pool: Bytes
-    guards: list[int] = field(default_factory=lambda: [0] * PUSH_GUARDS.stop)
+    guards: list[int] = field(default_factory=lambda: [0] * NUM_GUARDS)
     links: dict[int, tuple[SimulatedRank, int]] = field(default_factory=dict)
     inbox: dict[int, deque[PeerEvent]] = field(default_factory=dict)
     reads: dict[tuple[str, int], SimulatedRead] = field(default_factory=dict)
-    pushes: dict[tuple[int, int], SimulatedPush] = field(default_factory=dict)  # by peer id and guard value
-    writes: list[StartWrite] = field(default_factory=list)  # into pushes of others
     orders: deque[Order] = field(default_factory=deque)
     is_dead: bool = False
 

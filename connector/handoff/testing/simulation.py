@@ -55,7 +55,6 @@ class Simulation(SimulatedWorld):
         producer_class, consumer_class: The protocols under test.
         checks_after_copy: Whether the transport checks guards when it should. False is a planted bug.
         spreads: Over how many ranks each engine's model is spread.
-        push_guards: Words of each rank under which producers write to it; without any, it reads.
     """
 
     def __init__(
@@ -64,12 +63,10 @@ class Simulation(SimulatedWorld):
         consumer_class: type[ConsumerProtocol] = ConsumerProtocol,
         checks_after_copy: bool = True,
         spreads: Sequence[Spread] = _ALIKE,
-        push_guards: range = range(0),
     ) -> None:
         super().__init__(checks_after_copy)
         self.outcomes: Counter[str] = Counter()
         self._classes = (producer_class, consumer_class)
-        self._push_guards = push_guards
         self._contents: dict[OfferName, list[Bytes]] = {}
         self._made: list[RemoteOffer] = []
         self._loaded: defaultdict[OfferName, set[tuple[str, int]]] = defaultdict(set)
@@ -328,11 +325,7 @@ class Simulation(SimulatedWorld):
         load = engine.loads[ended.request_id]
         require(rank.number not in load.ended, "a load is reported once")
         is_read = any(request_id == ended.request_id for request_id, _ in rank.reads)
-        is_written = any(
-            push.order is not None and push.accepted.read.request_id == ended.request_id
-            for push in rank.pushes.values()
-        )
-        require(not is_read and not is_written, "nothing writes into the blocks of a load that is over")
+        require(not is_read, "nothing writes into the blocks of a load that is over")
         require((ended.error is None) == (ended.outcome != "failed"), "a failure has a reason")
         if ended.outcome == "loaded":
             self._loaded[load.name].add((engine.address, rank.number))
@@ -362,7 +355,7 @@ class Simulation(SimulatedWorld):
             identity = Identity(address, engine.epoch, compatibility.digest(fields), fields, layout)
             protocol = NodeProtocol(
                 producer_class(identity, _CONFIG, NUM_GUARDS),
-                consumer_class(identity, _CONFIG, number, spread.num_ranks, self._push_guards),
+                consumer_class(identity, _CONFIG, number, spread.num_ranks),
             )
             pool = np.zeros(layout.pool_bytes, np.uint8)
             engine.ranks.append(SimulatedRank(engine, number, identity, protocol, pool))

@@ -21,12 +21,10 @@ from ..events import (
     OfferEnded,
     Send,
     SetGuard,
-    StartPush,
     StartRead,
-    StartWrite,
 )
 from ..messages import encode
-from .simulated import SimulatedEngine, SimulatedPush, SimulatedRank, SimulatedRead, require
+from .simulated import SimulatedEngine, SimulatedRank, SimulatedRead, require
 
 
 class SimulatedWorld(ABC):
@@ -72,23 +70,15 @@ class SimulatedWorld(ABC):
             self._forget_peer(rank, peer_id)
             for key in [key for key, read in rank.reads.items() if read.order.peer_id == peer_id]:
                 self._end_read(rank, key, event)
-            self._end_writes_to(rank, peer_id, event)
             self.do(rank, rank.protocol.peer_lost(peer_id, event, self.now))
         return True
 
     def copy(self, which: int) -> bool:
-        """A read or a write goes on by one region, or checks its guard and ends."""
+        """A read goes on by one region, or checks its guard and ends."""
         reading = [(rank, key) for rank in self.ranks for key in rank.reads]
-        written = [
-            (rank, key) for rank in self.ranks for key, push in rank.pushes.items() if push.order is not None
-        ]
-        if not reading and not written:
+        if not reading:
             return False
-        which %= len(reading) + len(written)
-        if which < len(reading):
-            self._copy_read(*reading[which])
-        else:
-            self._copy_push(*written[which - len(reading)])
+        self._copy_read(*reading[which % len(reading)])
         return True
 
     def _copy_read(self, rank: SimulatedRank, key: tuple[str, int]) -> None:
@@ -107,23 +97,6 @@ class SimulatedWorld(ABC):
             is_fresh = holds if self._checks_after_copy else read.held_before
             self._end_read(rank, key, None if is_fresh else StaleRegionError("the guard changed"))
 
-    def _copy_push(self, rank: SimulatedRank, key: tuple[int, int]) -> None:
-        """Copy as long as the target may: also when its guard is cleared, or the writer is dead, until it knows."""
-        push = rank.pushes[key]
-        assert push.source is not None
-        assert push.order is not None
-        if push.error is None and push.num_copied < len(push.order.pairs):
-            local, remote, size = (int(value) for value in push.order.pairs.table[push.num_copied])
-            rank.pool[remote : remote + size] = push.source.pool[local : local + size]
-            push.num_copied += 1
-            return
-        guard = push.order.guard
-        is_fresh = rank.guards[guard.index] == guard.value
-        error = push.error or (None if is_fresh else StaleRegionError("the guard changed"))
-        order, push.order = push.order, None
-        if key[0] in rank.links:  # else the writer ends it by itself
-            self._end_write(push.source, order, error)
-
     def tick(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
@@ -131,9 +104,6 @@ class SimulatedWorld(ABC):
             for read in rank.reads.values():
                 if read.deadline <= self.now and read.error is None:
                     read.error = TransferTimeoutError("the read took too long")
-            for push in rank.pushes.values():
-                if push.deadline <= self.now and push.error is None:
-                    push.error = TransferTimeoutError("the write took too long")
             self.do(rank, rank.protocol.advance(self.now))
             require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
 
@@ -183,10 +153,6 @@ class SimulatedWorld(ABC):
                 rank.guards[index] = 0
             case StartRead():
                 self._start_read(rank, action)
-            case StartPush():
-                return self._start_push(rank, action)
-            case StartWrite():
-                return self._start_write(rank, action)
             case Disconnect(peer_id):
                 self._disconnect(rank, peer_id)
             case OfferEnded():
@@ -202,32 +168,6 @@ class SimulatedWorld(ABC):
         rank.reads[key] = SimulatedRead(order, source, self.now + order.timeout_s)
         if order.peer_id not in rank.links:
             rank.reads[key].error = PeerLostError("no such peer")
-
-    def _start_push(self, rank: SimulatedRank, push: StartPush) -> list[Action]:
-        peer_id, guard_value = push.read.peer_id, push.reserve.guard_value
-        if peer_id not in rank.links:
-            return rank.protocol.consumer.push_ended(push, PeerLostError("no such peer"), "", self.now)
-        rank.pushes[peer_id, guard_value] = SimulatedPush(push)
-        return [Send(peer_id, push.reserve)]
-
-    def _start_write(self, rank: SimulatedRank, order: StartWrite) -> list[Action]:
-        if order.peer_id not in rank.links:
-            return rank.protocol.producer.write_ended(order, PeerLostError("no such peer"), "")
-        target, peer_id = rank.links[order.peer_id]
-        push = target.pushes.get((peer_id, order.guard.value))
-        if push is None or target.guards[order.guard.index] != order.guard.value:
-            return rank.protocol.producer.write_ended(order, StaleRegionError("not accepted"), "")
-        push.source, push.order, push.deadline = rank, order, self.now + order.timeout_s
-        rank.writes.append(order)
-        return []
-
-    def _end_writes_to(self, rank: SimulatedRank, peer_id: int, error: KVTransferError) -> None:
-        for order in [order for order in rank.writes if order.peer_id == peer_id]:
-            self._end_write(rank, order, error)
-
-    def _end_write(self, rank: SimulatedRank, order: StartWrite, error: KVTransferError | None) -> None:
-        rank.writes.remove(order)
-        self.do(rank, rank.protocol.producer.write_ended(order, error, "simulated"))
 
     def _connect(self, rank: SimulatedRank, address: str) -> list[Action]:
         remote = self._rank_at(address)
@@ -254,12 +194,10 @@ class SimulatedWorld(ABC):
             remote.inbox[remote_peer_id].append(PeerLostError("the peer hung up"))
             del remote.links[remote_peer_id]
         self._forget_peer(rank, peer_id)
-        self._end_writes_to(rank, peer_id, TransportClosedError("disconnected"))
 
     def _forget_peer(self, rank: SimulatedRank, peer_id: int) -> None:
         rank.links.pop(peer_id, None)
         rank.inbox.pop(peer_id, None)
-        rank.pushes = {key: push for key, push in rank.pushes.items() if key[0] != peer_id}
 
     def _end_read(self, rank: SimulatedRank, key: tuple[str, int], error: KVTransferError | None) -> None:
         read = rank.reads.pop(key)

@@ -31,7 +31,7 @@ SMALL_SLICES = 'transport={"slice_bytes": 65536, "window_slices": 1}'
 class Fleet:
     """Two prefill nodes, two decode nodes, two routers (one of which overlaps).
 
-    One decode node reads, and computes what it cannot load; the other one is pushed to, and fails then.
+    One decode node computes what it cannot load; the other one fails such requests.
 
     Args:
         arguments: Of every node.
@@ -47,12 +47,11 @@ class Fleet:
         if transport in ("zeromq", "ucx"):
             options.append(SMALL_SLICES)
         common = (*arguments, "--connector", transport, *_option_words(options))
-        push = (*_option_words(["transfer=push"]), "--load-failure-policy", "fail")
         with self._resources:
             self.prefills = [self._node(f"prefill-{index}", "prefill", common) for index in range(2)]
             self.decodes = [
-                self._node("decode-pull", "decode", common),
-                self._node("decode-push", "decode", (*common, *push)),
+                self._node("decode-recompute", "decode", common),
+                self._node("decode-fail", "decode", (*common, "--load-failure-policy", "fail")),
             ]
             self.routers = [self._router("router-whole", ()), self._router("router-overlap", ("--overlap",))]
             self._resources = self._resources.pop_all()
