@@ -21,9 +21,6 @@ HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
 MAX_GUARD_VALUE = 2**63 - 1
 
-#: Words of a table behind those of its owner's, for the transport's own use.
-NUM_OWN_WORDS = 1024
-
 _MADV_POPULATE_WRITE = 23
 
 #: One call to the kernel touches no more, so that a signal is answered within milliseconds.
@@ -155,22 +152,17 @@ def private_arena(num_bytes: int) -> MappedArena:
 
 
 class WordTable(GuardTable):
-    """A guard table at the start of a writable mapping of `bytes_for(num_guards)`.
-
-    Attributes:
-        num_words: The owner's guards and the transport's own words, which peers check likewise.
-    """
+    """A guard table at the start of a writable mapping of `bytes_for(num_guards)`."""
 
     def __init__(self, mapping: Memory, num_guards: int) -> None:
         self.num_guards = num_guards
-        self.num_words = num_guards + NUM_OWN_WORDS
         self._mapping = mapping  # keeps the words mapped
         self.address = address_of(mapping)
 
     @staticmethod
     def bytes_for(num_guards: int) -> int:
         """The size of a table's mapping."""
-        return (num_guards + NUM_OWN_WORDS) * WORD_BYTES
+        return num_guards * WORD_BYTES
 
     @classmethod
     def anonymous(cls, num_guards: int) -> Self:
@@ -185,21 +177,13 @@ class WordTable(GuardTable):
         require_guard(Guard(index, 1), self.num_guards)
         store_word(self.address + index * WORD_BYTES, 0)
 
-    def store(self, word: Guard) -> None:
-        """Make one of the transport's own words hold its value."""
-        store_word(self.address + word.index * WORD_BYTES, word.value)
-
-    def wipe(self, word: Guard) -> None:
-        """Make every later check of one of the transport's own words fail."""
-        store_word(self.address + word.index * WORD_BYTES, 0)
-
     def holds(self, guard: Guard) -> bool:
         """Whether the guard holds now."""
         return guard_holds(self.address, guard)
 
     def clear_all(self) -> None:
         """Make every later check of every word fail."""
-        ctypes.memset(self.address, 0, self.num_words * WORD_BYTES)
+        ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
         store_word(self.address, 0)  # for its fence
 
 
@@ -231,12 +215,12 @@ def require_guard(guard: Guard, num_guards: int) -> None:
 
 
 def require_transfer(
-    local: Pool, remote: Pool, num_words: int, pairs: RegionPairs, guard: Guard
+    local: Pool, remote: Pool, num_guards: int, pairs: RegionPairs, guard: Guard
 ) -> AddressArray:
     """Check all that can be known of a transfer before it begins.
 
     Args:
-        num_words: Of the peer's table.
+        num_guards: Of the peer's table.
 
     Returns:
         Where the local regions are, shape `(num_regions,)`.
@@ -246,7 +230,7 @@ def require_transfer(
     """
     addresses = local.addresses(pairs.local_offsets, pairs.lengths)
     remote.addresses(pairs.remote_offsets, pairs.lengths)
-    require_guard(guard, num_words)
+    require_guard(guard, num_guards)
     return addresses
 
 

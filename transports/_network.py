@@ -11,7 +11,7 @@ from ._outside import outside, typed
 from ._poller import Poller
 from .base import MAX_MESSAGE_BYTES, Arena, Event, Transport
 from .errors import ConfigurationError, KVTransferStateError, ProtocolError, TransportClosedError
-from .regions import Guard, Pool, RegionPairs, Regions
+from .regions import Guard, Pool, RegionPairs
 
 
 class NetworkNode(Protocol):
@@ -22,12 +22,6 @@ class NetworkNode(Protocol):
     def send(self, peer_id: int, message: bytes) -> None: ...
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int: ...
-
-    def can_write(self, peer_id: int) -> bool: ...
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None: ...
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int: ...
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s`, or until the transport's poller is woken; handle what happened."""
@@ -106,15 +100,6 @@ class NetworkTransport(Transport, Generic[Node]):
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         return self._node().start_read(peer_id, pairs, guard, timeout_s=timeout_s)
-
-    def can_write(self, peer_id: int) -> bool:
-        return any(node.can_write(peer_id) for node in self._nodes)
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        self._node().accept_writes(peer_id, guard, regions)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        return self._node().start_write(peer_id, pairs, guard, timeout_s=timeout_s)
 
     # -- the owner's loop ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a transport owes: control messages, one-sided reads of a peer's memory, and writes that a peer accepts.
+"""What a transport owes: control messages and one-sided reads of a peer's memory.
 
 A transport belongs to one process and, in it, to one thread: its owner calls every method except
 `wake`, which any thread may call. The owner's loop is
@@ -8,7 +8,7 @@ A transport belongs to one process and, in it, to one thread: its owner calls ev
 and everything that happens, from a peer that connects to a read that ends, arrives there as one event.
 
 Life of a transport: construct → `allocate` memory (or bring your own) → `register` it once → `listen`
-and `start_connect` → `send`, `start_read`, `accept_writes`, `start_write` → `close`.
+and `start_connect` → `send`, `start_read` → `close`.
 
 Failures
     Whatever a socket, a library or the system raises leaves a method as one of `transports.errors`. What goes wrong with
@@ -23,23 +23,6 @@ Ownership of memory
     before `PeerLost` of the same peer; only `close`, after which no event comes, ends reads without it.
     Remote regions stay their owner's: he may change them at any
     time, and says so by clearing the guard first.
-
-Writes: the same with the roles exchanged
-    `start_write` copies local regions into a peer's pool. The peer, its *target*, has accepted it before: these
-    regions, from this writer, under this guard of the target's own table (`accept_writes`). The target's transport
-    puts every byte into place itself, so what was not accepted changes no byte, whatever a writer sends, and a
-    writer that is stopped and wakes up later cannot write.
-
-    The writer must not change the local regions until `TransferEnded`. Without an error all bytes are in place and
-    the guard held after the last one; the target is told by a message of the writer's own, sent after that event.
-
-    The target must not use the regions for anything else from `accept_writes` until one of
-
-    * a message came that the writer sent after the `TransferEnded` of its last write there;
-    * `PeerLost` of the writer came, or the target's own `disconnect` of it returned, or `close` did.
-
-    Clearing the guard is how the target ends writing early. Writes that have not begun are refused, and one that has
-    is stopped soon, but not at once: it ends with `StaleRegionError`, and only then can the regions be used again.
 """
 
 from __future__ import annotations
@@ -50,8 +33,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ._options import parse_options
-from .errors import KVTransferError, KVTransferStateError
-from .regions import Guard, Pool, RegionPairs, Regions, Segment
+from .errors import KVTransferError
+from .regions import Guard, Pool, RegionPairs, Segment
 
 #: A control message is never longer. Longer ones are refused by `send`, and a peer that announces one is dropped.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -83,11 +66,11 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class TransferEnded:
-    """A read or write is over. Without an error, all bytes are in place and the guard held after the copy.
+    """A read is over. Without an error, all bytes are in place and the guard held after the copy.
 
     Attributes:
-        error: What went wrong, or None. With an error the regions that were written into are undefined.
-        seconds: From `start_read` to the last byte, or from `start_write` until the target said that it was there.
+        error: What went wrong, or None. With an error the local regions are undefined.
+        seconds: From `start_read` to the last byte.
         mechanism: What really moved the bytes, e.g. `"mapped"` or `"process_vm_readv"`.
     """
 
@@ -220,11 +203,7 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer_id: int) -> None:
-        """Drop a peer. Its transfers end with `TransportClosedError`; no `PeerLost` follows. Unknown ids are ignored.
-
-        When it has returned, nothing of the peer's is written into our pool any more. Reads of ours from it may
-        still be, until their `TransferEnded`.
-        """
+        """Drop a peer. Its reads end with `TransportClosedError`; no `PeerLost` follows. Unknown ids are ignored."""
 
     @abstractmethod
     def send(self, peer_id: int, message: bytes) -> None:
@@ -252,48 +231,6 @@ class Transport(ABC):
                 copied, no event follows.
             PeerLostError: no such peer. Nothing was copied, no event follows.
         """
-
-    def can_write(self, peer_id: int) -> bool:
-        """Whether this transport can write to the peer, if the peer accepts it. An unknown id cannot be written to."""
-        return False
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        """Let one peer write into these regions of our pool, for as long as `guard` of our own table holds.
-
-        Set the guard before, and give each peer what it needs to know by a message after. What was accepted from this
-        peer under the same word before is accepted no more. Several peers may write under one guard.
-
-        Raises:
-            RegionError: a region is outside the pool, or the guard outside our table.
-            PeerLostError: no such peer. Nothing is accepted.
-            KVTransferStateError: this transport cannot write.
-        """
-        raise KVTransferStateError(f"transport {self.scheme!r} does not write")
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        """Copy regions of our pool into the peer's. Returns at once; `TransferEnded` follows.
-
-        The event's error is `StaleRegionError` if the peer accepts nothing of us under this guard or it did not hold
-        after the copy, `PeerLostError`, `TransferTimeoutError`, or `TransportClosedError` (see `disconnect`). A
-        peer that has not said within the time that its part is over gets a little more, and is then dropped: the event
-        says by when it has stopped writing, not only that nobody waits any more.
-
-        Args:
-            pairs: Local regions are read, remote ones are written, and do not overlap. Those outside what the peer
-                accepted under a guard that holds are a `ProtocolError` over there: it drops this side.
-            guard: Of the peer's table.
-
-        Returns:
-            The transfer's id.
-
-        Raises:
-            RegionError: a region is outside either pool, or the guard outside the peer's table. Nothing was
-                copied, no event follows.
-            PeerLostError: no such peer. Nothing was copied, no event follows.
-            BackpressureError: too many writes are under way. Nothing was copied, no event follows.
-            KVTransferStateError: this transport cannot write.
-        """
-        raise KVTransferStateError(f"transport {self.scheme!r} does not write")
 
     def route_of(self, peer_id: int) -> Route:
         """How a peer is reached. An unknown id is answered as if there had been no choice."""

@@ -8,7 +8,6 @@ and each shows as it would with a mechanism that works in the background.
 from __future__ import annotations
 
 import itertools
-import math
 import mmap
 import secrets
 import threading
@@ -21,7 +20,6 @@ from typing import ClassVar
 from ._copy import copy_regions
 from ._memory import MappedArena, WordTable, require_available, require_host, require_transfer
 from ._options import parse_options, require_int
-from ._writes import Writes
 from .base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -43,7 +41,7 @@ from .errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from .regions import Guard, Pool, RegionPairs, Regions
+from .regions import Guard, Pool, RegionPairs
 
 _MECHANISM = "memory"
 
@@ -88,15 +86,7 @@ class _Read:
     deadline: float
 
 
-@dataclass(frozen=True)
-class _WriteFrame:
-    """One side's transport says to the other's something about a write."""
-
-    peer_id: int
-    frame: bytes
-
-
-_Arrival = Connected | MessageReceived | PeerLost | _WriteFrame
+_Arrival = Connected | MessageReceived | PeerLost
 
 
 @dataclass
@@ -125,7 +115,6 @@ class InProcTransport(Transport):
         self._inbox = _Inbox()
         self._reads: deque[_Read] = deque()
         self._ended: list[Event] = []
-        self._writes = Writes(self, self.guards, self._ended)
         self._is_closed = False
         self._memory_in_use = threading.Lock()  # held while a peer copies out of our pool
 
@@ -203,16 +192,8 @@ class InProcTransport(Transport):
         for read in [read for read in self._reads if read.peer_id == peer_id]:
             self._reads.remove(read)
             self._report(self._outcome(read, error))
-        self._writes.end_all(peer_id, error)
         if not link.is_lost:
             link.remote._lose(link.remote_id, PeerLostError("the peer closed the connection"))
-
-    def _drop(self, peer_id: int, error: KVTransferError) -> PeerLost:
-        """The peer has to go. Returns what the owner hears of it."""
-        with self._inbox.changed:
-            link = self._links.pop(peer_id)
-        self._part(peer_id, link, PeerLostError(f"the peer was dropped: {error}"))
-        return PeerLost(peer_id, error)
 
     def _lose(self, peer_id: int, error: KVTransferError) -> None:
         """The other side is going. From any thread."""
@@ -258,7 +239,7 @@ class InProcTransport(Transport):
 
     def _require_possible(self, peer_id: int, pairs: RegionPairs, guard: Guard) -> None:
         local, remote = self._pool(), self._link(peer_id).remote
-        require_transfer(local, remote._pools[0], remote.guards.num_words, pairs, guard)
+        require_transfer(local, remote._pools[0], remote.guards.num_guards, pairs, guard)
 
     def _outcome(self, read: _Read, error: KVTransferError | None) -> TransferEnded:
         seconds = time.monotonic() - read.started
@@ -284,47 +265,18 @@ class InProcTransport(Transport):
             return TransferTimeoutError("the read did not end in time")
         return None
 
-    def can_write(self, peer_id: int) -> bool:
-        return peer_id in self._links
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        pool = self._pool()
-        self._link(peer_id)
-        self._writes.accept(peer_id, guard, regions, pool)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        self._require_possible(peer_id, pairs, guard)
-        transfer_id = next(self._ids)
-        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
-        return transfer_id
-
-    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
-        """See `_writes.Host`. Reads that have begun are over."""
-        for read in [read for read in self._reads if read.transfer_id == read_id]:
-            self._reads.remove(read)
-            self._report(self._outcome(read, error))
-
-    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
-        """See `_writes.Host`."""
-        link = self._links.get(peer_id)
-        if link is not None and not link.is_lost:
-            link.remote._put(_WriteFrame(link.remote_id, frame))
-
     # -- the owner's loop ----------------------------------------------------------------------------
 
     def wait_events(self, timeout_s: float) -> list[Event]:
         self._require_open()
-        patience_s = min(self._writes.deadlines(), default=math.inf) - time.monotonic()
         with self._inbox.changed:
-            self._inbox.changed.wait_for(self._is_ready, max(0.0, min(timeout_s, patience_s)))
+            self._inbox.changed.wait_for(self._is_ready, max(0.0, timeout_s))
             self._inbox.is_woken = False
             arrived = [arrival for arrival in self._inbox.arrived if self._take(arrival)]
             self._inbox.arrived.clear()
         events: list[Event] = []
         for arrival in arrived:
             events += self._handle(arrival)
-        for peer_id, error in self._writes.expire(time.monotonic()):
-            events.append(self._drop(peer_id, error))
         while self._reads:
             read = self._reads.popleft()
             self._report(self._outcome(read, self._run(read)))
@@ -337,19 +289,12 @@ class InProcTransport(Transport):
         if arrival.peer_id not in self._links:
             return []
         match arrival:
-            case _WriteFrame(peer_id, frame):
-                try:
-                    self._writes.on_frame(peer_id, frame, queued_bytes=0)
-                except ProtocolError as error:
-                    return [self._drop(peer_id, error)]
-                return []
             case PeerLost(peer_id, error):
                 self._part(peer_id, self._links.pop(peer_id), PeerLostError(f"the peer was lost: {error}"))
         return [arrival]
 
     def _report(self, ended: TransferEnded) -> None:
-        if not self._writes.take_read(ended):
-            self._ended.append(ended)
+        self._ended.append(ended)
 
     def _is_ready(self) -> bool:
         return bool(self._inbox.is_woken or self._inbox.arrived or self._reads or self._ended)

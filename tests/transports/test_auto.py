@@ -13,7 +13,7 @@ from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Connected, Event, Transport
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.regions import Pool
-from kvferry.transports.testing import ReadConformance, TransportConformance
+from kvferry.transports.testing import TransportConformance
 
 Create = Callable[[Mapping[str, object]], Transport]
 
@@ -40,7 +40,7 @@ class TestOnOneHost(TransportConformance):
         return create_auto
 
 
-class TestBetweenHosts(ReadConformance):
+class TestBetweenHosts(TransportConformance):
     @pytest.fixture
     def create(self) -> Create:
         return _Moved

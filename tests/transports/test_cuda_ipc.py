@@ -34,7 +34,7 @@ from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.shm.cuda import CudaDevice
 from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
-from kvferry.transports.testing import ReadConformance, TransportConformance, World, pairs_of
+from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import Node
 
@@ -75,7 +75,7 @@ class TestOnOneGpu(TransportConformance):
         return lambda options: OnGpu(driver, 0, options)
 
 
-class TestBetweenTwoGpusWithTwoCopiers(ReadConformance):
+class TestBetweenTwoGpusWithTwoCopiers(TransportConformance):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         gpus = itertools.cycle([0, 1])

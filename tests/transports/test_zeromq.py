@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.transports import Transport
-from kvferry.transports.testing import ReadConformance, TransportConformance
+from kvferry.transports.testing import TransportConformance
 from kvferry.transports.zeromq import ZeroMQTransport
 
 Create = Callable[[Mapping[str, object]], Transport]
@@ -20,7 +20,7 @@ class TestZeroMQ(TransportConformance):
         return ZeroMQTransport
 
 
-class TestEncryptedZeroMQ(ReadConformance):
+class TestEncryptedZeroMQ(TransportConformance):
     @pytest.fixture
     def create(self, tmp_path: Path) -> Create:
         secret = tmp_path / "secret"

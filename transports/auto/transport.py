@@ -21,7 +21,7 @@ from ..errors import (
     PeerLostError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options
 from ..shm import SharedMemoryTransport
 from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
@@ -182,21 +182,6 @@ class AutoTransport(Transport):
         self._require_open()
         peer = self._peer(peer_id)
         theirs = peer.transport.start_read(peer.their_id, pairs, guard, timeout_s=timeout_s)
-        return self._started(peer, theirs)
-
-    def can_write(self, peer_id: int) -> bool:
-        peer = self._peers.get(peer_id)
-        return peer is not None and peer.transport.can_write(peer.their_id)
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        self._require_open()
-        peer = self._peer(peer_id)
-        peer.transport.accept_writes(peer.their_id, guard, regions)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        self._require_open()
-        peer = self._peer(peer_id)
-        theirs = peer.transport.start_write(peer.their_id, pairs, guard, timeout_s=timeout_s)
         return self._started(peer, theirs)
 
     def _started(self, peer: _Peer, their_transfer_id: int) -> int:

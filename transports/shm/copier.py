@@ -152,11 +152,6 @@ class Copier:
         self._waiting.remove(read)
         return read.num_in_flight == 0
 
-    def wait_for(self, read: Read) -> None:
-        """Wait until nothing is copied for a cancelled read any more: at most for a piece a thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: not read.num_in_flight)
-
     def take_ended(self) -> list[TransferEnded]:
         """The reads that ended since the last call."""
         ended = []
@@ -200,8 +195,6 @@ class Copier:
             if error is not None:
                 self._stop(read, error)
             read.num_in_flight -= 1
-            if read.error is not None:
-                self._changed.notify_all()
             is_over = read.num_in_flight == 0 and read not in self._waiting
         if is_over:
             self._end(read)

@@ -26,7 +26,7 @@ _PIECE_BYTES = 256 << 20
 _VSIZE_FIELD = 20
 
 
-def describe_cuda_pool(device: CudaDevice, pool: Pool, num_words: int) -> Hello:
+def describe_cuda_pool(device: CudaDevice, pool: Pool, num_guards: int) -> Hello:
     """Say how peers map a pool.
 
     Raises:
@@ -41,7 +41,7 @@ def describe_cuda_pool(device: CudaDevice, pool: Pool, num_words: int) -> Hello:
         segments.append(SharedSegment(place, segment.address - base, segment.num_bytes))
     if len(allocations) > MAX_ALLOCATIONS:
         raise ConfigurationError(f"a pool lies in at most {MAX_ALLOCATIONS} allocations", key="pool")
-    return Hello(num_words, 0, tuple(segments), tuple(allocations.values()))
+    return Hello(num_guards, 0, tuple(segments), tuple(allocations.values()))
 
 
 class RemoteCudaMemory:

@@ -16,7 +16,7 @@ With the next frame, which has no body, come `1 + num_files` read-only descripto
 other frame may bring any. A segment lies at offset
 `start` of its file; with file -1 it is ordinary memory of the sender, at address `start`. If there are allocations on a
 GPU, all segments lie there: `file` is the number of an allocation, `start` the offset in it. Every later frame
-is one control message, or says something about a write (`_write_frames`).
+is one control message.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._memory import NUM_OWN_WORDS
-from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import PeerRefusedError, ProtocolError, VersionMismatchError
 
-VERSION = 4
+VERSION = 5
 
 #: Of a segment that is in no file.
 FOREIGN = -1
@@ -40,7 +38,7 @@ FOREIGN = -1
 MAX_FILES = 128
 MAX_ALLOCATIONS = 1024
 MAX_SEGMENTS = 8192
-MAX_GUARDS = (1 << 24) + NUM_OWN_WORDS
+MAX_GUARDS = 1 << 24
 
 _MAGIC = b"kvferry\0"
 _HEAD = struct.Struct("<8sIIIII")
@@ -52,15 +50,13 @@ _SEGMENT = struct.Struct("<iQQ")
 class FrameKind(enum.IntEnum):
     HELLO = 1
     MESSAGE = 2
-    WRITE = 3
-    DESCRIPTORS = 4
+    DESCRIPTORS = 3
 
 
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
     FrameKind.HELLO: _HEAD.size + MAX_ALLOCATIONS * _ALLOCATION.size + MAX_SEGMENTS * _SEGMENT.size,
     FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
-    FrameKind.WRITE: MAX_FRAME_BYTES,
     FrameKind.DESCRIPTORS: 0,
 }
 
@@ -84,7 +80,7 @@ class SharedSegment:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is there: the size of the guard table, the transport's own words included, how many files follow it, the pool's
+    """Who is there: the size of the guard table, how many files follow it, the pool's
     segments, and the allocations on a GPU that hold them, if that is where they are."""
 
     num_guards: int

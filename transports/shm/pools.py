@@ -73,12 +73,12 @@ class LocalMemory:
 
     def _described_on_host(self, pool: Pool) -> _Registered:
         segments = tuple(self._describe(segment) for segment in pool.segments)
-        return _Registered(pool, Hello(self.guards.num_words, len(self._files), segments), None)
+        return _Registered(pool, Hello(self.guards.num_guards, len(self._files), segments), None)
 
     def _described_on_gpu(self, pool: Pool) -> _Registered:
         device = CudaDevice(pool.segments[0].address)
         try:
-            return _Registered(pool, describe_cuda_pool(device, pool, self.guards.num_words), device)
+            return _Registered(pool, describe_cuda_pool(device, pool, self.guards.num_guards), device)
         except BaseException:
             device.close()
             raise

@@ -18,12 +18,11 @@ from .._copy import IS_ORDERED
 from .._descriptors import warn_if_few
 from .._frames import encode_frame
 from .._limited_log import LimitedLog
-from .._memory import require_guard, require_transfer
+from .._memory import require_guard
 from .._network_options import require_room
 from .._options import parse_options
 from .._outside import outside, survived, unexpected
 from .._poller import Poller
-from .._writes import Writes
 from ..base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -43,7 +42,7 @@ from ..errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 from .copier import Copier, Read
 from .greeting import Greeting, out_of_order
 from .hello import FrameKind
@@ -100,7 +99,6 @@ class SharedMemoryTransport(Transport):
         self._peers: dict[int, _Peer] = {}
         self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
         self._events: list[Event] = []
-        self._writes = Writes(self, self.guards, self._events)
 
     def __repr__(self) -> str:
         addresses = " ".join(self._acceptors)
@@ -209,8 +207,6 @@ class SharedMemoryTransport(Transport):
                 self._events.append(Connected(peer_id, greeting.incoming))
         elif kind is FrameKind.MESSAGE:
             self._events.append(MessageReceived(peer_id, body))
-        elif kind is FrameKind.WRITE:
-            self._writes.on_frame(peer_id, body, self._peers[peer_id].connection.num_unsent)
         else:
             raise out_of_order(kind)
 
@@ -230,7 +226,6 @@ class SharedMemoryTransport(Transport):
 
     def _leave(self, peer: _Peer, error: KVTransferError, farewell: list[Event]) -> None:
         self._hang_up(peer.connection)
-        self._writes.end_all(peer.peer_id, error)
         for read in peer.reads.values():
             self._copier.cancel(read, error)
         self._leaving.append((peer, farewell))
@@ -246,8 +241,6 @@ class SharedMemoryTransport(Transport):
             self._events[:] = [event for event in self._events if not _is_of_peer(event, peer_id)]
             peer = self._peers.pop(peer_id)
             self._leave(peer, TransportClosedError("this side dropped the peer"), [])
-            for read_id in self._writes.reads_for(peer_id):
-                self._copier.wait_for(peer.reads[read_id])
         elif peer_id in self._greetings:
             self._hang_up(self._greetings.pop(peer_id).connection)
 
@@ -277,41 +270,12 @@ class SharedMemoryTransport(Transport):
         self._copier.submit(read)
         return read.transfer_id
 
-    def can_write(self, peer_id: int) -> bool:
-        return peer_id in self._peers
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        self._require_open()
-        self._peer(peer_id)
-        self._writes.accept(peer_id, guard, regions, self._memory.pool)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        self._require_open()
-        peer = self._peer(peer_id)
-        require_transfer(self._memory.pool, peer.memory.pool, peer.memory.num_guards, pairs, guard)
-        transfer_id = next(self._ids)
-        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
-        return transfer_id
-
-    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers and read_id in self._peers[peer_id].reads:
-            self._copier.cancel(self._peers[peer_id].reads[read_id], error)
-
-    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers:
-            connection = self._peers[peer_id].connection
-            connection.send(encode_frame(FrameKind.WRITE, frame))
-            self._watch_peer(peer_id, connection)
-
     def _collect(self) -> None:
         """Report the transfers that ended, then the peers that have left with their last one."""
         for ended in self._copier.take_ended():
             for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
                 peer.reads.pop(ended.transfer_id, None)
-            if not self._writes.take_read(ended):
-                self._events.append(ended)
+            self._events.append(ended)
         for peer, farewell in [entry for entry in self._leaving if not entry[0].reads]:
             with survived("cannot close a peer's memory", self._log):
                 peer.memory.close()
@@ -337,7 +301,6 @@ class SharedMemoryTransport(Transport):
     def _next_deadline(self) -> float:
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
         deadlines += [read.deadline for peer in self._peers.values() for read in peer.reads.values()]
-        deadlines += self._writes.deadlines()
         deadlines += [acceptor.resumes_at for acceptor in self._acceptors.values()]
         return min(deadlines, default=math.inf)
 
@@ -350,9 +313,6 @@ class SharedMemoryTransport(Transport):
             for read in peer.reads.values():
                 if read.deadline <= now:
                     self._copier.cancel(read, TransferTimeoutError("the read did not end in time"))
-
-        for peer_id, error in self._writes.expire(now):
-            self._lose(peer_id, error)
 
     def fileno(self) -> int:
         """A descriptor that is readable while `wait_events` has something to do about sockets and copies."""

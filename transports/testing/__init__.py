@@ -11,10 +11,10 @@ transport what it did.
 
 from __future__ import annotations
 
-from .harness import Link, Node, World, pairs_of, regions_of
+from .harness import Link, Node, World, pairs_of
 from .hostile_proxy import HostileProxy, Mishap
 from .proxy import FlippingProxy
-from .suite import ReadConformance, TransportConformance
+from .suite import TransportConformance
 
 __all__ = [
     "FlippingProxy",
@@ -22,9 +22,7 @@ __all__ = [
     "Link",
     "Mishap",
     "Node",
-    "ReadConformance",
     "TransportConformance",
     "World",
     "pairs_of",
-    "regions_of",
 ]

@@ -78,11 +78,6 @@ class DelayedTransport(WrappedTransport):
         self._peers[transfer_id] = peer_id
         return transfer_id
 
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        transfer_id = self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
-        self._peers[transfer_id] = peer_id
-        return transfer_id
-
     def wait_events(self, timeout_s: float) -> list[Event]:
         self._turn += 1
         for event in self._inner.wait_events(0.0 if self._held else timeout_s):

@@ -14,8 +14,6 @@ from ..errors import ConfigurationError, TransportError
 
 #: Calls of a transport, and of its guard table, that can raise what they do not document.
 CALLS = (
-    "accept_writes",
-    "can_write",
     "clear_guard",
     "close",
     "disconnect",
@@ -24,7 +22,6 @@ CALLS = (
     "set_guard",
     "start_connect",
     "start_read",
-    "start_write",
     "wait_events",
     "wake",
 )

@@ -17,7 +17,7 @@ from ..errors import (
     PeerLostError,
     TransportClosedError,
 )
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script
 from .wrapping import WrappedTransport
@@ -30,12 +30,12 @@ class _Transfer:
     """A transfer that its owner has not heard the end of.
 
     Attributes:
-        reads_into: Its regions, if it is a read.
+        reads_into: Its regions.
         ended: What he would have heard, once it is over below.
     """
 
     peer_id: int
-    reads_into: tuple[RegionPairs, ...]
+    reads_into: RegionPairs
     deadline: float
     faults: list[Fault]
     ended: list[TransferEnded] = field(default_factory=list)
@@ -124,30 +124,12 @@ class FaultyTransport(WrappedTransport):
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         def start() -> int:
             transfer_id = self._inner.start_read(peer_id, pairs, guard, timeout_s=timeout_s)
-            self._begin(transfer_id, peer_id, (pairs,), timeout_s)
+            self._begin(transfer_id, peer_id, pairs, timeout_s)
             return transfer_id
 
         return _call(self._script, "start_read", start)
 
-    def can_write(self, peer_id: int) -> bool:
-        can_write = super().can_write
-        return _call(self._script, "can_write", lambda: can_write(peer_id))
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        accept = super().accept_writes
-        _call(self._script, "accept_writes", lambda: accept(peer_id, guard, regions))
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        def start() -> int:
-            transfer_id = self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
-            self._begin(transfer_id, peer_id, (), timeout_s)
-            return transfer_id
-
-        return _call(self._script, "start_write", start)
-
-    def _begin(
-        self, transfer_id: int, peer_id: int, reads_into: tuple[RegionPairs, ...], timeout_s: float
-    ) -> None:
+    def _begin(self, transfer_id: int, peer_id: int, reads_into: RegionPairs, timeout_s: float) -> None:
         faults = self._script.take("transfer")
         deadline = time.monotonic() + timeout_s
         self._transfers[transfer_id] = _Transfer(peer_id, reads_into, deadline, faults)
@@ -210,9 +192,9 @@ class FaultyTransport(WrappedTransport):
 
     def _flip(self, transfer: _Transfer) -> None:
         """Change the first byte of every region that was read into."""
-        for pairs in transfer.reads_into:
-            for address in self._pools[0].addresses(pairs.local_offsets, pairs.lengths).tolist():
-                ctypes.c_ubyte.from_address(address).value ^= 255
+        pairs = transfer.reads_into
+        for address in self._pools[0].addresses(pairs.local_offsets, pairs.lengths).tolist():
+            ctypes.c_ubyte.from_address(address).value ^= 255
 
     def _take_losses(self) -> list[Event]:
         """The broken peers whose transfers have all ended."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 
 PAGE = 4096
 POOL_BYTES = 4 << 20
@@ -28,11 +28,6 @@ E = TypeVar("E", Connected, MessageReceived, PeerLost, TransferEnded)
 def pairs_of(*rows: tuple[int, int, int]) -> RegionPairs:
     """Region pairs from rows of local offset, remote offset, bytes."""
     return RegionPairs(np.array(rows, dtype=np.int64).reshape(-1, 3))
-
-
-def regions_of(*rows: tuple[int, int]) -> Regions:
-    """Regions from rows of offset, bytes."""
-    return Regions(np.array(rows, dtype=np.int64).reshape(-1, 2))
 
 
 @dataclass
@@ -131,19 +126,6 @@ class World:
         transfer_id = transport.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s)
         self.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
         (ended,) = link.consumer.ends_of(transfer_id)
-        return ended
-
-    def start_write(self, link: Link, pairs: RegionPairs, guard: Guard, timeout_s: float = DEADLINE_S) -> int:
-        """Begin to write from the producer's pool into the consumer's."""
-        return link.producer.transport.start_write(link.consumer_id, pairs, guard, timeout_s=timeout_s)
-
-    def write(
-        self, link: Link, pairs: RegionPairs, guard: Guard, timeout_s: float = DEADLINE_S
-    ) -> TransferEnded:
-        """Write from the producer's pool into the consumer's, to the end."""
-        transfer_id = self.start_write(link, pairs, guard, timeout_s)
-        self.serve(lambda: bool(link.producer.ends_of(transfer_id)))
-        (ended,) = link.producer.ends_of(transfer_id)
         return ended
 
     def forget(self, node: Node) -> None:

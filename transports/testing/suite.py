@@ -10,15 +10,14 @@ from ..base import Transport
 from .harness import HELD, POOL_BYTES, Link, World
 from .peers import LoopPromises, MessagePromises, PeerPromises
 from .reads import GuardPromises, MemoryPromises, ReadPromises
-from .writes import WritePromises
 
 Create = Callable[[Mapping[str, object]], Transport]
 
 
-class ReadConformance(
+class TransportConformance(
     MemoryPromises, ReadPromises, GuardPromises, MessagePromises, PeerPromises, LoopPromises
 ):
-    """All promises but those about writes: enough for a second set of options, by which bytes go another way."""
+    """All promises. A backend's test overrides the fixture `create`."""
 
     @pytest.fixture
     def create(self) -> Create:
@@ -37,7 +36,3 @@ class ReadConformance(
         link = world.pair(POOL_BYTES)
         link.producer.transport.guards.set(HELD.index, HELD.value)
         return link
-
-
-class TransportConformance(ReadConformance, WritePromises):
-    """All promises. A backend overrides `create`; what it does not do (`can_write`) is skipped."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..base import Arena, Event, Route, Transport
 from ..errors import ConfigurationError
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 
 
 class WrappedTransport(Transport):
@@ -49,15 +49,6 @@ class WrappedTransport(Transport):
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         return self._inner.start_read(peer_id, pairs, guard, timeout_s=timeout_s)
-
-    def can_write(self, peer_id: int) -> bool:
-        return self._inner.can_write(peer_id)
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        self._inner.accept_writes(peer_id, guard, regions)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        return self._inner.start_write(peer_id, pairs, guard, timeout_s=timeout_s)
 
     def route_of(self, peer_id: int) -> Route:
         return self._inner.route_of(peer_id)

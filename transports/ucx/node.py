@@ -16,7 +16,6 @@ from .._network_options import require_room
 from .._outside import survived, unexpected
 from .._poller import Poller
 from .._slices import SlicePlan
-from .._writes import Writes
 from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
 from ..errors import (
     BackpressureError,
@@ -27,7 +26,7 @@ from ..errors import (
     TransportClosedError,
     VersionMismatchError,
 )
-from ..regions import Guard, RegionPairs, Regions
+from ..regions import Guard, RegionPairs
 from .channel import Channel, Listener, dial
 from .library import Worker
 from .options import Address
@@ -44,7 +43,6 @@ from .wire import (
     Preface,
     Ready,
     Refused,
-    WriteFrame,
     decode,
 )
 
@@ -57,7 +55,6 @@ class Node:
     def __init__(self, local: Local, poller: Poller) -> None:
         self._local = local
         self._poller = poller
-        self._writes = Writes(self, local.source.guards, local.events)
         self._ids = itertools.count(1)
         self._log = LimitedLog(logger)
         self._lookups: Lookups[Address] = Lookups(poller.interrupt)
@@ -137,7 +134,6 @@ class Node:
 
     def _part(self, peer: Peer, error: KVTransferError) -> None:
         self._let_go(partial(peer.close, error), peer.channel, peer.worker)
-        self._writes.end_all(peer.peer_id, error)
 
     def _let_go(self, close: Callable[[], None], *watched: Channel | Worker) -> None:
         for source in watched:
@@ -169,33 +165,6 @@ class Node:
         # The fetch gets there, perhaps to one who sleeps; then a slice comes.
         self._vigil.begin(num_steps=2)
         return transfer.transfer_id
-
-    def can_write(self, peer_id: int) -> bool:
-        """See `Transport.can_write`."""
-        return peer_id in self._peers
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        """See `Transport.accept_writes`."""
-        self._peer(peer_id)
-        self._writes.accept(peer_id, guard, regions, self._local.source.pool)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        """See `Transport.start_write`."""
-        peer = self._peer(peer_id)
-        require_transfer(self._local.source.pool, peer.pool, peer.num_guards, pairs, guard)
-        transfer_id = next(self._ids)
-        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
-        return transfer_id
-
-    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers:
-            self._peers[peer_id].reader.stop(read_id, error)
-
-    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers:
-            self._peers[peer_id].channel.send(WriteFrame(frame).encode())
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -241,14 +210,13 @@ class Node:
         """Take what happened so far."""
         happened = list(self._local.events)
         self._local.events.clear()
-        return [e for e in happened if not (isinstance(e, TransferEnded) and self._writes.take_read(e))]
+        return happened
 
     def _patience(self, timeout_s: float) -> float:
         """How long nothing can become due."""
         interval_s = self._local.ping_interval_s
         deadlines = [greeting.deadline for greeting in self._greetings.values()]
         deadlines.append(self._lookups.due())
-        deadlines += self._writes.deadlines()
         deadlines += [acceptor.resumes_at for acceptor in self._acceptors]
         for peer in self._peers.values():
             deadlines += peer.deadlines(interval_s)
@@ -282,8 +250,6 @@ class Node:
                 self._lose_unexpectedly(peer.peer_id, error)
         for acceptor in self._acceptors:
             acceptor.resume(now)
-        for peer_id, reason in self._writes.expire(now):
-            self._lose(peer_id, reason)
         for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
             self._lose(
                 greeting.peer_id, PeerLostError(f"the peer did not answer within {greeting.timeout_s} s")
@@ -364,8 +330,6 @@ class Node:
                 self._vigil.begin()
             case Answer():
                 peer.reader.on_answer(incoming)
-            case WriteFrame():
-                self._writes.on_frame(peer.peer_id, incoming.body, peer.channel.num_unsent)
             case Ping():
                 pass
             case _:

@@ -31,7 +31,7 @@ class Local:
     def hello(self, worker: Worker, mechanism: str) -> bytes:
         """The frame that says who we are."""
         sizes = tuple(segment.num_bytes for segment in self.source.pool.segments)
-        return Hello(self.source.guards.num_words, sizes, worker.address, mechanism).encode()
+        return Hello(self.source.guards.num_guards, sizes, worker.address, mechanism).encode()
 
     @property
     def ping_interval_s(self) -> float:

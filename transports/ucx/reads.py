@@ -204,14 +204,6 @@ class Reader:
             if transfer.is_over:
                 self._end(transfer)
 
-    def stop(self, transfer_id: int, error: KVTransferError) -> None:
-        """Fail a read, if it is not over; it ends when nothing of it is under way any more."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and not transfer.failure:
-            transfer.failure.append(error)
-            if transfer.is_over:
-                self._end(transfer)
-
     def end_all(self, error: KVTransferError) -> None:
         """End every read. The worker is closed: nothing is under way any more."""
         for transfer in list(self._transfers.values()):

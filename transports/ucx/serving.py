@@ -40,7 +40,7 @@ class PoolServer:
             ProtocolError: they, or the guard, are not there.
         """
         try:
-            require_guard(fetch.guard, self.guards.num_words)
+            require_guard(fetch.guard, self.guards.num_guards)
             return self.pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
         except RegionError as error:
             raise ProtocolError(f"a fetch of what is not ours to give: {error}") from error

@@ -12,7 +12,6 @@ Frames are those of `_frames`; all is little-endian.
 | fetch | tag: u64, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
 | sent, stale | tag: u64 |
 | ping | empty |
-| write | see `_write_frames` |
 
 Each side begins with a preface, as soon as the TCP connection stands; so versions are known before anything is opened.
 After the listener's preface the connecting side opens a worker and says hello. The listener opens an endpoint to that UCX
@@ -31,12 +30,11 @@ from enum import IntEnum
 import numpy as np
 
 from .._frames import encode_frame
-from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -58,7 +56,6 @@ class _Kind(IntEnum):
     SENT = 6
     STALE = 7
     PING = 8
-    WRITE = 9
 
 
 _GREETING = struct.Struct("<11sI")
@@ -76,7 +73,6 @@ FRAME_LIMITS: Mapping[int, int] = {
     _Kind.SENT: _TAG.size,
     _Kind.STALE: _TAG.size,
     _Kind.PING: 0,
-    _Kind.WRITE: MAX_FRAME_BYTES,
 }
 
 
@@ -180,17 +176,7 @@ class Ping:
         return encode_frame(_Kind.PING, b"")
 
 
-@dataclass(frozen=True)
-class WriteFrame:
-    """Something about a write."""
-
-    body: bytes
-
-    def encode(self) -> bytes:
-        return encode_frame(_Kind.WRITE, self.body)
-
-
-Incoming = Preface | Hello | Ready | Refused | Message | Fetch | Answer | Ping | WriteFrame
+Incoming = Preface | Hello | Ready | Refused | Message | Fetch | Answer | Ping
 
 
 def decode(kind: int, body: bytes) -> Incoming:
@@ -247,5 +233,4 @@ _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     _Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
     _Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
     _Kind.PING.value: lambda _: Ping(),
-    _Kind.WRITE.value: WriteFrame,
 }

@@ -10,7 +10,6 @@ from .._lookups import Found, Lookups
 from .._memory import WordTable, require_transfer
 from .._network_options import require_room
 from .._outside import unexpected
-from .._writes import Writes
 from ..base import Connected, Event, MessageReceived, PeerLost, TransferEnded
 from ..errors import (
     BackpressureError,
@@ -21,14 +20,14 @@ from ..errors import (
     TransportClosedError,
     VersionMismatchError,
 )
-from ..regions import Guard, Pool, RegionPairs, Regions
+from ..regions import Guard, Pool, RegionPairs
 from .links import Arrival, Link
 from .options import Address, ZeroMQOptions
 from .reads import Peer, Reads
 from .security import CurveKeys
 from .serving import PoolServer
 from .sockets import Sockets
-from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, WriteFrame, decode
+from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
 #: libzmq does not say when a peer's queue has room again; with something kept back, look again after this time.
 _RETRY_S = 0.002
@@ -74,11 +73,10 @@ class Node:
         self._options = options
         self._sockets = sockets
         self._pool = pool
-        self._hello = Hello(guards.num_words, tuple(segment.num_bytes for segment in pool.segments))
+        self._hello = Hello(guards.num_guards, tuple(segment.num_bytes for segment in pool.segments))
         self._server = PoolServer(pool, guards)
         self._events: list[Event] = []
         self._reads = Reads(options, self._events)
-        self._writes = Writes(self, guards, self._events)
         self._lookups: Lookups[_Target] = Lookups(interrupt)
         self._pending: dict[int, _Pending] = {}
         self._peers: dict[int, Peer] = {}
@@ -129,7 +127,6 @@ class Node:
 
     def _end_transfers(self, peer: Peer, error: KVTransferError) -> None:
         self._reads.end_all(peer, error)
-        self._writes.end_all(peer.link.peer_id, error)
 
     def _peer(self, peer_id: int) -> Peer:
         if peer_id not in self._peers:
@@ -151,33 +148,6 @@ class Node:
         targets = require_transfer(self._pool, peer.pool, peer.num_guards, pairs, guard)
         return self._reads.start(peer, pairs, targets, guard, timeout_s)
 
-    def can_write(self, peer_id: int) -> bool:
-        """See `Transport.can_write`."""
-        return peer_id in self._peers
-
-    def accept_writes(self, peer_id: int, guard: Guard, regions: Regions) -> None:
-        """See `Transport.accept_writes`."""
-        self._peer(peer_id)
-        self._writes.accept(peer_id, guard, regions, self._pool)
-
-    def start_write(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        """See `Transport.start_write`."""
-        peer = self._peer(peer_id)
-        require_transfer(self._pool, peer.pool, peer.num_guards, pairs, guard)
-        transfer_id = self._reads.next_id()
-        self._writes.start(transfer_id, peer_id, pairs, guard, timeout_s)
-        return transfer_id
-
-    def stop_read(self, peer_id: int, read_id: int, error: KVTransferError) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers:
-            self._reads.stop(self._peers[peer_id], read_id, error)
-
-    def send_write_frame(self, peer_id: int, frame: bytes) -> None:
-        """See `_writes.Host`."""
-        if peer_id in self._peers:
-            self._peers[peer_id].link.send([WriteFrame.head(), frame])
-
     # -- the loop ------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> None:
@@ -198,7 +168,7 @@ class Node:
         """Take what happened so far."""
         happened = list(self._events)
         self._events.clear()
-        return [e for e in happened if not (isinstance(e, TransferEnded) and self._writes.take_read(e))]
+        return happened
 
     def _patience(self, timeout_s: float) -> float:
         """How long nothing can become due."""
@@ -206,7 +176,6 @@ class Node:
             return 0.0
         deadlines = [pending.deadline for pending in self._pending.values()]
         deadlines.append(self._lookups.due())
-        deadlines.extend(self._writes.deadlines())
         for peer in self._peers.values():
             if peer.link.queued_bytes:
                 return min(timeout_s, _RETRY_S)
@@ -218,8 +187,6 @@ class Node:
         now = time.monotonic()
         for peer in self._peers.values():
             self._reads.expire(peer, now)
-        for peer_id, error in self._writes.expire(now):
-            self._drop(self._peers[peer_id].link, error)
         for pending in [p for p in self._pending.values() if p.deadline <= now]:
             self._lose(pending.link, PeerLostError(f"the peer did not answer within {pending.timeout_s} s"))
 
@@ -267,8 +234,6 @@ class Node:
                 self._reads.on_slice(peer, incoming)
             case Stale():
                 self._reads.on_stale(peer, incoming)
-            case WriteFrame():
-                self._writes.on_frame(peer.link.peer_id, incoming.body, peer.link.queued_bytes)
             case Hello():
                 raise ProtocolError("a connection begins with one hello")
 

@@ -85,10 +85,6 @@ class Reads:
             self._send_fetch(peer, transfer, 0)
         return transfer.transfer_id
 
-    def next_id(self) -> int:
-        """The id of a transfer that is no read."""
-        return next(self._ids)
-
     def _fetch(self, peer: Peer) -> None:
         """Fill the window once half of it is free, one slice of each transfer in turn.
 
@@ -174,11 +170,6 @@ class Reads:
         """End the reads whose time is up. What still comes for them is thrown away."""
         for transfer in [t for t in peer.transfers.values() if t.deadline <= now]:
             self._end(peer, transfer)
-
-    def stop(self, peer: Peer, transfer_id: int, error: KVTransferError) -> None:
-        """End a read with an error, if it is not over. What still comes for it is thrown away."""
-        if transfer_id in peer.transfers:
-            self._end(peer, peer.transfers[transfer_id], error)
 
     def end_all(self, peer: Peer, error: KVTransferError) -> None:
         """End every read from a peer."""

@@ -38,7 +38,7 @@ class PoolServer:
         """
         try:
             addresses = self._pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
-            require_guard(fetch.guard, self._guards.num_words)
+            require_guard(fetch.guard, self._guards.num_guards)
         except RegionError as error:
             raise ProtocolError(f"a fetch of what is not ours to give: {error}") from error
         if link.queued_bytes > _MAX_QUEUED_BYTES:

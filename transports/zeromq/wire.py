@@ -7,7 +7,6 @@
 | fetch | kind, transfer_id, index, guard index, guard value, with_checksum, is_whole | (remote offset, num_bytes) int64 rows |
 | slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end, or each row in a frame of its own |
 | stale | kind, transfer_id, index | empty |
-| about a write | kind | see `_write_frames` |
 
 Every connection begins with a hello from the side that connected, answered by one from the other. A fetch of no rows
 asks only whether the guard holds. A *settled* slice was still guarded after its bytes had been copied.
@@ -22,13 +21,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from .._write_frames import MAX_FRAME_BYTES
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array, Pool, Segment
 from .frames import Frame
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one region.
 MAX_ROWS = 4096
@@ -45,12 +43,11 @@ class _Kind(IntEnum):
     FETCH = 3
     SLICE = 4
     STALE = 5
-    WRITE = 6
 
 
 _GREETING = struct.Struct("<B14sI")
 _HELLO = struct.Struct("<B14sII")
-_MESSAGE = _WRITE = struct.Struct("<B")
+_MESSAGE = struct.Struct("<B")
 _FETCH = struct.Struct("<BQIqq??")
 _SLICE = struct.Struct("<BQI?Q")
 _STALE = struct.Struct("<BQI")
@@ -136,18 +133,7 @@ class Stale:
         return _STALE.pack(_Kind.STALE, self.transfer_id, self.index)
 
 
-@dataclass(frozen=True)
-class WriteFrame:
-    """Something about a write."""
-
-    body: bytes
-
-    @staticmethod
-    def head() -> bytes:
-        return _WRITE.pack(_Kind.WRITE)
-
-
-Incoming = Hello | Message | Fetch | Slice | Stale | WriteFrame
+Incoming = Hello | Message | Fetch | Slice | Stale
 
 
 def decode(frames: Sequence[Frame]) -> Incoming:
@@ -217,17 +203,9 @@ def _decode_stale(head: bytes, body: bytes) -> Stale:
     return Stale(transfer_id, index)
 
 
-def _decode_write(head: bytes, body: bytes) -> WriteFrame:
-    _WRITE.unpack(head)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame about a write has at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
-    return WriteFrame(body)
-
-
 _DECODERS: Mapping[int, Callable[[bytes, bytes], Incoming]] = {
     _Kind.HELLO.value: _decode_hello,
     _Kind.MESSAGE.value: _decode_message,
     _Kind.FETCH.value: _decode_fetch,
     _Kind.STALE.value: _decode_stale,
-    _Kind.WRITE.value: _decode_write,
 }
