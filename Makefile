@@ -11,7 +11,6 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
-PACKAGES := connector transports runner_mixin
 
 CONNECTOR ?= shm
 DEMO_ARGS ?=
@@ -94,13 +93,8 @@ test-vllm-fast: $(VLLM_READY) ## of those, what needs one pair of vLLM engines o
 demo-vllm: $(VLLM_READY) ## a prompt, prefilled by one vLLM and answered by another
 	$(VLLM_BIN)/python examples/vllm_pair $(DEMO_ARGS)
 
-.PHONY: typeroot
-typeroot:
-	@mkdir -p build/typeroot/kvferry
-	@for p in $(PACKAGES); do ln -sfn ../../../$$p build/typeroot/kvferry/$$p; done
-
 .PHONY: check
-check: $(READY) typeroot ## lint, types, layers
+check: $(READY) ## lint, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -117,4 +111,4 @@ bench: $(READY) ## measure the transports on this machine
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so

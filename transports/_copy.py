@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import platform
+import sys
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,14 @@ else:
 IS_ORDERED = IS_COMPILED or platform.machine() in ("x86_64", "AMD64")
 
 if not IS_COMPILED:
+    # Without `kvferry/__init__.py`, Python took a folder called kvferry on its path, such as a clone in the current folder.
+    _is_installed = getattr(sys.modules["kvferry"], "__file__", None) is not None
     logger.warning(
-        "kvferry.transports._native is not there: regions are copied one by one from Python, at about two thirds "
-        "of the speed. Install a C compiler and reinstall kvferry."
+        "copying regions one by one in Python, at about two thirds of the speed: no compiled part next to %r; %s",
+        __file__,
+        "install a C compiler and reinstall kvferry"
+        if _is_installed
+        else "this is a folder of sources and not an installed kvferry: run `pip install .` in the clone",
     )
 
 

@@ -25,7 +25,12 @@ def test_every_package_on_disk_is_listed() -> None:
         for package in PACKAGES
         for init in (ROOT / package).rglob("__init__.py")
     }
-    assert listed == on_disk
+    assert listed == on_disk | {"kvferry"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_linked_where_tools_look_for_it(package: str) -> None:
+    assert (ROOT / "src" / "kvferry" / package).resolve() == ROOT / package
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,54 +1,111 @@
-"""The wheel carries every package, the type marker and the entry points, and imports from it."""
+"""The wheel carries every package, the type marker and the entry points; an installed kvferry wins over a clone."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*cache")
+
+#: Prints where kvferry came from, and whether with its compiled part.
+WHERE = "import kvferry, kvferry.transports._copy as copy; print(kvferry.__file__, copy.IS_COMPILED)"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    ignored = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*cache")
-    shutil.copytree(ROOT, source, ignore=ignored)
+    shutil.copytree(ROOT, source, symlinks=True, ignore=IGNORED)
+    _pip("wheel", "--no-deps", "-w", str(folder), str(source))
+    return next(folder.glob("kvferry-*.whl"))
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose folder has the name of the package, as `git clone` makes it; nothing is built in it."""
+    return Path(shutil.copytree(ROOT, tmp_path / "kvferry", symlinks=True, ignore=IGNORED))
+
+
+@pytest.fixture
+def fresh_python(tmp_path: Path) -> str:
+    """An interpreter without kvferry, which finds what kvferry depends on where this one has it."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+def _pip(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)],
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
         capture_output=True,
         text=True,
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    return next(folder.glob("kvferry-*.whl"))
+
+
+def _run(python: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with the current folder first on the path, as an interactive Python has it."""
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [python, "-c", code], cwd=cwd, env=without, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.slow
 def test_wheel_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"kvferry/__init__.py", "kvferry/py.typed"} <= names
     for package in ("connector", "transports", "runner_mixin"):
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names
     assert any(name.startswith("kvferry/transports/_native") and name.endswith(".so") for name in names)
-    assert not any(name.startswith(("examples/", "tests/")) for name in names)
+    assert not any(name.startswith(("examples/", "tests/")) or name.endswith(".c") for name in names)
 
 
 @pytest.mark.slow
-def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        f"import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import kvferry.connector, kvferry.transports._native as native; print(native.__file__)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert str(tmp_path) in done.stdout, done.stderr
+def test_wheel_imports_without_the_checkout(wheel: Path, fresh_python: str, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    done = _run(fresh_python, f"import kvferry.connector; {WHERE}", cwd=tmp_path / "unpacked")
+    file, is_compiled = done.stdout.split()
+    assert Path(file).is_relative_to(tmp_path / "unpacked") and is_compiled == "True"
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_wins_over_a_clone_in_the_current_folder(
+    wheel: Path, clone: Path, fresh_python: str
+) -> None:
+    _pip("--python", fresh_python, "install", "--no-deps", "--no-index", str(wheel))
+    done = _run(fresh_python, WHERE, cwd=clone.parent)
+    file, is_compiled = done.stdout.split()
+    assert "site-packages" in file and is_compiled == "True"
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_an_editable_install_wins_over_the_folder_of_its_clone(clone: Path, fresh_python: str) -> None:
+    _pip("--python", fresh_python, "install", "--no-deps", "--editable", str(clone))
+    done = _run(fresh_python, WHERE, cwd=clone.parent)
+    assert done.stdout.split() == [str(clone / "src" / "kvferry" / "__init__.py"), "True"]
+    assert done.stderr == ""
+    done = _run(fresh_python, "import connector", cwd=clone.parent)
+    assert "No module named 'connector'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_clone_that_is_imported_by_accident_says_how_to_install_it(clone: Path, fresh_python: str) -> None:
+    done = _run(fresh_python, WHERE, cwd=clone.parent)
+    assert done.stdout.split() == ["None", "False"]
+    assert str(clone / "transports") in done.stderr
+    assert "not an installed kvferry: run `pip install .` in the clone" in done.stderr
