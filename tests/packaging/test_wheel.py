@@ -79,7 +79,8 @@ def test_wheel_imports_without_the_checkout(wheel: Path, fresh_python: str, tmp_
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     done = _run(fresh_python, f"import kvferry.connector; {WHERE}", cwd=tmp_path / "unpacked")
     file, is_compiled = done.stdout.split()
-    assert Path(file).is_relative_to(tmp_path / "unpacked") and is_compiled == "True"
+    assert Path(file).is_relative_to(tmp_path / "unpacked")
+    assert is_compiled == "True"
 
 
 @pytest.mark.slow
@@ -89,7 +90,8 @@ def test_an_installed_wheel_wins_over_a_clone_in_the_current_folder(
     _pip("--python", fresh_python, "install", "--no-deps", "--no-index", str(wheel))
     done = _run(fresh_python, WHERE, cwd=clone.parent)
     file, is_compiled = done.stdout.split()
-    assert "site-packages" in file and is_compiled == "True"
+    assert "site-packages" in file
+    assert is_compiled == "True"
     assert done.stderr == ""
 
 
