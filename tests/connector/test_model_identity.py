@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector import model_identity
+from kvferry.connector.digest_cache import DigestCache, cache_folder
 from kvferry.connector.model_identity import (
-    DigestCache,
-    cache_folder,
     chat_template_digest,
     configuration_digest,
     find_weight_files,

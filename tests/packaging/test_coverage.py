@@ -1,4 +1,4 @@
-"""`docs/seed-systems.md` says where everything is and which test shows it; here it is held to that."""
+"""`docs/coverage.md` says where each known name is and which tests show it; these tests check that it is right."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import NewType
 from kvferry.connector import testing
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "seed-systems.md"
+PAGE = ROOT / "docs" / "coverage.md"
 
-#: What this project set out to contain: name → the arguments that engine authors know, or None where a name is all.
-FOUNDING: dict[str, dict[str, tuple[str, ...] | None]] = {
+#: The names that engine authors know: name → its first arguments, or None if only the name counts.
+KNOWN: dict[str, dict[str, tuple[str, ...] | None]] = {
     "1. Runner mixin": {
         "maybe_setup_kv_connector": ("scheduler_output",),
         "maybe_wait_for_kv_save": (),
@@ -141,7 +141,7 @@ FOUNDING: dict[str, dict[str, tuple[str, ...] | None]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the page."""
+    """One row of the page."""
 
     section: str
     signature: str
@@ -181,7 +181,7 @@ def _lives_at(where: str) -> object:
 
 
 def _arguments(signature: str) -> list[tuple[str, str]]:
-    """Names and defaults, as written."""
+    """Return names and defaults, as written."""
     (function,) = ast.parse(f"def {signature}: ...").body
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -202,7 +202,7 @@ def _real_arguments(target: object) -> list[tuple[str, str]]:
 
 @functools.cache
 def _names_in(path: Path) -> frozenset[str]:
-    """Everything that a file's code refers to; comments and texts do not count."""
+    """Return the names that a file's code refers to; comments and strings do not count."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Name):
@@ -216,7 +216,7 @@ def _names_in(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _tests_in(path: Path) -> frozenset[str]:
-    """Tests of a file: functions, methods as `Class::method`, those of our suites too, and state machines as test cases."""
+    """Return a file's tests: functions, methods as `Class::method` (inherited ones too), and state machines."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
@@ -233,7 +233,7 @@ def _tests_in(path: Path) -> frozenset[str]:
 
 def test_nothing_is_left_out() -> None:
     listed = {(row.section, row.name) for row in ROWS}
-    assert not {(section, name) for section, names in FOUNDING.items() for name in names} - listed
+    assert not {(section, name) for section, names in KNOWN.items() for name in names} - listed
 
 
 def test_they_are_there_with_these_arguments() -> None:
@@ -255,7 +255,7 @@ def test_they_say_what_they_do() -> None:
 
 def test_arguments_are_those_that_engine_authors_know() -> None:
     for row in ROWS:
-        known = FOUNDING[row.section].get(row.name)
+        known = KNOWN[row.section].get(row.name)
         if known is not None:
             assert tuple(name for name, _ in _arguments(row.signature))[: len(known)] == known, row.signature
 
@@ -277,7 +277,7 @@ def test_their_tests_exist() -> None:
 
 
 def test_only_these_are_for_other_engines_than_ours() -> None:
-    """What the engine does not use is exactly what the founding list calls library, or has no use for."""
+    """The reference engine uses everything else."""
     library = {row.name for row in ROWS if row.used.startswith("*library*")}
     assert library == {
         "is_residual_scattered_for_sp",
