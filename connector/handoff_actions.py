@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ..transports.base import Route, TransferEnded, Transport
+from ..transports.base import Endpoint, GuardTable, Route, TransferEnded
 from ..transports.errors import (
     ConfigurationError,
     ForeignTransportError,
@@ -60,18 +60,20 @@ class HandoffActions:
     exception a `KVTransferError`, and the protocol deals with it as with those that the call documents.
 
     Args:
-        address: Where the transport listens.
+        address: Where the endpoint listens.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        guards: GuardTable,
+        endpoint: Endpoint,
         protocol: NodeProtocol,
         outcomes: Outcomes,
         address: str,
         unexpected: Unexpected,
     ) -> None:
-        self._transport = transport
+        self._guards = guards
+        self._endpoint = endpoint
         self._protocol = protocol
         self._outcomes = outcomes
         self._address = address
@@ -112,7 +114,7 @@ class HandoffActions:
             Whether that is so; False: a guard could not be cleared.
         """
         is_done = True
-        for index in range(self._transport.guards.num_guards):
+        for index in range(self._guards.num_guards):
             try:
                 self._clear_guard(index)
             except KVTransferError:
@@ -212,7 +214,7 @@ class HandoffActions:
     def _set_guard(self, index: int, value: int) -> list[Action]:
         try:
             with self._unexpected.typed("setting a guard"):
-                self._transport.guards.set(index, value)
+                self._guards.set(index, value)
         except KVTransferError as error:
             return self._protocol.producer.guard_failed(index, str(error))
         return []
@@ -220,7 +222,7 @@ class HandoffActions:
     def _clear_guard(self, index: int) -> None:
         # What follows lets the engine reuse the blocks under this guard, and as long as it holds, peers accept what they
         # read there. So there is no going on without it; the end of the thread keeps such blocks from being reused.
-        self.must("clearing a guard", partial(self._transport.guards.clear, index))
+        self.must("clearing a guard", partial(self._guards.clear, index))
 
     def must(self, what: str, call: Callable[[], T]) -> T:
         """Make a call that nothing can go on without. It can be repeated, and is, once.
@@ -239,7 +241,7 @@ class HandoffActions:
     def _send(self, send: Send) -> list[Action]:
         try:
             with self._unexpected.typed("sending a message"):
-                self._transport.send(send.peer_id, encode(send.message))
+                self._endpoint.send(send.peer_id, encode(send.message))
         except KVTransferError as error:
             return self._protocol.peer_failed(send.peer_id, error, _now())
         return []
@@ -248,7 +250,7 @@ class HandoffActions:
         consumer = self._protocol.consumer
         try:
             with self._unexpected.typed("connecting to a peer"):
-                peer_id = self._transport.start_connect(connect.address, timeout_s=connect.timeout_s)
+                peer_id = self._endpoint.start_connect(connect.address, timeout_s=connect.timeout_s)
         except KVTransferError as error:
             return consumer.connect_failed(connect.address, self._as_foreign(connect.address, error), _now())
         return consumer.connecting(connect.address, peer_id, _now())
@@ -266,18 +268,18 @@ class HandoffActions:
     def _disconnect(self, peer_id: int) -> None:
         try:
             with self._unexpected.typed("dropping a peer"):
-                self._transport.disconnect(peer_id)
+                self._endpoint.disconnect(peer_id)
         except KVTransferError:
             # A peer that stays connected can do no harm: it cannot write here, and what it says is ignored.
             with self._unexpected.logged("dropping a peer once more"):
-                self._transport.disconnect(peer_id)
+                self._endpoint.disconnect(peer_id)
 
     def _start_read(self, read: StartRead) -> list[Action]:
         actions: list[Action] = []
-        route = Route(self._transport.scheme, "")
+        route = Route(self._endpoint.scheme, "")
         try:
             with self._unexpected.typed("starting a read"):
-                transfer_id = self._transport.start_read(
+                transfer_id = self._endpoint.start_read(
                     read.peer_id, read.pairs, read.guard, timeout_s=read.timeout_s
                 )
         except UnexpectedError as error:
@@ -290,9 +292,9 @@ class HandoffActions:
         return actions
 
     def _route_of(self, read: StartRead) -> Route:
-        route = Route(self._transport.scheme, "")
+        route = Route(self._endpoint.scheme, "")
         with self._unexpected.logged("asking for a peer's route"):
-            route = self._transport.route_of(read.peer_id)
+            route = self._endpoint.route_of(read.peer_id)
         return route
 
     def _end_read(self, ended: TransferEnded) -> list[Action]:

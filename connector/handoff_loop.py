@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..transports.base import Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
+from ..transports.base import Connected, Endpoint, Event, MessageReceived, PeerLost, TransferEnded, Transport
 from ..transports.errors import (
     KVTransferError,
     TransferTimeoutError,
@@ -71,20 +71,29 @@ class HandoffLoop:
     the engine goes on without handing over, and nothing waits for ever.
 
     Args:
-        transport: With its pool registered and listening; from now on only the thread calls it.
+        transport: Its pool is registered; from now on only the thread calls it and its endpoint.
+        endpoint: The transport's, listening.
         protocol: This node's; from now on only the thread calls it.
         outcomes: Where the ends of handoffs are put down.
         address: Where the transport listens.
     """
 
     def __init__(
-        self, transport: Transport, protocol: NodeProtocol, outcomes: Outcomes, address: str
+        self,
+        transport: Transport,
+        endpoint: Endpoint,
+        protocol: NodeProtocol,
+        outcomes: Outcomes,
+        address: str,
     ) -> None:
         self._transport = transport
+        self._endpoint = endpoint
         self._outcomes = outcomes
         self._unexpected = Unexpected()
-        self._actions = HandoffActions(transport, protocol, outcomes, address, self._unexpected)
-        self._driver = _Driver(transport, protocol, self._actions, self._unexpected)
+        self._actions = HandoffActions(
+            transport.guards, endpoint, protocol, outcomes, address, self._unexpected
+        )
+        self._driver = _Driver(endpoint, protocol, self._actions, self._unexpected)
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._orders: deque[_Order] = deque()
@@ -158,7 +167,7 @@ class HandoffLoop:
     def _wake(self) -> None:
         # If that fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail for it.
         with self._unexpected.logged("waking the handoff thread"):
-            self._transport.wake()
+            self._endpoint.wake()
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -225,9 +234,9 @@ class _Driver:
     """Orders and events into the protocol, its actions to `HandoffActions`."""
 
     def __init__(
-        self, transport: Transport, protocol: NodeProtocol, actions: HandoffActions, unexpected: Unexpected
+        self, endpoint: Endpoint, protocol: NodeProtocol, actions: HandoffActions, unexpected: Unexpected
     ) -> None:
-        self._transport = transport
+        self._endpoint = endpoint
         self._protocol = protocol
         self._actions = actions
         self._unexpected = unexpected
@@ -344,7 +353,7 @@ class _Driver:
         try:
             with self._unexpected.typed("waiting for events"):
                 due = min(self._protocol.next_deadline(), self._actions.next_deadline())
-                events = self._transport.wait_events(max(min(due - _now(), timeout_s), 0.0))
+                events = self._endpoint.wait_events(max(min(due - _now(), timeout_s), 0.0))
         except KVTransferError as error:
             failure = error
         before_events()

@@ -88,14 +88,14 @@ class RunningHandoffs:
             layout=registration.layout,
         )
         handoff = replace(handoff, max_connecting=min(handoff.max_connecting, _affordable_connections()))
-        transport.register(registration.pool)
-        self.address = WorkerAddress(transport.listen(address), identity.epoch, parallel.rank)
+        endpoint = transport.register(registration.pool)
+        self.address = WorkerAddress(endpoint.listen(address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
         protocol = NodeProtocol(
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
             ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
-        self._loop = HandoffLoop(transport, protocol, self.outcomes, self.address.address)
+        self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address)
         self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
 

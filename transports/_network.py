@@ -6,10 +6,11 @@ import time
 from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
+from ._adapter import AdaptedEndpoint
 from ._memory import WordTable, private_arena, require_host
 from ._outside import outside, typed
 from ._poller import Poller
-from .base import MAX_MESSAGE_BYTES, Arena, Event, Transport
+from .base import MAX_MESSAGE_BYTES, Arena, Endpoint, Event, Transport
 from .errors import ConfigurationError, KVTransferStateError, ProtocolError, TransportClosedError
 from .regions import Guard, Pool, RegionPairs
 
@@ -63,13 +64,14 @@ class NetworkTransport(Transport, Generic[Node]):
         with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
             return private_arena(num_bytes)
 
-    def register(self, pool: Pool) -> None:
+    def register(self, pool: Pool) -> Endpoint:
         self._require_open()
         if self._nodes:
             raise KVTransferStateError("a pool is registered already")
         require_host(pool, self.scheme)
         with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
             self._nodes.append(self._make_node(pool))
+        return AdaptedEndpoint(self)
 
     def _node(self) -> Node:
         self._require_open()

@@ -1,28 +1,46 @@
-"""What a transport owes: control messages and one-sided reads of a peer's memory.
+"""The interface of a transport: it sends control messages to peers, and reads their memory one-sidedly.
 
-A transport belongs to one process and, in it, to one thread: its owner calls every method except
-`wake`, which any thread may call. The owner's loop is
+    transport = SomeTransport(options)              # what can be refused early is refused here
+    arena = transport.allocate(num_bytes)           # or bring memory of your own
+    endpoint = transport.register(Pool([arena.segment]))
+    address = endpoint.listen("")                   # give it to other nodes
+    peer_id = endpoint.start_connect(their_address, timeout_s=5)
+    while ...:
+        for event in endpoint.wait_events(timeout_s): ...
+    transport.close()
 
-    for event in transport.wait_events(timeout_s): ...
+A `Transport` is one mechanism with its options. It allocates memory that the mechanism serves well, and holds the table
+of guards. `register` makes its memory known and returns the `Endpoint`: one end of connections to many *peers*, which
+are endpoints of other transports of the same kind, mostly in other processes.
 
-and everything that happens, from a peer that connects to a read that ends, arrives there as one event.
+One thread owns a transport and its endpoint, and calls every method except `Endpoint.wake`, which any thread may call.
+No method waits for a peer. What happens, from a peer that connects to a read that ends, is an event, and
+`wait_events` returns it.
 
-Life of a transport: construct → `allocate` memory (or bring your own) → `register` it once → `listen`
-and `start_connect` → `send`, `start_read` → `close`.
+Events of one peer
+    `Connected` comes first. Then messages come in the order in which they were sent. `PeerLost` comes last, once, and
+    not after `disconnect`. A connection that we started may be lost without ever being connected; one that another node
+    started, and that fails before it is connected, is never reported. Ids of peers and transfers are not used twice.
+
+Events of one read
+    Each read that `start_read` accepted ends with exactly one `TransferEnded`, whatever fails, and before the `PeerLost`
+    of its peer. Only `close` ends reads without an event. Reads of one peer may end in any order.
+
+Ownership of memory
+    From `start_read` until its `TransferEnded`, the local regions belong to the endpoint: reading or reusing them is
+    undefined. Remote regions stay their owner's. The owner may change them at any time, and clears their guard first.
+    That is what guards are for: a read ends without an error only if the guard still held after the last byte was
+    copied.
 
 Failures
     Whatever a socket, a library or the system raises leaves a method as one of `transports.errors`. What goes wrong with
-    one peer, even by an exception of a type that no one expected, ends that peer with `PeerLost` and is logged with its
-    traceback; `wait_events` never raises because of a peer. Where file descriptors run out, what was asked for is
-    refused with a `BackpressureError` that names the limit and the remedy, and everything that stands goes on.
-    Any method that opens something may raise it.
+    one peer ends that peer with `PeerLost`, even if it is an exception that nothing documents; that one is logged with
+    its traceback. `wait_events` never raises because of a peer. If file descriptors run out, the call that needed one
+    raises a `BackpressureError` that names the limit and the remedy, and everything else goes on. Any method that opens
+    something may raise it.
 
-Ownership of memory
-    From `start_read` until its `TransferEnded` event, the local regions belong to the transport: reading
-    or reusing them is undefined. The event always comes, exactly once, whatever fails, and it comes
-    before `PeerLost` of the same peer; only `close`, after which no event comes, ends reads without it.
-    Remote regions stay their owner's: he may change them at any
-    time, and says so by clearing the guard first.
+To write a transport, do not implement `Endpoint` directly: `transports.endpoint` implements it once, with all the
+promises above, and needs a small backend.
 """
 
 from __future__ import annotations
@@ -36,13 +54,16 @@ from ._options import parse_options
 from .errors import KVTransferError
 from .regions import Guard, Pool, RegionPairs, Segment
 
-#: A control message is never longer. Longer ones are refused by `send`, and a peer that announces one is dropped.
+#: A control message is never longer. `send` refuses longer ones, and a peer that announces one is dropped.
 MAX_MESSAGE_BYTES = 4 << 20
+
+
+# == what happens ==================================================================================
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A peer can be talked to. `incoming` tells who connected to whom."""
+    """The peer can be used. `incoming`: it connected to us."""
 
     peer_id: int
     incoming: bool
@@ -58,7 +79,7 @@ class MessageReceived:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The peer is gone, or never came. Last event of a `peer_id`; the id is not used again."""
+    """The peer is gone, or never came. It is the last event of a `peer_id`."""
 
     peer_id: int
     error: KVTransferError
@@ -66,12 +87,12 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class TransferEnded:
-    """A read is over. Without an error, all bytes are in place and the guard held after the copy.
+    """A read is over. Without an error, all bytes are in place and the guard held after the last of them was copied.
 
     Attributes:
-        error: What went wrong, or None. With an error the local regions are undefined.
+        error: What went wrong, or None. With an error the content of the local regions is undefined.
         seconds: From `start_read` to the last byte.
-        mechanism: What really moved the bytes, e.g. `"mapped"` or `"process_vm_readv"`.
+        mechanism: What really moved the bytes, such as `"mapped"` or `"process_vm_readv"`.
     """
 
     transfer_id: int
@@ -81,24 +102,14 @@ class TransferEnded:
     mechanism: str
 
 
-@dataclass(frozen=True)
-class Route:
-    """How a peer is reached.
-
-    Attributes:
-        scheme: Of the transport that really serves it.
-        reason: Why this one, in words; empty where there was no choice.
-    """
-
-    scheme: str
-    reason: str
-
-
 Event = Connected | MessageReceived | PeerLost | TransferEnded
 
 
+# == memory and guards =============================================================================
+
+
 class Arena(ABC):
-    """Memory that a transport can serve without a staging copy. Zeroed, pre-faulted, page-aligned."""
+    """Memory that a transport can serve without a staging buffer. Zeroed, pre-faulted, page-aligned."""
 
     @property
     @abstractmethod
@@ -112,7 +123,7 @@ class Arena(ABC):
 
 
 class GuardTable(ABC):
-    """Words that peers check after a copy (see `Guard`). All are zero at first; zero is never valid.
+    """Words that peers check after they have read from us (see `Guard`). All are zero at first; zero is never valid.
 
     Stores are ordered: a peer that copies bytes written after `clear` returned also sees the cleared word.
     """
@@ -128,42 +139,31 @@ class GuardTable(ABC):
         """Make every later check of guard `index` fail."""
 
 
-class Transport(ABC):
-    """One mechanism to move bytes between processes. See the module for its rules."""
+# == the transport =================================================================================
 
-    #: Scheme of its addresses; also the file's, the entry point's and the option's name.
+
+class Transport(ABC):
+    """One mechanism to move bytes between processes: its options, its guards, and memory for it."""
+
+    # -- obligatory ------------------------------------------------------------------------------------
+
+    #: Scheme of its addresses; also the name of the entry point and of the option.
     scheme: ClassVar[str]
 
-    #: The dataclass of its options; None: only its constructor knows them. A subclass names its own, or has none.
-    options_type: ClassVar[type[object] | None] = None
-
-    #: The words that peers check after they read from this process.
+    #: The words that peers check after they have read from this process.
     guards: GuardTable
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, object]) -> None:
-        """Refuse options that the constructor would refuse, as far as that can be told without opening anything.
-
-        Raises:
-            ConfigurationError: an option is unknown or wrong.
-        """
-        kind = vars(cls).get("options_type")  # not an inherited one: a subclass may take more options
-        if kind is not None:
-            parse_options(kind, options, cls.scheme)
-
-    # -- memory --------------------------------------------------------------------------------------
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Arena:
-        """Allocate memory that peers can read without a staging copy.
+        """Allocate memory that peers can read without a staging buffer.
 
         Raises:
             ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
         """
 
     @abstractmethod
-    def register(self, pool: Pool) -> None:
-        """Make `pool` the memory that peers may read and that transfers write into. Once, before any peer.
+    def register(self, pool: Pool) -> Endpoint:
+        """Make `pool` the memory that peers may read and that our reads write into. Once per transport.
 
         The caller keeps the memory alive until `close` has returned.
 
@@ -173,7 +173,53 @@ class Transport(ABC):
             BackendUnavailableError: serving that memory needs what is not installed here. Nothing was registered.
         """
 
-    # -- peers ---------------------------------------------------------------------------------------
+    @abstractmethod
+    def close(self) -> None:
+        """Close the endpoint, if there is one, and free everything. Idempotent.
+
+        Afterwards every call raises `TransportClosedError`, except those that `Endpoint.close` names.
+        """
+
+    # -- optional --------------------------------------------------------------------------------------
+
+    #: The dataclass of its options; None if only the constructor knows them. A subclass does not inherit it.
+    options_type: ClassVar[type[object] | None] = None
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, object]) -> None:
+        """Refuse options that the constructor would refuse, as far as that is known without opening anything.
+
+        Raises:
+            ConfigurationError: an option is unknown or wrong.
+        """
+        kind = vars(cls).get("options_type")  # not an inherited one: a subclass may take more options
+        if kind is not None:
+            parse_options(kind, options, cls.scheme)
+
+
+# == the endpoint ==================================================================================
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a peer is reached.
+
+    Attributes:
+        scheme: Of the transport that really serves it.
+        reason: Why this one, in words; empty if there was no choice.
+    """
+
+    scheme: str
+    reason: str
+
+
+class Endpoint(ABC):
+    """One end of connections to many peers. See the module for the order of events and for what may fail."""
+
+    # -- obligatory: peers -----------------------------------------------------------------------------
+
+    #: Of the transport that made it.
+    scheme: str
 
     @abstractmethod
     def listen(self, address: str) -> str:
@@ -190,38 +236,43 @@ class Transport(ABC):
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         """Begin to connect; `Connected` or `PeerLost` follows within `timeout_s`.
 
+        The name of a host is looked up in the background.
+
         Returns:
             The new peer's id.
 
-        A host's name is looked up meanwhile, not by this call.
-
         Raises:
-            ConfigurationError: `address` is malformed or of another scheme. Nothing was opened.
+            ConfigurationError: `address` is malformed or of another scheme. Nothing was opened, no event follows.
             BackpressureError: too many connections are being made (option `max_connecting`), or there are no file
                 descriptors. Nothing was opened, no event follows.
         """
 
     @abstractmethod
     def disconnect(self, peer_id: int) -> None:
-        """Drop a peer. Its reads end with `TransportClosedError`; no `PeerLost` follows. Unknown ids are ignored."""
+        """Drop a peer. Its reads end with `TransportClosedError`; no other event of it follows.
+
+        Unknown ids are ignored.
+        """
 
     @abstractmethod
     def send(self, peer_id: int, message: bytes) -> None:
-        """Send one control message; returns once it is queued or sent.
+        """Send one control message; returns as soon as it is queued or sent.
 
         Raises:
-            TransportError: the library failed in a way that no one expected. The peer is of no more use.
-            PeerLostError: no such peer any more.
+            PeerLostError: the peer is not connected, or not any more.
             BackpressureError: the peer does not drain; nothing was sent.
             ProtocolError: the message is longer than `MAX_MESSAGE_BYTES`; nothing was sent.
+            TransportError: a library failed in a way that it does not document. The peer is of no more use.
         """
+
+    # -- obligatory: reads -----------------------------------------------------------------------------
 
     @abstractmethod
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         """Copy regions of the peer's pool into ours. Returns at once; `TransferEnded` follows.
 
         The event's error is `StaleRegionError` if the guard did not hold after the copy, `PeerLostError`,
-        `TransferTimeoutError`, or `TransportClosedError` (see `disconnect`).
+        `TransferTimeoutError`, `ChecksumError`, or, after `disconnect`, `TransportClosedError`.
 
         Returns:
             The transfer's id.
@@ -229,21 +280,14 @@ class Transport(ABC):
         Raises:
             RegionError: a region is outside either pool, or the guard outside the peer's table. Nothing was
                 copied, no event follows.
-            PeerLostError: no such peer. Nothing was copied, no event follows.
+            PeerLostError: the peer is not connected, or not any more. Nothing was copied, no event follows.
         """
 
-    def route_of(self, peer_id: int) -> Route:
-        """How a peer is reached. An unknown id is answered as if there had been no choice."""
-        return Route(self.scheme, "")
-
-    # -- the owner's loop ----------------------------------------------------------------------------
+    # -- obligatory: the owner's loop ------------------------------------------------------------------
 
     @abstractmethod
     def wait_events(self, timeout_s: float) -> list[Event]:
-        """Wait until something happened, `wake` was called, or `timeout_s` passed; return what happened.
-
-        It does not raise because of a peer, whatever that peer does or the system does to it: see the module.
-        """
+        """Wait until something happens, `wake` is called, or `timeout_s` has passed; return what happened."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -255,3 +299,9 @@ class Transport(ABC):
 
         Afterwards `wake`, `disconnect` and `close` do nothing; every other call raises `TransportClosedError`.
         """
+
+    # -- optional --------------------------------------------------------------------------------------
+
+    def route_of(self, peer_id: int) -> Route:
+        """Say how a peer is reached. An unknown id is answered as if there had been no choice."""
+        return Route(self.scheme, "")

@@ -19,7 +19,7 @@ _EventType = TypeVar("_EventType", bound=Event)
 
 
 class _Node:
-    """A transport with a registered pool.
+    """A transport with a registered pool, and its endpoint.
 
     Options: `scheme`; `transport`, the transport's own options; `in_arena`, whether the transport allocates the pool.
     """
@@ -32,7 +32,7 @@ class _Node:
         else:
             self._memory = pool_memory(setup.pool_bytes)
             segment = Segment(np.frombuffer(self._memory, dtype=np.int64).ctypes.data, setup.pool_bytes)
-        self.transport.register(TransportPool([segment]))
+        self.endpoint = self.transport.register(TransportPool([segment]))
         words = (ctypes.c_int64 * (setup.pool_bytes // 8)).from_address(segment.address)
         self.pool: Pool = np.frombuffer(memoryview(words), dtype=np.int64)
 
@@ -41,9 +41,9 @@ def own_ours(setup: Setup, told: Connection) -> None:
     node = _Node(setup)
     node.pool[:] = np.arange(len(node.pool))
     node.transport.guards.set(_GUARD.index, _GUARD.value)
-    told.send(node.transport.listen(""))
+    told.send(node.endpoint.listen(""))
     while not told.poll():
-        node.transport.wait_events(0.05)
+        node.endpoint.wait_events(0.05)
     node.transport.close()
 
 
@@ -54,23 +54,23 @@ class OurReader(Reader):
         self._node = _Node(setup)
         self.pool = self._node.pool
         self.pool[:] = -1
-        self._transport = self._node.transport
-        self._peer_id = self._transport.start_connect(address, timeout_s=TIMEOUT_S)
+        self._endpoint = self._node.endpoint
+        self._peer_id = self._endpoint.start_connect(address, timeout_s=TIMEOUT_S)
         self._wait(Connected)
 
     def _wait(self, wanted: type[_EventType]) -> _EventType:
-        for event in self._transport.wait_events(TIMEOUT_S):
+        for event in self._endpoint.wait_events(TIMEOUT_S):
             if isinstance(event, wanted):
                 return event
             raise RuntimeError(f"unexpected: {event}")
         raise TimeoutError(f"no {wanted.__name__} within {TIMEOUT_S} s")
 
     def read(self, pairs: RegionPairs) -> str:
-        self._transport.start_read(self._peer_id, pairs, _GUARD, timeout_s=TIMEOUT_S)
+        self._endpoint.start_read(self._peer_id, pairs, _GUARD, timeout_s=TIMEOUT_S)
         ended = self._wait(TransferEnded)
         if ended.error is not None:
             raise ended.error
         return ended.mechanism
 
     def close(self) -> None:
-        self._transport.close()
+        self._node.transport.close()

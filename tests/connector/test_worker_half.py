@@ -24,10 +24,11 @@ from kvferry.connector.planning.slots import Shard, SlotArray
 from kvferry.connector.registration import describe_caches, layout_name
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.connector.worker_half import HandoffWorker
-from kvferry.transports.base import Event
+from kvferry.transports.base import Endpoint, Event
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 from kvferry.transports.inproc import InProcTransport
-from kvferry.transports.regions import Segment
+from kvferry.transports.regions import Pool, Segment
+from kvferry.transports.testing.wrapping import WrappedEndpoint
 
 SHAPE = CacheShape()
 CPU = torch.device("cpu")
@@ -41,8 +42,8 @@ def names(config: KVCacheConfig) -> tuple[str, ...]:
     return config.kv_cache_groups[0].layer_names
 
 
-class FaultyTransport(InProcTransport):
-    """Works until it is told to break, and then raises what no transport should."""
+class FaultyEndpoint(WrappedEndpoint):
+    """Works until it is told to break, and then raises what no endpoint should."""
 
     num_failures_left = 0.0
 
@@ -59,6 +60,16 @@ class FaultyTransport(InProcTransport):
     def break_down(self, for_calls: float = math.inf) -> None:
         self.num_failures_left = for_calls
         self.wake()
+
+
+class FaultyTransport(InProcTransport):
+    """Has a `FaultyEndpoint`, once its pool is registered."""
+
+    endpoint: FaultyEndpoint
+
+    def _open(self, pool: Pool) -> Endpoint:
+        self.endpoint = FaultyEndpoint(super()._open(pool))
+        return self.endpoint
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -180,7 +191,7 @@ class TestThreadThatDies:
                     loads={"d": (GroupBlocks(0, (3, 4)),)},  # it waits: the other node does not step
                 )
             )
-            transport.break_down()
+            transport.endpoint.break_down()
             wait_until(lambda: worker.failure != "")
             worker.shutdown()
             assert worker.get_finished() == ({"ours"}, {"d"})
@@ -196,7 +207,7 @@ class TestThreadThatDies:
             assert stats.counters["handoff_thread_deaths_total"] == 1
 
     def test_orders_after_that_end_at_once(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
-        transport.break_down()
+        transport.endpoint.break_down()
         wait_until(lambda: worker.failure != "")
         worker.start_load_kv(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
         wait_until(lambda: "d" in worker.get_finished()[1])
@@ -205,8 +216,8 @@ class TestThreadThatDies:
     def test_a_shortage_that_passes_is_survived(
         self, worker: HandoffWorker, transport: FaultyTransport
     ) -> None:
-        transport.break_down(for_calls=5)
-        wait_until(lambda: not transport.is_broken)
+        transport.endpoint.break_down(for_calls=5)
+        wait_until(lambda: not transport.endpoint.is_broken)
         assert worker.failure == ""
 
     def test_no_peer_can_read_any_more(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
@@ -218,7 +229,7 @@ class TestThreadThatDies:
         while not is_any_guard_set():
             assert time.monotonic() < deadline
             worker.get_finished()
-        transport.break_down()
+        transport.endpoint.break_down()
         wait_until(lambda: worker.failure != "")
         worker.shutdown()
         assert not is_any_guard_set()

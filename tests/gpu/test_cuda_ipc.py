@@ -68,23 +68,23 @@ class Reader:
         self.memory = torch.zeros(POOL_BYTES, dtype=torch.uint8, device="cuda:0")
         torch.cuda.synchronize()
         self.transport = SharedMemoryTransport()
-        self.transport.register(Pool([Segment(self.memory.data_ptr(), POOL_BYTES, "cuda")]))
+        self.endpoint = self.transport.register(Pool([Segment(self.memory.data_ptr(), POOL_BYTES, "cuda")]))
         self.seen: list[Event] = []
 
     def until(self, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.transport.wait_events(0.1)
+            self.seen += self.endpoint.wait_events(0.1)
 
     def connect(self, address: str) -> int:
-        peer_id = self.transport.start_connect(address, timeout_s=60)
+        peer_id = self.endpoint.start_connect(address, timeout_s=60)
         self.until(lambda: any(getattr(event, "peer_id", 0) == peer_id for event in self.seen))
         assert Connected(peer_id, incoming=False) in self.seen, self.seen
         return peer_id
 
     def start_read(self, peer_id: int, *rows: tuple[int, int, int]) -> int:
-        return self.transport.start_read(peer_id, pairs_of(*rows), HELD, timeout_s=60)
+        return self.endpoint.start_read(peer_id, pairs_of(*rows), HELD, timeout_s=60)
 
     def ends(self) -> list[TransferEnded]:
         return [event for event in self.seen if isinstance(event, TransferEnded)]

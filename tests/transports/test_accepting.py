@@ -51,10 +51,10 @@ def test_who_cannot_be_accepted_costs_nothing_and_is_accepted_later(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = world.node(4096), world.node(4096)
-    peer_id = client.transport.start_connect(server.transport.listen(""), timeout_s=20)
+    peer_id = client.endpoint.start_connect(server.endpoint.listen(""), timeout_s=20)
     with no_descriptors():
         began = time.process_time()
-        assert server.transport.wait_events(1.0) == []
+        assert server.endpoint.wait_events(1.0) == []
         spent_s = time.process_time() - began
     assert spent_s < 0.25
     assert 1 <= caplog.text.count("cannot accept a peer") <= 5

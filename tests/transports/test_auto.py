@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.transports import auto
 from kvferry.transports.auto.address import AutoAddress
-from kvferry.transports.base import Connected, Event, Transport
+from kvferry.transports.base import Connected, Endpoint, Event, Transport
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.regions import Pool
 from kvferry.transports.testing import TransportConformance
@@ -48,11 +48,11 @@ class TestBetweenHosts(TransportConformance):
 
 class TestTheChoice:
     @pytest.fixture
-    def listener(self) -> Iterator[auto.AutoTransport]:
+    def listener(self) -> Iterator[Endpoint]:
         yield from _started()
 
     @pytest.fixture
-    def dialer(self) -> Iterator[auto.AutoTransport]:
+    def dialer(self) -> Iterator[Endpoint]:
         yield from _started()
 
     def connect(self, dialer: Transport, listener: Transport, address: str) -> int:
@@ -68,8 +68,8 @@ class TestTheChoice:
 
     def test_is_shared_memory_on_one_host(
         self,
-        dialer: auto.AutoTransport,
-        listener: auto.AutoTransport,
+        dialer: Endpoint,
+        listener: Endpoint,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         caplog.set_level(logging.INFO)
@@ -77,16 +77,14 @@ class TestTheChoice:
         assert (route.scheme, route.reason) == ("shm", "on this host")
         assert "is reached by shm: on this host" in caplog.text
 
-    def test_is_the_network_between_hosts(
-        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
-    ) -> None:
+    def test_is_the_network_between_hosts(self, dialer: Endpoint, listener: Endpoint) -> None:
         address = AutoAddress.parse(listener.listen(""))
         elsewhere = AutoAddress("0123456789abcdef", address.local, address.network)
         route = dialer.route_of(self.connect(dialer, listener, str(elsewhere)))
         assert (route.scheme, route.reason) == ("zeromq", "on another host")
 
     def test_is_the_network_where_shared_memory_does_not_connect(
-        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
+        self, dialer: Endpoint, listener: Endpoint
     ) -> None:
         # As from another container: the same kernel, another network namespace.
         address = AutoAddress.parse(listener.listen(""))
@@ -96,7 +94,7 @@ class TestTheChoice:
         assert "shared memory does not connect" in route.reason
 
     def test_is_the_network_where_shared_memory_never_answers(
-        self, dialer: auto.AutoTransport, listener: auto.AutoTransport
+        self, dialer: Endpoint, listener: Endpoint
     ) -> None:
         with socket.socket(socket.AF_UNIX) as mute:
             mute.bind("\0kvferry-mute")
@@ -107,11 +105,10 @@ class TestTheChoice:
         assert "timed out waiting for the peer's hello" in route.reason
 
 
-def _started() -> Iterator[auto.AutoTransport]:
+def _started() -> Iterator[Endpoint]:
     transport = create_auto()
     arena = transport.allocate(4096)
-    transport.register(Pool([arena.segment]))
-    yield transport
+    yield transport.register(Pool([arena.segment]))
     transport.close()
 
 

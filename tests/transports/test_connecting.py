@@ -68,7 +68,7 @@ def test_an_address_of_another_scheme_is_refused_at_once(
     client = make_world(scheme).node(4096)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigurationError, match=scheme) as caught:
-        client.transport.start_connect(ADDRESSES[other], timeout_s=5)
+        client.endpoint.start_connect(ADDRESSES[other], timeout_s=5)
     assert caught.value.value == ADDRESSES[other]
     assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -99,14 +99,14 @@ def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
 ) -> None:
     world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
     server, client = world.node(4096), world.node(4096)
-    port = int(server.transport.listen("").rpartition(":")[2])
+    port = int(server.endpoint.listen("").rpartition(":")[2])
     began = time.monotonic()
     # More than there are threads for lookups.
     given_up = [
-        client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=1.0) for _ in range(9)
+        client.endpoint.start_connect(f"{scheme}://slow.example:{port}", timeout_s=1.0) for _ in range(9)
     ]
     link = world.link(server, client)
-    link.consumer.transport.send(link.producer_id, b"meanwhile")
+    link.consumer.endpoint.send(link.producer_id, b"meanwhile")
     world.serve(lambda: server.messages(link.consumer_id) == [b"meanwhile"])
     assert client.of_type(PeerLost) == []
     world.serve(lambda: len(client.of_type(PeerLost)) == len(given_up))
@@ -115,9 +115,9 @@ def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
         assert isinstance(lost.error, PeerLostError)
         assert "slow.example" in str(lost.error)
 
-    dropped = client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
-    awaited = client.transport.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
-    client.transport.disconnect(dropped)
+    dropped = client.endpoint.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
+    awaited = client.endpoint.start_connect(f"{scheme}://slow.example:{port}", timeout_s=20)
+    client.endpoint.disconnect(dropped)
     slow_names.set()
     world.serve(lambda: Connected(awaited, incoming=False) in client.history)
     assert not any(getattr(event, "peer_id", None) == dropped for event in client.history)
@@ -127,7 +127,7 @@ def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
 def test_a_name_that_no_one_has_is_named(make_world: Callable[..., World], scheme: str) -> None:
     world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
     client = world.node(4096)
-    client.transport.start_connect(f"{scheme}://no-such-host.invalid:1", timeout_s=20)
+    client.endpoint.start_connect(f"{scheme}://no-such-host.invalid:1", timeout_s=20)
     world.serve(lambda: bool(client.history))
     (lost,) = client.of_type(PeerLost)
     assert "no-such-host.invalid" in str(lost.error)
@@ -155,7 +155,7 @@ def test_ucx_opens_nothing_for_addresses_where_no_node_is(
         closed.bind(("127.0.0.1", 0))
         for port in (closed.getsockname()[1], mute.getsockname()[1]):
             for _ in range(60):
-                client.transport.start_connect(f"ucx://127.0.0.1:{port}", timeout_s=0.5)
+                client.endpoint.start_connect(f"ucx://127.0.0.1:{port}", timeout_s=0.5)
         world.serve(lambda: len(client.of_type(PeerLost)) == 120)
     assert opened == []
 
@@ -164,12 +164,12 @@ def test_ucx_opens_nothing_for_addresses_where_no_node_is(
 def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., World], scheme: str) -> None:
     world = make_world(scheme, max_connecting=3)
     server, client = world.node(4096), world.node(4096)
-    address = server.transport.listen("")
-    first = [client.transport.start_connect(address, timeout_s=20) for _ in range(3)]
+    address = server.endpoint.listen("")
+    first = [client.endpoint.start_connect(address, timeout_s=20) for _ in range(3)]
     with pytest.raises(BackpressureError, match="max_connecting"):
-        client.transport.start_connect(address, timeout_s=20)
+        client.endpoint.start_connect(address, timeout_s=20)
     world.serve(lambda: all(Connected(peer_id, incoming=False) in client.history for peer_id in first))
-    again = client.transport.start_connect(address, timeout_s=20)
+    again = client.endpoint.start_connect(address, timeout_s=20)
     world.serve(lambda: Connected(again, incoming=False) in client.history)
 
 
@@ -180,12 +180,12 @@ def test_strangers_hold_neither_a_listener_nor_its_log(
     """However many connect and say nothing: the one that has been silent for the longest time makes room."""
     world = make_world(scheme, max_connecting=4, handshake_timeout_s=30)
     server, client = world.node(4096), world.node(4096)
-    address = server.transport.listen("")
+    address = server.endpoint.listen("")
     with ExitStack() as strangers, caplog.at_level(logging.WARNING):
         for _ in range(60):
             strangers.enter_context(stranger(address))
-            server.history += server.transport.wait_events(0)
-        peer_id = client.transport.start_connect(address, timeout_s=20)
+            server.history += server.endpoint.wait_events(0)
+        peer_id = client.endpoint.start_connect(address, timeout_s=20)
         world.serve(lambda: Connected(peer_id, incoming=False) in client.history)
         world.serve(lambda: bool(server.history))
     assert server.of_type(PeerLost) == []

@@ -95,9 +95,7 @@ def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
 
     def make(gpu: int | None) -> Node:
         transport = SharedMemoryTransport() if gpu is None else OnGpu(driver, gpu)
-        node = Node(transport, [transport.allocate(1 << 20)])
-        world.nodes.append(node)
-        transport.register(Pool([arena.segment for arena in node.arenas]))
+        node = world.add(transport, [transport.allocate(1 << 20)])
         transport.guards.set(HELD.index, HELD.value)
         return node
 
@@ -112,11 +110,10 @@ def test_segments_of_one_allocation_are_mapped_once_and_each_has_its_place(
 ) -> None:
     """PyTorch cuts tensors out of larger allocations, and a handle always stands for a whole one."""
     arena = driver.allocate(8 * PAGE)
-    producer = Node(SharedMemoryTransport(), [arena])
-    world.nodes.append(producer)
-    producer.fill(1)
     starts = [arena.segment.address + PAGE, arena.segment.address + 5 * PAGE]
-    producer.transport.register(Pool([Segment(start, PAGE, "cuda") for start in starts]))
+    pool = Pool([Segment(start, PAGE, "cuda") for start in starts])
+    producer = world.add(SharedMemoryTransport(), [arena], pool)
+    producer.fill(1)
     producer.transport.guards.set(HELD.index, HELD.value)
     consumer = make_node(0)
     link = world.link(producer, consumer)
@@ -176,11 +173,11 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     try:
         consumer = make_node(0)
         assert child.stdout is not None
-        peer_id = consumer.transport.start_connect(child.stdout.readline().strip(), timeout_s=20)
+        peer_id = consumer.endpoint.start_connect(child.stdout.readline().strip(), timeout_s=20)
         world.serve(lambda: bool(consumer.history))
 
         def read() -> KVTransferError | None:
-            transfer_id = consumer.transport.start_read(peer_id, SCATTERED, HELD, timeout_s=20)
+            transfer_id = consumer.endpoint.start_read(peer_id, SCATTERED, HELD, timeout_s=20)
             world.serve(lambda: bool(consumer.ends_of(transfer_id)))
             return consumer.ends_of(transfer_id)[0].error
 
@@ -205,7 +202,7 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
 
 def refusal(world: World, dialer: Node, listener: Node) -> IncompatiblePeerError:
     """How the dialer learns that the two do not fit."""
-    dialer.transport.start_connect(listener.transport.listen(""), timeout_s=20)
+    dialer.endpoint.start_connect(listener.endpoint.listen(""), timeout_s=20)
     world.serve(lambda: bool(dialer.of_type(PeerLost)))
     error = dialer.of_type(PeerLost)[0].error
     assert isinstance(error, IncompatiblePeerError)
@@ -247,26 +244,23 @@ def test_a_process_that_cannot_be_seen_is_refused(driver: CudaDriverStandIn) -> 
 def auto_pair(driver: CudaDriverStandIn, world: World) -> tuple[Node, Node]:
     """Two nodes of the `auto` transport with pools on a GPU."""
     for _ in range(2):
-        transport = AutoTransport({"network": "zeromq"})
-        node = Node(transport, [driver.allocate(PAGE)])
-        world.nodes.append(node)
-        transport.register(Pool([node.arenas[0].segment]))
+        world.add(AutoTransport({"network": "zeromq"}), [driver.allocate(PAGE)])
     return world.nodes[0], world.nodes[1]
 
 
 def test_auto_takes_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
     link = world.link(producer, consumer)
-    assert consumer.transport.route_of(link.producer_id).scheme == "shm"
+    assert consumer.endpoint.route_of(link.producer_id).scheme == "shm"
     producer.transport.guards.set(HELD.index, HELD.value)
     assert world.read(link, pairs_of((0, 0, PAGE)), HELD).mechanism == "cuda_ipc"
 
 
 def test_auto_has_no_way_to_another_host(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
-    address = AutoAddress.parse(producer.transport.listen(""))
+    address = AutoAddress.parse(producer.endpoint.listen(""))
     assert address.network == "none"
-    consumer.transport.start_connect(str(replace(address, host="another")), timeout_s=5)
+    consumer.endpoint.start_connect(str(replace(address, host="another")), timeout_s=5)
     world.serve(lambda: bool(consumer.of_type(PeerLost)))
     error = consumer.of_type(PeerLost)[0].error
     assert isinstance(error, IncompatiblePeerError)
@@ -276,9 +270,9 @@ def test_auto_has_no_way_to_another_host(auto_pair: tuple[Node, Node], world: Wo
 
 def test_auto_has_none_either_where_shm_does_not_connect(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
-    address = AutoAddress.parse(producer.transport.listen(""))
+    address = AutoAddress.parse(producer.endpoint.listen(""))
     walled = replace(address, local="shm://@kvferry-nobody-is-here")
-    consumer.transport.start_connect(str(walled), timeout_s=5)
+    consumer.endpoint.start_connect(str(walled), timeout_s=5)
     world.serve(lambda: bool(consumer.of_type(PeerLost)))
     assert "kvferry-nobody-is-here" in str(consumer.of_type(PeerLost)[0].error)
 

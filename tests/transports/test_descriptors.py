@@ -42,12 +42,12 @@ def take_all_but(num_left):
 def connect(client, address, timeout_s=5.0):
     "The last event of a connection, or the error with which it was refused."
     try:
-        peer_id = client.transport.start_connect(address, timeout_s=timeout_s)
+        peer_id = client.endpoint.start_connect(address, timeout_s=timeout_s)
     except KVTransferError as error:
         return error
     mine = lambda: [e for e in client.history if isinstance(e, Connected | PeerLost) and e.peer_id == peer_id]
     world.serve(lambda: bool(mine()))
-    client.transport.disconnect(peer_id)
+    client.endpoint.disconnect(peer_id)
     return mine()[-1]
 """
 
@@ -77,7 +77,7 @@ def test_no_number_of_free_descriptors_kills_a_node(scheme: str) -> None:
         limit(256)
         world = World(lambda: create_transport(scheme, {"handshake_timeout_s": 0.4}))
         server, client = world.node(4096), world.node(4096)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         assert isinstance(connect(client, address), Connected)
         for num_left in (0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 40):
             taken = take_all_but(num_left)
@@ -154,12 +154,12 @@ def test_hundreds_of_forged_addresses_cost_nobody_else(scheme: str) -> None:
         limit(1024)
         world = World(lambda: create_transport(scheme, {}))
         server, client = world.node(4096), world.node(4096)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         mute = socket.create_server(("127.0.0.1", 0), backlog=4096)
         refused = []
         for _ in range(350):
             try:
-                client.transport.start_connect(f"{scheme}://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.5)
+                client.endpoint.start_connect(f"{scheme}://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.5)
             except BackpressureError as error:
                 refused.append(str(error))
         assert len(refused) == 350 - 128, len(refused)
@@ -184,7 +184,7 @@ def test_libzmq_has_as_many_sockets_as_there_are_descriptors() -> None:
         client = world.node(4096)
         mute = socket.create_server(("127.0.0.1", 0), backlog=4096)
         for _ in range(400):
-            client.transport.start_connect(f"zeromq://127.0.0.1:{mute.getsockname()[1]}", timeout_s=60)
+            client.endpoint.start_connect(f"zeromq://127.0.0.1:{mute.getsockname()[1]}", timeout_s=60)
         world.serve_quietly()
         assert client.history == []
         world.close()
@@ -201,7 +201,7 @@ def test_a_zeromq_listener_without_descriptors_neither_spins_nor_starves_its_pee
         world = World(lambda: create_transport(scheme, {}))
         server, client = world.node(4096), world.node(4096)
         link = world.link(server, client)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         host, port = address.removeprefix("zeromq://").split(":")
         strangers = [socket.socket() for _ in range(20)]
         taken = take_all_but(0)
@@ -215,9 +215,9 @@ def test_a_zeromq_listener_without_descriptors_neither_spins_nor_starves_its_pee
         until = time.monotonic() + 1
         while time.monotonic() < until:
             for node in world.nodes:
-                node.history += node.transport.wait_events(0.05)
+                node.history += node.endpoint.wait_events(0.05)
         assert time.process_time() - began < 0.2, time.process_time() - began
-        client.transport.send(link.producer_id, b"still here")
+        client.endpoint.send(link.producer_id, b"still here")
         world.serve(lambda: server.messages(link.consumer_id) == [b"still here"])
         for descriptor in taken:
             os.close(descriptor)

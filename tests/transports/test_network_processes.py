@@ -39,26 +39,26 @@ class Node:
     def __init__(self, scheme: str) -> None:
         self.transport = create_transport(scheme, {})
         self.arena = self.transport.allocate(POOL_BYTES)
-        self.transport.register(Pool([self.arena.segment]))
+        self.endpoint = self.transport.register(Pool([self.arena.segment]))
         self.seen: list[Event] = []
 
     def until(self, is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.transport.wait_events(0.02)
+            self.seen += self.endpoint.wait_events(0.02)
 
     def saw(self, kind: type[Event]) -> bool:
         return any(isinstance(event, kind) for event in self.seen)
 
     def connect(self, address: str) -> int:
-        peer_id = self.transport.start_connect(address, timeout_s=20)
+        peer_id = self.endpoint.start_connect(address, timeout_s=20)
         self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
         return peer_id
 
     def start_read(self, peer_id: int) -> int:
         pairs = RegionPairs(np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
-        return self.transport.start_read(peer_id, pairs, HELD, timeout_s=30)
+        return self.endpoint.start_read(peer_id, pairs, HELD, timeout_s=30)
 
     def ends(self) -> list[TransferEnded]:
         return [event for event in self.seen if isinstance(event, TransferEnded)]
@@ -144,7 +144,7 @@ def test_a_killed_owner_is_noticed_at_once(node: Node, owner: Owner) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_goes_is_noticed(node: Node, start: Start, how: signal.Signals) -> None:
-    process = start("connect", node.transport.listen(""))
+    process = start("connect", node.endpoint.listen(""))
     node.until(lambda: node.saw(Connected))
     assert said(process) == "connected"
     process.send_signal(how)
@@ -155,7 +155,7 @@ def test_a_reader_that_goes_is_noticed(node: Node, start: Start, how: signal.Sig
 def test_a_peer_that_is_idle_is_kept(node: Node, owner: Owner) -> None:
     deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:
-        node.seen += node.transport.wait_events(0.5)
+        node.seen += node.endpoint.wait_events(0.5)
     assert not node.saw(PeerLost)
     node.read_whole(owner[1])
 
@@ -185,10 +185,10 @@ def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str) -> No
         with ThreadPoolExecutor(1) as thread:
             node = await loop.run_in_executor(thread, Node, scheme)
             peer_id = await loop.run_in_executor(
-                thread, lambda: node.transport.start_connect(address, timeout_s=20)
+                thread, lambda: node.endpoint.start_connect(address, timeout_s=20)
             )
             while not node.saw(TransferEnded):
-                events = await loop.run_in_executor(thread, node.transport.wait_events, 1.0)
+                events = await loop.run_in_executor(thread, node.endpoint.wait_events, 1.0)
                 node.seen += events
                 if any(isinstance(event, Connected) for event in events):
                     await loop.run_in_executor(thread, node.start_read, peer_id)
@@ -207,7 +207,7 @@ def test_owners_that_are_killed_in_turn_leave_nothing(node: Node, start: Start) 
         process = start("serve")
         peer_id = node.connect(said(process))
         node.start_read(peer_id)
-        node.seen += node.transport.wait_events(0.02)
+        node.seen += node.endpoint.wait_events(0.02)
         process.kill()
         node.seen.clear()
         node.until(lambda: node.saw(PeerLost), NOTICED_S)

@@ -35,10 +35,10 @@ def test_a_small_read_is_over_at_once() -> None:
     try:
         link = world.pair(SharedMemoryOptions().inline_bytes)
         link.producer.transport.guards.set(1, 7)
-        transport = link.consumer.transport
+        endpoint = link.consumer.endpoint
         everything = pairs_of((0, 0, SharedMemoryOptions().inline_bytes))
-        transfer_id = transport.start_read(link.producer_id, everything, Guard(1, 7), timeout_s=60)
+        transfer_id = endpoint.start_read(link.producer_id, everything, Guard(1, 7), timeout_s=60)
         assert np.array_equal(link.consumer.memory(), link.producer.memory())
-        assert [event.transfer_id for event in transport.wait_events(0)] == [transfer_id]
+        assert [event.transfer_id for event in endpoint.wait_events(0)] == [transfer_id]
     finally:
         world.close()

@@ -168,12 +168,12 @@ def test_forty_meetings_leave_nothing() -> None:
         producer, consumer = world.node(PAGE), world.node(PAGE)
         world.link(producer, consumer)
         before = len(os.listdir("/proc/self/fd"))
-        address = producer.transport.listen("")
+        address = producer.endpoint.listen("")
         for _ in range(40):
             count = len(producer.history)
-            peer_id = consumer.transport.start_connect(address, timeout_s=10)
+            peer_id = consumer.endpoint.start_connect(address, timeout_s=10)
             world.serve(lambda count=count: len(producer.history) > count)
-            consumer.transport.disconnect(peer_id)
+            consumer.endpoint.disconnect(peer_id)
             world.serve(lambda count=count: len(producer.history) > count + 1)
         assert isinstance(producer.history[-1].error, PeerLostError)  # type: ignore[union-attr]
         assert len(os.listdir("/proc/self/fd")) == before + 1

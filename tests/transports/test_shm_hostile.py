@@ -51,8 +51,8 @@ class Victim:
     def __init__(self) -> None:
         self.transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
         self.arena = self.transport.allocate(PAGE)
-        self.transport.register(Pool([self.arena.segment]))
-        self.address = self.transport.listen("")
+        self.endpoint = self.transport.register(Pool([self.arena.segment]))
+        self.address = self.endpoint.listen("")
         self.seen: list[Event] = []
 
     def dial(self) -> socket.socket:
@@ -64,7 +64,7 @@ class Victim:
         deadline = time.monotonic() + 10
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.transport.wait_events(0.02)
+            self.seen += self.endpoint.wait_events(0.02)
 
     def until_dropped(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -73,10 +73,10 @@ class Victim:
     def still_serves(self) -> bool:
         """Whether a good peer can connect."""
         self.seen.clear()
-        peer_id = self.transport.start_connect(self.address, timeout_s=5)
+        peer_id = self.endpoint.start_connect(self.address, timeout_s=5)
         self.until(lambda: len(self.seen) >= 2)
         good = Connected(peer_id, incoming=False) in self.seen
-        self.transport.disconnect(peer_id)
+        self.endpoint.disconnect(peer_id)
         self.until(lambda: any(isinstance(event, PeerLost) for event in self.seen))
         self.seen.clear()
         return good
@@ -234,7 +234,7 @@ def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -
     with victim.dial() as sock:
         BEFORE_THEIR_TIME[when](sock, [memory_file(PAGE) for _ in range(100)])
         for _ in range(5):
-            victim.seen += victim.transport.wait_events(0.005)
+            victim.seen += victim.endpoint.wait_events(0.005)
             assert len(os.listdir("/proc/self/fd")) <= before + 2  # both ends of the connection
         with contextlib.suppress(OSError):
             sock.sendall(DESCRIPTORS_FRAME)
@@ -308,7 +308,7 @@ def test_a_message_in_small_pieces_is_one_message(victim: Victim) -> None:
         victim.until(lambda: bool(victim.seen))
         for byte in encode_frame(FrameKind.MESSAGE, b"slowly"):
             sock.sendall(bytes([byte]))
-            victim.seen += victim.transport.wait_events(0)
+            victim.seen += victim.endpoint.wait_events(0)
         victim.until(lambda: len(victim.seen) == 2)
     assert victim.seen[1].message == b"slowly"  # type: ignore[union-attr]
 
@@ -326,7 +326,7 @@ def test_a_listener_that_is_none_of_ours_is_lost(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
         listener.listen()
-        victim.transport.start_connect(f"shm://@{name}", timeout_s=0.2)
+        victim.endpoint.start_connect(f"shm://@{name}", timeout_s=0.2)
         accepted, _ = listener.accept()
         with accepted:
             accepted.sendall(answer)
@@ -347,7 +347,7 @@ class Impostor:
 
     def told(self, victim: Victim, said: bytes) -> tuple[bytes, list[int]]:
         """Have a node connect, say something, and return all that comes, as bytes and descriptors."""
-        victim.transport.start_connect(self.address, timeout_s=0.3)
+        victim.endpoint.start_connect(self.address, timeout_s=0.3)
         accepted, _ = self._listener.accept()
         heard, descriptors = b"", array.array("i")
         with accepted:
@@ -382,7 +382,10 @@ GREETINGS: dict[str, tuple[bytes, type[Exception]]] = {
         PeerRefusedError,
     ),
     "an older version": (
-        encode_frame(FrameKind.HELLO, encode_greeting("").replace(b"\4\0\0\0", b"\3\0\0\0")),
+        encode_frame(
+            FrameKind.HELLO,
+            encode_greeting("").replace(struct.pack("<I", VERSION), struct.pack("<I", VERSION - 1)),
+        ),
         VersionMismatchError,
     ),
 }
@@ -401,7 +404,7 @@ def test_a_forged_address_gets_nothing_from_us(victim: Victim, impostor: Imposto
 
 def test_a_listener_tells_of_its_memory_after_a_hello_only(victim: Victim) -> None:
     with victim.dial() as sock:
-        victim.seen += victim.transport.wait_events(0.05)
+        victim.seen += victim.endpoint.wait_events(0.05)
         data, ancillary, _, _ = sock.recvmsg(1 << 16, 1 << 12)
         assert data == encode_frame(FrameKind.HELLO, encode_greeting(victim.address))
         assert ancillary == []

@@ -61,24 +61,24 @@ class Reader:
     def __init__(self, transport: SharedMemoryTransport) -> None:
         self.transport = transport
         self.arena = transport.allocate(3 * PART_BYTES)
-        self.transport.register(Pool([self.arena.segment]))
+        self.endpoint = self.transport.register(Pool([self.arena.segment]))
         self.seen: list[Event] = []
 
     def until(self, is_done: Callable[[], bool], timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_done():
             assert time.monotonic() < deadline, f"only {self.seen}"
-            self.seen += self.transport.wait_events(0.1)
+            self.seen += self.endpoint.wait_events(0.1)
 
     def connect(self, address: str) -> int:
-        peer_id = self.transport.start_connect(address, timeout_s=20)
+        peer_id = self.endpoint.start_connect(address, timeout_s=20)
         self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
         return peer_id
 
     def start(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> int:
         starts = np.arange(0, num_bytes, PART_BYTES)
         table = np.stack([starts, starts, np.minimum(num_bytes - starts, PART_BYTES)], axis=1)
-        return self.transport.start_read(peer_id, RegionPairs(table), guard, timeout_s=20)
+        return self.endpoint.start_read(peer_id, RegionPairs(table), guard, timeout_s=20)
 
     def read(self, peer_id: int, num_bytes: int, guard: Guard = HELD) -> TransferEnded:
         transfer_id = self.start(peer_id, num_bytes, guard)
@@ -157,13 +157,13 @@ def test_a_stopped_peer_is_read_all_the_same(start: Start, reader: Reader, kind:
 def test_connecting_to_a_stopped_peer_times_out(start: Start, reader: Reader) -> None:
     process, address = start("serve", "arena")
     process.send_signal(signal.SIGSTOP)
-    reader.transport.start_connect(address, timeout_s=0.2)
+    reader.endpoint.start_connect(address, timeout_s=0.2)
     reader.until(lambda: bool(reader.lost()), timeout_s=5)
     assert isinstance(reader.lost()[0].error, TransferTimeoutError)
 
 
 def test_a_killed_reader_is_lost_at_once(start: Start, reader: Reader) -> None:
-    process, _ = start("connect", reader.transport.listen(""))
+    process, _ = start("connect", reader.endpoint.listen(""))
     reader.until(lambda: bool(reader.seen))
     process.kill()
     killed = time.monotonic()
@@ -182,7 +182,7 @@ def test_a_peer_that_closes_ends_its_process(start: Start, reader: Reader) -> No
 @needs_root
 def test_a_listener_of_another_user_is_refused(start: Start, reader: Reader) -> None:
     _, address = start("serve", "arena", str(NOBODY))
-    reader.transport.start_connect(address, timeout_s=20)
+    reader.endpoint.start_connect(address, timeout_s=20)
     reader.until(lambda: bool(reader.lost()))
     assert isinstance(reader.lost()[0].error, PeerRefusedError)
     assert str(NOBODY) in str(reader.lost()[0].error)
@@ -192,7 +192,7 @@ def test_a_listener_of_another_user_is_refused(start: Start, reader: Reader) -> 
 def test_another_user_who_connects_is_refused(
     start: Start, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address = reader.transport.listen("")
+    address = reader.endpoint.listen("")
     command = [sys.executable, str(PEER), "read", address, str(NOBODY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         reader.until(lambda: process.poll() is not None)

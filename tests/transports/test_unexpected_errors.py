@@ -97,8 +97,8 @@ def works(world: World, link: Link) -> bool:
     """Whether a message and a read get through. Either does, or is over with an error of the tree: nothing else."""
     message = b"%d" % len(link.producer.history)
     try:
-        link.consumer.transport.send(link.producer_id, message)
-        read = link.consumer.transport.start_read(
+        link.consumer.endpoint.send(link.producer_id, message)
+        read = link.consumer.endpoint.start_read(
             link.producer_id, pairs_of((0, 0, 2 * PAGE)), HELD, timeout_s=3
         )
     except KVTransferError:
@@ -119,7 +119,7 @@ def connects(world: World, server: Node, address: str, node: Node) -> Link | Non
     """Connect a node; None if that ended with an error of the tree."""
     known = len(server.of_type(Connected))
     try:
-        peer_id = node.transport.start_connect(address, timeout_s=3)
+        peer_id = node.endpoint.start_connect(address, timeout_s=3)
     except KVTransferError:
         return None
     world.serve(lambda: any(isinstance(e, Connected | PeerLost) for e in node.history))
@@ -148,7 +148,7 @@ def test_it_costs_one_peer(make_world: Callable[[str], World], scheme: str, owne
     world = make_world(scheme)
     server = world.node(4 * PAGE)
     server.transport.guards.set(HELD.index, HELD.value)
-    address = server.transport.listen("")
+    address = server.endpoint.listen("")
     with faulty(owner, name) as fault:
         links = [connects(world, server, address, world.node(4 * PAGE)) for _ in range(3)]
         late = world.node(4 * PAGE)
@@ -157,7 +157,7 @@ def test_it_costs_one_peer(make_world: Callable[[str], World], scheme: str, owne
         newcomer = connects(world, server, address, late)
         leaver = links.pop()
         assert leaver is not None
-        leaver.consumer.transport.disconnect(leaver.producer_id)
+        leaver.consumer.endpoint.disconnect(leaver.producer_id)
         world.serve(lambda: is_lost(leaver))
         fault.is_armed = False
     assert fault.num_raised == 1

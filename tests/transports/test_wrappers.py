@@ -94,10 +94,10 @@ def test_corrupt_bytes_are_other_bytes_and_are_noticed(faulty: Faulty) -> None:
 @faults({"kind": "drop", "at": "message", "nth": 2})
 def test_a_peer_is_dropped_at_a_message_that_is_sent(faulty: Faulty) -> None:
     world, link = faulty
-    link.consumer.transport.send(link.producer_id, b"heard")
-    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    link.consumer.endpoint.send(link.producer_id, b"heard")
+    transfer_id = link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
     with pytest.raises(PeerLostError):
-        link.consumer.transport.send(link.producer_id, b"unheard")
+        link.consumer.endpoint.send(link.producer_id, b"unheard")
     world.serve(lambda: bool(link.consumer.of_type(PeerLost)) and bool(link.producer.of_type(PeerLost)))
     assert link.producer.messages(link.consumer_id) == [b"heard"]
     ended, lost = link.consumer.history[-2:]
@@ -111,7 +111,7 @@ def test_a_peer_is_dropped_at_a_message_that_is_sent(faulty: Faulty) -> None:
 def test_a_peer_is_dropped_at_a_message_that_is_received(faulty: Faulty) -> None:
     world, link = faulty
     for message in (b"heard", b"unheard", b"unheard"):
-        link.producer.transport.send(link.consumer_id, message)
+        link.producer.endpoint.send(link.consumer_id, message)
     world.serve(lambda: bool(link.consumer.of_type(PeerLost)) and bool(link.producer.of_type(PeerLost)))
     assert [type(event) for event in link.consumer.history] == [Connected, MessageReceived, PeerLost]
 
@@ -126,9 +126,9 @@ def test_a_peer_is_dropped_when_a_transfer_begins(faulty: Faulty) -> None:
 @faults({"kind": "stall"})
 def test_nothing_comes_from_a_stalled_peer(faulty: Faulty) -> None:
     world, link = faulty
-    link.producer.transport.send(link.consumer_id, b"unheard")
+    link.producer.endpoint.send(link.consumer_id, b"unheard")
     assert isinstance(world.read(link, EVERYTHING, HELD, timeout_s=0.1).error, TransferTimeoutError)
-    link.consumer.transport.send(link.producer_id, b"unheard")
+    link.consumer.endpoint.send(link.producer_id, b"unheard")
     world.serve_quietly()
     assert not link.consumer.of_type(MessageReceived)
     assert not link.producer.of_type(MessageReceived)
@@ -137,7 +137,7 @@ def test_nothing_comes_from_a_stalled_peer(faulty: Faulty) -> None:
 @faults({"kind": "stall"})
 def test_a_stalled_peer_can_be_lost(faulty: Faulty) -> None:
     world, link = faulty
-    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    transfer_id = link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
     world.forget(link.producer)
     world.serve(lambda: bool(link.consumer.of_type(PeerLost)))
     (ended,) = link.consumer.ends_of(transfer_id)
@@ -148,8 +148,8 @@ def test_a_stalled_peer_can_be_lost(faulty: Faulty) -> None:
 @faults({"kind": "stall"})
 def test_a_stalled_peer_can_be_dropped(faulty: Faulty) -> None:
     world, link = faulty
-    transfer_id = link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
-    link.consumer.transport.disconnect(link.producer_id)
+    transfer_id = link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+    link.consumer.endpoint.disconnect(link.producer_id)
     world.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
     assert isinstance(link.consumer.ends_of(transfer_id)[0].error, TransportClosedError)
     assert not link.consumer.of_type(PeerLost)
@@ -161,8 +161,8 @@ def order_of_events(seed: int) -> list[str]:
     link = world.pair(POOL_BYTES)
     link.producer.transport.guards.set(HELD.index, HELD.value)
     for number in range(4):
-        link.producer.transport.send(link.consumer_id, bytes([number]))
-        link.consumer.transport.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
+        link.producer.endpoint.send(link.consumer_id, bytes([number]))
+        link.consumer.endpoint.start_read(link.producer_id, EVERYTHING, HELD, timeout_s=20)
     world.serve(lambda: len(link.consumer.history) == 9)
     world.close()
     return [type(event).__name__ for event in link.consumer.history]

@@ -50,7 +50,7 @@ def next_version() -> Parts:
 def still_serves(world: World, address: str) -> None:
     """Somebody decent can connect and read."""
     server, node = world.nodes[0], world.node(POOL_BYTES)
-    peer_id = node.transport.start_connect(address, timeout_s=20)
+    peer_id = node.endpoint.start_connect(address, timeout_s=20)
     world.serve(lambda: bool(node.of_type(Connected)))
     server.transport.guards.set(HELD.index, HELD.value)
     link = Link(server, node, peer_id, 0)
@@ -69,7 +69,7 @@ class TestStrangers:
     def test_frames_of_garbage(self, fuzzed: World, raw: Any, messages: list[Parts], greets: bool) -> None:
         """They end in a drop, or in nothing, and what they cost is given back."""
         server = fuzzed.nodes[0]
-        client = raw.dial(server.transport.listen("zeromq://127.0.0.1:0"))
+        client = raw.dial(server.endpoint.listen("zeromq://127.0.0.1:0"))
         for message in [greeting(), *messages] if greets else messages:
             client.send_multipart(message)
         if greets:
@@ -83,14 +83,14 @@ class TestStrangers:
     def fuzzed(self, world: World) -> Iterator[World]:
         world.node(POOL_BYTES)
         yield world
-        still_serves(world, world.nodes[0].transport.listen(""))
+        still_serves(world, world.nodes[0].endpoint.listen(""))
 
     @pytest.mark.parametrize(
         "data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\xff\0\0\0\0\0\0\0\1\x7f\3", ZMTP_1]
     )
     def test_bytes_that_are_not_zeromq(self, world: World, data: bytes) -> None:
         server = world.node(POOL_BYTES)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         with socket.create_connection(("127.0.0.1", Address.parse(address).port)) as client:
             client.sendall(data)
             still_serves(world, address)
@@ -100,7 +100,7 @@ class TestStrangers:
         """A proper ZeroMQ peer that never says hello."""
         world = make_world(handshake_timeout_s=0.3)
         server = world.node(POOL_BYTES)
-        client = raw.dial(server.transport.listen(""))
+        client = raw.dial(server.endpoint.listen(""))
         watcher = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         world.serve(lambda: bool(watcher.poll(0)))
         client.disable_monitor()
@@ -111,7 +111,7 @@ class TestStrangers:
         node = world.node(POOL_BYTES)
         router = raw.socket(zmq.ROUTER)
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        node.transport.start_connect(f"zeromq://127.0.0.1:{port}", timeout_s=20)
+        node.endpoint.start_connect(f"zeromq://127.0.0.1:{port}", timeout_s=20)
         routing_id, *_ = raw.receive(world, router)
         router.send_multipart([routing_id, *next_version()])
         world.serve(lambda: bool(node.of_type(PeerLost)))
@@ -121,7 +121,7 @@ class TestStrangers:
 
     def test_another_version_learns_ours(self, world: World, raw: Any) -> None:
         server = world.node(POOL_BYTES)
-        client = raw.dial(server.transport.listen(""))
+        client = raw.dial(server.endpoint.listen(""))
         client.send_multipart(next_version())
         assert isinstance(decode([Frame.copy_of(part) for part in raw.receive(world, client)]), Hello)
         assert server.history == []
@@ -132,7 +132,7 @@ class TestStrangers:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            node.transport.start_connect(f"zeromq://127.0.0.1:{listener.getsockname()[1]}", timeout_s=20)
+            node.endpoint.start_connect(f"zeromq://127.0.0.1:{listener.getsockname()[1]}", timeout_s=20)
             listener.accept()[0].close()
             world.serve(lambda: bool(node.of_type(PeerLost)))
         assert isinstance(node.of_type(PeerLost)[0].error, PeerRefusedError | PeerLostError)
@@ -142,7 +142,7 @@ class TestStrangers:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            node.transport.start_connect(f"zeromq://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+            node.endpoint.start_connect(f"zeromq://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
             world.serve(lambda: bool(node.of_type(PeerLost)))
         assert isinstance(node.of_type(PeerLost)[0].error, PeerLostError)
 
@@ -168,7 +168,7 @@ class TestReaders:
     def test_what_the_protocol_forbids(self, world: World, raw: Any, parts: Parts) -> None:
         server = world.node(POOL_BYTES)
         server.transport.guards.set(HELD.index, HELD.value)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         client = raw.dial(address)
         client.send_multipart(greeting())
         client.send_multipart(parts)
@@ -178,7 +178,7 @@ class TestReaders:
 
     def test_a_message_that_is_too_long(self, world: World, raw: Any) -> None:
         server = world.node(POOL_BYTES)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         client = raw.dial(address)
         client.send_multipart(greeting())
         world.serve(lambda: bool(server.of_type(Connected)))
@@ -188,7 +188,7 @@ class TestReaders:
 
     def test_no_byte_without_a_guard_that_holds(self, world: World, raw: Any) -> None:
         server = world.node(POOL_BYTES)
-        client = raw.dial(server.transport.listen(""))
+        client = raw.dial(server.endpoint.listen(""))
         client.send_multipart(greeting())
         fetch = Fetch(1, 0, HELD, True, ROWS)
         client.send_multipart([fetch.head(), fetch.body()])
@@ -199,7 +199,7 @@ class TestReaders:
         """It is dropped before much is queued for it."""
         server = world.node(POOL_BYTES)
         server.transport.guards.set(HELD.index, HELD.value)
-        address = server.transport.listen("")
+        address = server.endpoint.listen("")
         client = raw.dial(address, rcvhwm=1)
         client.send_multipart(greeting())
         fetch = Fetch(1, 0, HELD, False, ROWS)
@@ -212,7 +212,7 @@ class TestReaders:
         """What waits for it is bounded, and so is for how long it waits."""
         world = make_world(peer_timeout_s=0.5)
         server = world.node(POOL_BYTES)
-        client = raw.dial(server.transport.listen(""), rcvhwm=1)
+        client = raw.dial(server.endpoint.listen(""), rcvhwm=1)
         client.send_multipart(greeting())
         world.serve(lambda: bool(server.of_type(Connected)))
         with pytest.raises(BackpressureError):
@@ -222,14 +222,14 @@ class TestReaders:
 
 def send_for_ever(node: Node, peer_id: int) -> None:
     while True:
-        node.transport.send(peer_id, bytes(1 << 20))
+        node.endpoint.send(peer_id, bytes(1 << 20))
 
 
 def test_a_stalled_reader_starves_nobody(raw: Any, world: World) -> None:
     """While one peer does not take its slices, another reads."""
     server = world.node(POOL_BYTES)
     server.transport.guards.set(HELD.index, HELD.value)
-    address = server.transport.listen("")
+    address = server.endpoint.listen("")
     client = raw.dial(address)
     client.send_multipart(greeting())
     fetch = Fetch(1, 0, HELD, False, ROWS)
@@ -241,7 +241,7 @@ def test_a_stalled_reader_starves_nobody(raw: Any, world: World) -> None:
 def test_a_new_connection_never_pays_for_an_old_one(world: World, raw: Any) -> None:
     """Descriptors are used again at once; each drop hits the connection that it is meant for."""
     server = world.node(POOL_BYTES)
-    address = server.transport.listen("")
+    address = server.endpoint.listen("")
     for number in range(1, 31):
         bad, good = raw.dial(address), raw.dial(address)
         bad.send_multipart(greeting())

@@ -38,13 +38,13 @@ class Owner:
         self._router = raw.socket(zmq.ROUTER)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.node = world.node(POOL_BYTES)
-        self.peer_id = self.node.transport.start_connect(f"zeromq://127.0.0.1:{port}", timeout_s=20)
+        self.peer_id = self.node.endpoint.start_connect(f"zeromq://127.0.0.1:{port}", timeout_s=20)
         self._routing_id, *_ = raw.receive(world, self._router)
         self.say(HELLO.head(), HELLO.body())
         world.serve(lambda: bool(self.node.of_type(Connected)))
 
     def start_read(self, timeout_s: float = 20.0) -> None:
-        self.node.transport.start_read(self.peer_id, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=timeout_s)
+        self.node.endpoint.start_read(self.peer_id, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=timeout_s)
 
     def say(self, head: bytes, *frames: bytes) -> None:
         self._router.send_multipart([self._routing_id, head, *frames])
@@ -143,8 +143,8 @@ def test_a_flipped_bit_is_found_by_its_checksum(checksums: bool, make_world: Mak
     server, node = world.node(POOL_BYTES), world.node(POOL_BYTES)
     server.fill(1)
     server.transport.guards.set(HELD.index, HELD.value)
-    with FlippingProxy(Address.parse(server.transport.listen("")).port, at=POOL_BYTES // 2) as proxy:
-        peer_id = node.transport.start_connect(f"zeromq://127.0.0.1:{proxy.port}", timeout_s=20)
+    with FlippingProxy(Address.parse(server.endpoint.listen("")).port, at=POOL_BYTES // 2) as proxy:
+        peer_id = node.endpoint.start_connect(f"zeromq://127.0.0.1:{proxy.port}", timeout_s=20)
         world.serve(lambda: bool(node.of_type(Connected)))
         ended = world.read(Link(server, node, peer_id, 0), pairs_of((0, 0, POOL_BYTES)), HELD)
     num_wrong = int(np.count_nonzero(node.memory() != server.memory()))
@@ -164,7 +164,7 @@ def test_a_slice_comes_whole_or_by_regions(
     """In any other number of frames, or in frames of other sizes, it is none."""
     owner = Owner(raw, world)
     rows = pairs_of((0, POOL_BYTES // 2, 1 << 20), (3 << 20, 0, 1 << 20))
-    owner.node.transport.start_read(owner.peer_id, rows, HELD, timeout_s=20)
+    owner.node.endpoint.start_read(owner.peer_id, rows, HELD, timeout_s=20)
     fetch = owner.hear()
     frames = [bytes([1 + index]) * int(size * (1 << 20)) for index, size in enumerate(sizes)]
     owner.say(Slice(fetch.transfer_id, fetch.index, True, checksum_of(frames), ()).head(), *frames)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import ClassVar
 
 from .._accepting import Acceptor
+from .._adapter import AdaptedEndpoint
 from .._copy import IS_ORDERED
 from .._descriptors import warn_if_few
 from .._frames import encode_frame
@@ -111,10 +112,11 @@ class SharedMemoryTransport(Transport):
         with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
             return self._memory.allocate(num_bytes)
 
-    def register(self, pool: Pool) -> None:
+    def register(self, pool: Pool) -> AdaptedEndpoint:
         self._require_open()
         with outside("cannot register a pool", ConfigurationError):
             self._memory.register(pool)
+        return AdaptedEndpoint(self)
 
     def _require_open(self) -> None:
         if self._poller.is_closed:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .._options import parse_options, require_int
-from ..base import Event, PeerLost, TransferEnded
-from ..regions import Guard, RegionPairs
+from ..base import Endpoint, Event, PeerLost, TransferEnded
+from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
-from .wrapping import WrappedTransport
+from .wrapping import RenamedEndpoint, WrappedTransport
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,27 @@ class _Held:
 
 
 class DelayedTransport(WrappedTransport):
-    """Holds every event for some turns.
-
-    What comes from one peer keeps its order, but for the ends of transfers, which only stay before the peer's loss.
-    """
+    """A transport with a `DelayedEndpoint`."""
 
     scheme: ClassVar[str] = "delayed"
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         self._options = parse_options(DelayOptions, options, self.scheme)
         super().__init__(create_transport(self._options.inner, self._options.options))
+
+    def _wrap(self, inner: Endpoint, pool: Pool) -> Endpoint:
+        return DelayedEndpoint(inner, self._options)
+
+
+class DelayedEndpoint(RenamedEndpoint):
+    """Holds every event for some turns.
+
+    What comes from one peer keeps its order, but for the ends of transfers, which only stay before the peer's loss.
+    """
+
+    def __init__(self, inner: Endpoint, options: DelayOptions) -> None:
+        super().__init__(DelayedTransport.scheme, inner)
+        self._options = options
         self._random = random.Random(self._options.seed)
         self._turn = 0
         self._number = 0

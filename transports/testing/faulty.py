@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from .._options import parse_options
-from ..base import Event, GuardTable, MessageReceived, PeerLost, Route, TransferEnded
+from ..base import Endpoint, Event, GuardTable, MessageReceived, PeerLost, Route, TransferEnded
 from ..errors import (
     ChecksumError,
     KVTransferError,
@@ -20,7 +20,7 @@ from ..errors import (
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .faults import Fault, FaultOptions, Script
-from .wrapping import WrappedTransport
+from .wrapping import RenamedEndpoint, WrappedTransport
 
 T = TypeVar("T")
 
@@ -66,14 +66,21 @@ class FaultyTransport(WrappedTransport):
         self._script = Script(parsed)
         super().__init__(create_transport(parsed.inner, parsed.options))
         self.guards = _FaultyGuards(self._inner.guards, self._script)
-        self._pools: list[Pool] = []
+
+    def _wrap(self, inner: Endpoint, pool: Pool) -> Endpoint:
+        return FaultyEndpoint(inner, pool, self._script)
+
+
+class FaultyEndpoint(RenamedEndpoint):
+    """Does what the script says. See `FaultyTransport`."""
+
+    def __init__(self, inner: Endpoint, pool: Pool, script: Script) -> None:
+        super().__init__(FaultyTransport.scheme, inner)
+        self._pool = pool
+        self._script = script
         self._transfers: dict[int, _Transfer] = {}
         self._stalled: set[int] = set()
         self._broken: set[int] = set()
-
-    def register(self, pool: Pool) -> None:
-        super().register(pool)
-        self._pools.append(pool)
 
     # -- peers ---------------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class FaultyTransport(WrappedTransport):
     def _flip(self, transfer: _Transfer) -> None:
         """Change the first byte of every region that was read into."""
         pairs = transfer.reads_into
-        for address in self._pools[0].addresses(pairs.local_offsets, pairs.lengths).tolist():
+        for address in self._pool.addresses(pairs.local_offsets, pairs.lengths).tolist():
             ctypes.c_ubyte.from_address(address).value ^= 255
 
     def _take_losses(self) -> list[Event]:

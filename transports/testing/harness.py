@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
 from ..regions import Guard, Pool, RegionPairs
+from .order import CheckedEndpoint
 
 PAGE = 4096
 POOL_BYTES = 4 << 20
@@ -32,9 +33,10 @@ def pairs_of(*rows: tuple[int, int, int]) -> RegionPairs:
 
 @dataclass
 class Node:
-    """A transport, its registered pool, and every event it ever reported."""
+    """A transport, its endpoint and pool, and every event that the endpoint ever reported, in a correct order."""
 
     transport: Transport
+    endpoint: CheckedEndpoint
     arenas: Sequence[Arena]
     history: list[Event] = field(default_factory=list)
 
@@ -80,17 +82,28 @@ class World:
     def node(self, *arena_bytes: int) -> Node:
         """A node with a registered pool of arenas of these sizes."""
         transport = self.create()
-        node = Node(transport, [])
+        try:
+            return self.add(transport, [transport.allocate(num_bytes) for num_bytes in arena_bytes])
+        except BaseException:
+            transport.close()
+            raise
+
+    def add(self, transport: Transport, arenas: Sequence[Arena], pool: Pool | None = None) -> Node:
+        """A node of a transport whose pool is not registered.
+
+        Args:
+            pool: By default all of the arenas.
+        """
+        endpoint = transport.register(pool or Pool([arena.segment for arena in arenas]))
+        node = Node(transport, CheckedEndpoint(endpoint), arenas)
         self.nodes.append(node)
-        node.arenas = [transport.allocate(num_bytes) for num_bytes in arena_bytes]
-        transport.register(Pool([arena.segment for arena in node.arenas]))
         return node
 
     def link(self, producer: Node, consumer: Node) -> Link:
         """Connect `consumer` to a new address of `producer`."""
         seen = len(producer.of_type(Connected))
-        address = producer.transport.listen("")
-        producer_id = consumer.transport.start_connect(address, timeout_s=DEADLINE_S)
+        address = producer.endpoint.listen("")
+        producer_id = consumer.endpoint.start_connect(address, timeout_s=DEADLINE_S)
         self.serve(lambda: len(producer.of_type(Connected)) > seen)
         self.serve(lambda: Connected(producer_id, incoming=False) in consumer.history)
         (incoming,) = producer.of_type(Connected)[seen:]
@@ -110,20 +123,20 @@ class World:
         while not is_done():
             assert time.monotonic() < deadline, f"nothing came of it: {[n.history[-5:] for n in self.nodes]}"
             for node in nodes or self.nodes:
-                node.history += node.transport.wait_events(0.001)
+                node.history += node.endpoint.wait_events(0.001)
 
     def serve_quietly(self, *nodes: Node) -> None:
         """Let what is under way arrive, where the point is that nothing is."""
         for _ in range(20):
             for node in nodes or self.nodes:
-                node.history += node.transport.wait_events(0.005)
+                node.history += node.endpoint.wait_events(0.005)
 
     def read(
         self, link: Link, pairs: RegionPairs, guard: Guard, timeout_s: float = DEADLINE_S
     ) -> TransferEnded:
         """Read from the producer into the consumer's pool, to the end."""
-        transport = link.consumer.transport
-        transfer_id = transport.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s)
+        endpoint = link.consumer.endpoint
+        transfer_id = endpoint.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s)
         self.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
         (ended,) = link.consumer.ends_of(transfer_id)
         return ended

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..base import Arena, Event, Route, Transport
+from ..base import Arena, Endpoint, Event, Route, Transport
+from ..endpoint import PeerTransport
 from ..errors import ConfigurationError
 from ..regions import Guard, Pool, RegionPairs
 
 
-class WrappedTransport(Transport):
-    """Keeps a transport's promises by another's. Its addresses are the other's, behind its own scheme."""
+class WrappedEndpoint(Endpoint):
+    """Keeps an endpoint's promises by another's, with the same addresses."""
 
-    scheme: ClassVar[str]
-
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Endpoint) -> None:
+        self.scheme = inner.scheme
         self._inner = inner
-        self.guards = inner.guards
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} around {self._inner!r}>"
 
-    def allocate(self, num_bytes: int) -> Arena:
-        return self._inner.allocate(num_bytes)
-
-    def register(self, pool: Pool) -> None:
-        self._inner.register(pool)
-
     def listen(self, address: str) -> str:
-        return f"{self.scheme}:{self._inner.listen(self._inner_address(address) if address else '')}"
+        return self._inner.listen(address)
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
-        return self._inner.start_connect(self._inner_address(address), timeout_s=timeout_s)
-
-    def _inner_address(self, address: str) -> str:
-        scheme, _, inner = address.partition(":")
-        if scheme != self.scheme:
-            raise ConfigurationError(
-                f"not a {self.scheme} address: {address!r}", key="address", value=address
-            )
-        return inner
+        return self._inner.start_connect(address, timeout_s=timeout_s)
 
     def disconnect(self, peer_id: int) -> None:
         self._inner.disconnect(peer_id)
@@ -60,4 +45,53 @@ class WrappedTransport(Transport):
         self._inner.wake()
 
     def close(self) -> None:
+        self._inner.close()
+
+
+class RenamedEndpoint(WrappedEndpoint):
+    """An endpoint under another scheme, which comes before the addresses of the one it wraps."""
+
+    def __init__(self, scheme: str, inner: Endpoint) -> None:
+        super().__init__(inner)
+        self.scheme = scheme
+
+    def listen(self, address: str) -> str:
+        return f"{self.scheme}:{super().listen(self._inner_address(address) if address else '')}"
+
+    def start_connect(self, address: str, *, timeout_s: float) -> int:
+        return super().start_connect(self._inner_address(address), timeout_s=timeout_s)
+
+    def _inner_address(self, address: str) -> str:
+        scheme, _, inner = address.partition(":")
+        if scheme != self.scheme:
+            raise ConfigurationError(
+                f"not a {self.scheme} address: {address!r}", key="address", value=address
+            )
+        return inner
+
+
+class WrappedTransport(PeerTransport):
+    """Passes everything on to the transport `inner`, which belongs to it. `_wrap` says what comes around its endpoint."""
+
+    scheme: ClassVar[str]
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__()
+        self._inner = inner
+        self.guards = inner.guards
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} around {self._inner!r}>"
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self._inner.allocate(num_bytes)
+
+    def _open(self, pool: Pool) -> Endpoint:
+        return self._wrap(self._inner.register(pool), pool)
+
+    def _wrap(self, inner: Endpoint, pool: Pool) -> Endpoint:
+        """Make the endpoint around the inner transport's."""
+        return RenamedEndpoint(self.scheme, inner)
+
+    def _free(self) -> None:
         self._inner.close()
