@@ -25,6 +25,11 @@ class EventOrder:
         """The transfers whose end was not reported."""
         return frozenset(self._reads)
 
+    @property
+    def connecting(self) -> frozenset[int]:
+        """The peers that neither were reported to be connected or lost, nor were disconnected."""
+        return frozenset(self._connecting)
+
     def connect_started(self, peer_id: int) -> None:
         """`start_connect` returned an id."""
         assert peer_id not in self._known, f"peer id {peer_id} was used before"
