@@ -1,4 +1,4 @@
-"""The consumer's side of the handoff protocol: claims and reads."""
+"""The consumer's side of the handoff protocol: claims, reads, and the releases that end them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,18 @@ from ...transports.errors import (
 from ...transports.regions import Guard
 from ..errors import ConnectorError, ContentMismatchError, StaleLeaseError
 from .config import HandoffConfig
-from .events import (
-    Action,
-    Identity,
-    LoadEnded,
-    LocalBlocks,
-    OfferCompleted,
-    RemoteOffer,
-    Send,
-    StartRead,
-)
-from .loads import Load, Loads, Part, PartState, Verdict
-from .messages import (
-    Claim,
-    Deny,
-    Grant,
-    Parked,
-    ProducerMessage,
-    Progress,
-    Revoke,
-    Welcome,
-)
+from .events import Action, Identity, LoadEnded, LocalBlocks, OfferCompleted, RemoteOffer, Send, StartRead
+from .loads import Load, Loads, LoadState, Part, Verdict
+from .messages import Claim, Deny, Grant, Parked, ProducerMessage, Progress, Release, Revoke, Welcome
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
-from .releases import Releases, is_of
 
 
 class ConsumerProtocol:
-    """Claims offers and reads them; reports every load that was asked for, exactly once.
+    """Claims offers and reads them. Every load that was asked for is reported exactly once.
 
-    An offer is claimed at every rank of its producer, and read from those that have something of ours. What happens to
-    one part happens to the load.
+    An offer is claimed at every rank of its producer, and read from those that have something of ours. What ends one
+    part of a load ends the load.
 
     Every method takes `now`, in seconds of any monotonic clock, and returns actions to be done in order.
     Requests are named by this node's own ids; an offer carries the producer's.
@@ -67,10 +48,17 @@ class ConsumerProtocol:
         self._rank = rank
         self._num_ranks = num_ranks
         self._peers = Peers(identity, config)
-        self._releases = Releases(self._peers, rank, num_ranks)
         self._planners = NodePlanners(identity.layout, rank)
         self._block_sizes = identity.layout.block_sizes
         self._loads = Loads(config.max_failed_claims, config.max_peer_ranks)
+        self._unreleased: dict[
+            str, list[RemoteOffer]
+        ] = {}  # by address; loads that ended before there was a session
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """All loads that have not been reported. Only this protocol may change them."""
+        return tuple(self._loads)
 
     @property
     def num_loads(self) -> int:
@@ -85,7 +73,7 @@ class ConsumerProtocol:
     # -- orders of this node -------------------------------------------------------------------------
 
     def claim(self, request_id: str, offer: RemoteOffer, now: float) -> list[Action]:
-        """Take the offer, before there are blocks to read it into; its lease follows our heartbeats from now on.
+        """Claim the offer before there are blocks to read it into. Its lease follows our heartbeats from now on.
 
         A failure is remembered, and reported by `load`.
 
@@ -115,13 +103,11 @@ class ConsumerProtocol:
         if load is None:
             error = self._loads.take_failure(request_id) or StaleLeaseError("the request holds no offer")
             return [LoadEnded(request_id, "failed", error, blocks)]
-        if load.blocks is not None:
-            raise KVTransferStateError(f"request {request_id!r} is loaded a second time")
-        load.blocks, load.num_taken = blocks, [0] * len(blocks)
+        load.fill(blocks)
         return self._read_on(load, now)
 
     def drop(self, request_id: str, now: float) -> list[Action]:
-        """The request is over: release its offer. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
+        """Release the offer of a request that is over. `LoadEnded` follows if `load` was called. Unknown ones are ignored."""
         self._loads.take_failure(request_id)
         load = self._loads.get(request_id)
         return [] if load is None else self._end(load, Verdict("dropped"))
@@ -129,27 +115,27 @@ class ConsumerProtocol:
     # -- what happened to peers ----------------------------------------------------------------------
 
     def connecting(self, address: str, peer_id: int, now: float) -> list[Action]:
-        """A `Connect` was started and goes by this peer id."""
+        """Note that a `Connect` was started, and the peer id of the connection."""
         return self._peers.started(address, peer_id)
 
     def connect_failed(self, address: str, error: KVTransferError, now: float) -> list[Action]:
-        """A `Connect` could not be started."""
+        """Fail what waits for a `Connect` that could not be started."""
         actions = self._fail_peer(address, error, now)
         if isinstance(error, ForeignTransportError):
             self._peers.forget(address)  # nothing was tried, so there is nothing to back off from
         return actions
 
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
-        """The peer can be talked to."""
-        return [] if self._peers.address_of(peer_id) is None else self._peers.greet(peer_id)
+        """Begin the handshake with a peer that is connected."""
+        return [] if self._peers.address_of(peer_id) is None else self._peers.say_hello(peer_id)
 
     def peer_lost(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
-        """The peer is gone, never came, or is to be dropped. Unknown peers are ignored."""
+        """Fail the loads from a peer that is gone, could not be reached, or is to be dropped. Unknown peers are ignored."""
         address = self._peers.address_of(peer_id)
         return [] if address is None else self._fail_peer(address, error, now)
 
     def receive(self, peer_id: int, message: ProducerMessage, now: float) -> list[Action]:
-        """A message came. From a peer that is not (or no longer) connected it is ignored."""
+        """Handle a message. One from a peer that is not (or no longer) connected is ignored."""
         address = self._peers.address_of(peer_id)
         if address is None:
             return []
@@ -157,39 +143,41 @@ class ConsumerProtocol:
             return self._welcome(address, message, now)
         session = self._peers.session(address)
         if session is None:
-            error = ProtocolError(f"{type(message).__name__} before Welcome")
+            error = ProtocolError(
+                f"unexpected {type(message).__name__} from {address}: no Welcome came before it"
+            )
             return self._fail_peer(address, error, now)
         load = self._loads.of_part((address, session.epoch, message.lease))
         if load is None or message.request_id != load.offer.request_id:
-            return []  # it was dropped while the message was under way
+            return []  # the load ended while the message was in flight
         part = load.part_at(address)
         match message:
             case Grant():
                 return self._granted(load, part, message, now)
             case Parked():
-                if part.state is PartState.CLAIMING and load.verdict is None:
-                    part.deadline = now + self._config.claim_timeout_s
+                load.park(part, now + self._config.claim_timeout_s)
                 return []
             case Progress():
                 return self._progressed(load, part, message, now)
             case Deny() | Revoke():
-                return self._producer_ended(load, part, message)
+                load.forgive(part)
+                return self._end(load, Verdict("failed", StaleLeaseError(message.reason)))
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
     def read_ended(self, read: StartRead, error: KVTransferError | None, now: float) -> list[Action]:
-        """A read is over, or could not be started. Call it exactly once for each `StartRead`.
+        """Note that a read is over, or could not be started. Call it exactly once for each `StartRead`.
 
         Raises:
             KVTransferStateError: the request is not reading from this rank.
         """
         load = self._loads.get(read.request_id)
-        if load is None or load.parts[read.rank].state is not PartState.READING:
+        if load is None or load.parts[read.rank].state is not LoadState.READING:
             raise KVTransferStateError(f"request {read.request_id!r} is not reading")
-        part = load.parts[read.rank]
-        part.state, part.deadline = PartState.GRANTED, math.inf
+        load.end_read(load.parts[read.rank])
         if error is not None:
             return self._end(load, Verdict("failed", error))
+        # A round ends with its last read: the next one is planned for all ranks together.
         return [] if load.num_reads else self._read_on(load, now)
 
     def advance(self, now: float) -> list[Action]:
@@ -208,18 +196,19 @@ class ConsumerProtocol:
 
     def next_deadline(self) -> float:
         """When `advance` will have something to do; infinity if never."""
-        deadlines = (part.deadline for load in self._loads for part in load.parts)
+        deadlines = (load.next_deadline for load in self._loads)
         return min(self._peers.next_deadline(), min(deadlines, default=math.inf))
 
     def shutdown(self, now: float) -> list[Action]:
         """End every load and drop every peer. Loads that are reading end when their reads have: see `num_reads`."""
         error = TransportClosedError("this node shuts down")
         actions: list[Action] = []
+        # Before the peers are dropped: each end releases an offer, which frees the producer's blocks at once.
         for load in self._loads:
             actions += self._end(load, Verdict("failed", error))
         self._loads.forget_failures()
         actions += self._peers.close()
-        self._releases.clear()
+        self._unreleased.clear()
         return actions
 
     # -- one peer ------------------------------------------------------------------------------------
@@ -229,20 +218,26 @@ class ConsumerProtocol:
             session = self._peers.welcome(address, welcome)
         except KVTransferError as error:
             return self._fail_peer(address, error, now)
-        actions = self._releases.greet(address, session) + self._peers.compare(welcome, self._rank)
+        actions: list[Action] = []
+        for offer in self._unreleased.pop(address, []):
+            if _is_of(offer, session):
+                # A producer ignores releases of ranks that have not claimed.
+                actions += [self._claim(offer, session), self._release(offer, session, delivered=False)]
+        actions += self._peers.compare(welcome, self._rank)
         for load in self._loads.at(address):
             actions += self._send_claims(load, now)
         return actions
 
     def _fail_peer(self, address: str, error: KVTransferError, now: float) -> list[Action]:
+        """Drop a peer and fail the loads that have a part there."""
         session = self._peers.session(address)
         if session is not None:
             self._planners.forget(session.peer_id)
         actions = self._peers.fail(address, now)
-        self._releases.forget(address)
+        self._unreleased.pop(address, None)
         for load in self._loads.at(address):
-            part = load.part_at(address)
-            part.release, part.deadline = False, math.inf
+            # A read of this peer ends by itself, now that the peer is dropped, so its deadline no longer counts.
+            load.forgive(load.part_at(address))
             actions += self._end(load, Verdict("failed", error))
         return actions
 
@@ -250,7 +245,7 @@ class ConsumerProtocol:
         leases = [
             load.offer.lease
             for load in self._loads.at(address)
-            if load.part_at(address).state is not PartState.CONNECTING
+            if load.part_at(address).state is not LoadState.CONNECTING
         ]
         session.next_heartbeat = now + self._config.heartbeat_s if leases else math.inf
         return session.heartbeats(leases)
@@ -258,23 +253,22 @@ class ConsumerProtocol:
     # -- one load ------------------------------------------------------------------------------------
 
     def _send_claims(self, load: Load, now: float) -> list[Action]:
-        """Claim at every rank whose hands are shaken; once all are, see whether the two nodes can be paired."""
+        """Claim at every rank with which there is a session. Once that is every rank, see whether the nodes can be paired."""
         if load.verdict is not None:
             return []
         actions: list[Action] = []
         for part in load.parts:
             session = self._peers.session(part.address)
-            if session is None or part.state is not PartState.CONNECTING:
+            if session is None or part.state is not LoadState.CONNECTING:
                 continue
-            if not is_of(load.offer, session):
+            if not _is_of(load.offer, session):
                 error = StaleLeaseError(
                     f"{part.address} is not the node that made the offer, or it was restarted"
                 )
                 return actions + self._end(load, Verdict("failed", error))
-            part.state, part.deadline = PartState.CLAIMING, now + self._config.claim_timeout_s
+            load.claim(part, now + self._config.claim_timeout_s)
             session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
-            claim = Claim(load.offer.request_id, load.offer.lease, self._rank, self._num_ranks)
-            actions.append(Send(session.peer_id, claim))
+            actions.append(self._claim(load.offer, session))
         try:
             self._planner(load)
         except KVTransferError as error:
@@ -282,7 +276,7 @@ class ConsumerProtocol:
         return actions
 
     def _planner(self, load: Load) -> NodePlanner | None:
-        """The planner for the load's producer; None until hands are shaken with all of its ranks.
+        """The planner for the load's producer; None until there is a session with each of its ranks.
 
         Raises:
             IncompatiblePeerError: the two nodes cannot be paired.
@@ -292,34 +286,30 @@ class ConsumerProtocol:
         return self._planners.get(known) if len(known) == len(sessions) else None
 
     def _granted(self, load: Load, part: Part, grant: Grant, now: float) -> list[Action]:
-        if part.state is not PartState.CLAIMING or load.verdict is not None:
+        if part.state is not LoadState.CLAIMING or load.verdict is not None:
             return []
         # Before any byte is read: blocks of another prompt would be right bytes in the wrong place, and would enter the
         # prefix cache under this prompt's hashes.
         if grant.content != load.offer.content:
             return self._end(load, Verdict("failed", ContentMismatchError(load.offer.num_tokens)))
+        # The params came over a path that is not authenticated; the grant is what counts.
         if grant.num_tokens < load.offer.num_tokens:
             error = StaleLeaseError(
-                f"the offer was said to be of {load.offer.num_tokens} tokens; it is of {grant.num_tokens}"
+                f"the params name {load.offer.num_tokens} tokens, but the offer has only {grant.num_tokens}"
             )
             return self._end(load, Verdict("failed", error))
-        part.state, part.deadline = PartState.GRANTED, now + self._config.load_wait_s
-        part.grant = grant
+        load.accept(part, grant, now + self._config.load_wait_s)
         return self._read_on(load, now)
 
     def _progressed(self, load: Load, part: Part, progress: Progress, now: float) -> list[Action]:
         if load.verdict is not None or part.grant is None:
             return []
         try:
-            part.advance(progress)
+            load.advance(part, progress)
         except ProtocolError as error:
             return self._fail_peer(part.address, error, now)
         completed: list[Action] = [OfferCompleted(load.request_id)] if load.is_whole else []
         return completed + ([] if load.num_reads else self._read_on(load, now))
-
-    def _producer_ended(self, load: Load, part: Part, message: Deny | Revoke) -> list[Action]:
-        part.release = False
-        return self._end(load, Verdict("failed", StaleLeaseError(message.reason)))
 
     def _read_on(self, load: Load, now: float) -> list[Action]:
         """Read what is ready, once blocks and the grants of all ranks are there; end when nothing is left to read."""
@@ -333,8 +323,8 @@ class ConsumerProtocol:
             return self._end(load, Verdict("failed", error))
         if not plans and load.is_taken:
             return self._end(load, Verdict("loaded"))
-        for part in load.parts:
-            part.deadline = math.inf if plans else now + self._config.progress_wait_s
+        # A rank that is not read in this round waits for those that are: their deadlines bound its wait.
+        load.wait_until(math.inf if plans else now + self._config.progress_wait_s)
         return [action for plan in plans for action in self._start(load, plan, now)]
 
     def _plan_round(self, load: Load) -> list[RankPlan]:
@@ -347,44 +337,75 @@ class ConsumerProtocol:
 
     def _start(self, load: Load, plan: RankPlan, now: float) -> list[Action]:
         part = load.parts[plan.rank]
-        session = self._peers.session(part.address)
+        session, grant = self._peers.session(part.address), part.grant
         assert session is not None
-        # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
-        part.deadline = now + 2 * self._config.read_timeout_s
-        grant = part.grant
         assert grant is not None
+        guard = Guard(grant.guard_index, grant.lease)
         read = StartRead(
             load.request_id,
             part.rank,
             session.peer_id,
             plan.pairs,
-            Guard(grant.guard_index, grant.lease),
+            guard,
             self._config.read_timeout_s,
             plan.num_regions_per_layer,
         )
         # READING is set after all that can fail: the end of a read that no action starts would never be reported.
-        part.state = PartState.READING
+        # The transport ends the read after one timeout. If it does not, its peer is dropped after two.
+        load.start_read(part, now + 2 * self._config.read_timeout_s)
         return [read]
 
     def _time_out(self, load: Load, part: Part, now: float) -> list[Action]:
-        if part.state is PartState.READING:
-            return self._fail_peer(part.address, TransferTimeoutError("a read did not end in time"), now)
+        if part.state is LoadState.READING:
+            # The load cannot be reported while the transport may write. Dropping the peer makes the transport end the read.
+            error = TransferTimeoutError(f"timed out waiting for a read from {part.address} to end")
+            return self._fail_peer(part.address, error, now)
         return self._end(load, Verdict("failed", load.lateness(part)))
 
     def _end(self, load: Load, verdict: Verdict) -> list[Action]:
-        """Report the end, at once or, if something writes into the blocks, when that is over. The first verdict counts."""
-        load.verdict = load.verdict or verdict
-        for part in load.parts:
-            if part.state is not PartState.READING:
-                part.deadline = math.inf
-        return [] if load.num_reads else self._report(load, load.verdict)
+        """Report the end: at once, or if something writes into the blocks, when that is over."""
+        verdict = load.decide(verdict)
+        return [] if load.num_reads else self._report(load, verdict)
 
     def _report(self, load: Load, verdict: Verdict) -> list[Action]:
-        """Forget the load; tell the producer's ranks, and whoever asked for the load."""
+        """Forget the load, release its offer, and report it if it was asked for."""
         self._loads.remove(load)
-        actions = self._releases.release(load, delivered=verdict.outcome == "loaded")
+        actions = self._release_all(load, delivered=verdict.outcome == "loaded")
         if load.blocks is not None:
             actions.append(LoadEnded(load.request_id, verdict.outcome, verdict.error, load.blocks))
         elif verdict.error is not None:
             self._loads.remember(load.request_id, verdict.error)
         return actions
+
+    # -- releases ------------------------------------------------------------------------------------
+
+    def _release_all(self, load: Load, *, delivered: bool) -> list[Action]:
+        """Tell every rank of the producer that the load is over, except those that know it, or are gone.
+
+        A rank without a session yet is told when there is one: until then nothing can have ended there, and without a
+        release its blocks would be held until the lease runs out.
+        """
+        actions: list[Action] = []
+        for part in load.parts:
+            session = self._peers.session(part.address)
+            if not part.is_owed_release:
+                continue
+            if session is None:
+                self._unreleased.setdefault(part.address, []).append(load.offer)
+            elif _is_of(load.offer, session):
+                if part.state is LoadState.CONNECTING:
+                    actions.append(self._claim(load.offer, session))
+                actions.append(self._release(load.offer, session, delivered=delivered))
+        return actions
+
+    def _claim(self, offer: RemoteOffer, session: PeerSession) -> Action:
+        return Send(session.peer_id, Claim(offer.request_id, offer.lease, self._rank, self._num_ranks))
+
+    def _release(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
+        release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)
+        return Send(session.peer_id, release)
+
+
+def _is_of(offer: RemoteOffer, session: PeerSession) -> bool:
+    """Whether a session is with the start of the node that made the offer."""
+    return (offer.engine_id, offer.epoch) == (session.engine_id, session.epoch)

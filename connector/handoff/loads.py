@@ -1,65 +1,82 @@
-"""What a consumer knows of one request's load: its offer, and how far it is with each rank of the producer."""
+"""One load of a consumer: its state, what each rank of the producer granted, and which blocks are still to be read."""
 
 from __future__ import annotations
 
 import enum
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...transports.errors import KVTransferError, ProtocolError, RegionError, TransferTimeoutError
+from ...transports.errors import (
+    KVTransferError,
+    KVTransferStateError,
+    ProtocolError,
+    RegionError,
+    TransferTimeoutError,
+)
 from ..errors import InvalidTransferParamsError, StaleLeaseError
 from .events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .messages import MAX_GROUP_BLOCKS, Grant, Progress
+
+logger = logging.getLogger(__name__)
 
 #: One rank's offer among all that there are: (address, epoch, lease).
 PartKey = tuple[str, int, int]
 
 
-class PartState(enum.Enum):
-    CONNECTING = enum.auto()
-    CLAIMING = enum.auto()
-    GRANTED = enum.auto()
-    READING = enum.auto()
+class LoadState(enum.IntEnum):
+    """The states of the consumer's table in `docs/design.md`. A part of a load is in one of the first four."""
+
+    #: There is no session yet with a rank of the producer.
+    CONNECTING = 1
+    #: A rank has not granted its share yet.
+    CLAIMING = 2
+    #: All ranks have granted, and nothing is being read.
+    GRANTED = 3
+    #: The transport writes into the blocks.
+    READING = 4
+    #: The load is over, but the transport still writes into the blocks.
+    DRAINING = 5
+    #: The load is over, and nothing writes into the blocks.
+    ENDED = 6
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+#: Which states may follow which; `docs/design.md` says by which event.
+LOAD_TRANSITIONS: Mapping[LoadState, frozenset[LoadState]] = {
+    LoadState.CONNECTING: frozenset({LoadState.CLAIMING, LoadState.ENDED}),
+    LoadState.CLAIMING: frozenset({LoadState.GRANTED, LoadState.ENDED}),
+    LoadState.GRANTED: frozenset({LoadState.READING, LoadState.ENDED}),
+    # Not to ENDED: while anything reads, the end of the load waits for it.
+    LoadState.READING: frozenset({LoadState.GRANTED, LoadState.DRAINING}),
+    LoadState.DRAINING: frozenset({LoadState.ENDED}),
+    LoadState.ENDED: frozenset(),
+}
 
 
 @dataclass
 class Part:
-    """One rank of the producer, as far as one load is concerned.
+    """One rank of the producer, as far as one load is concerned. Only its `Load` changes it.
 
     Attributes:
         rank: Its number among the offer's addresses.
-        deadline: End of the present state; infinity where another deadline counts: a connecting part has its peer's.
-        grant: What the rank granted, and what it said of its progress since; from the state GRANTED on.
-        release: Whether the rank is still to be told that the load is over.
+        state: CONNECTING, CLAIMING, GRANTED or READING.
+        deadline: End of the present state; infinity where another deadline counts, as that of the connection.
+        grant: What the rank granted, with the progress that it reported since; not None from the state GRANTED on.
+        is_owed_release: Whether the rank must still be told that the load is over. It need not be if the offer has
+            ended at the rank, or the rank is gone.
     """
 
     rank: int
     address: str
-    state: PartState = PartState.CONNECTING
+    state: LoadState = LoadState.CONNECTING
     deadline: float = math.inf
     grant: Grant | None = None
-    release: bool = True
-
-    def advance(self, progress: Progress) -> None:
-        """The rank has more ready.
-
-        Raises:
-            ProtocolError: it has less, or more than it ever offered, or other groups, or too many blocks.
-        """
-        grant = self.grant
-        if (
-            grant is None
-            or not grant.num_ready < progress.num_ready <= grant.num_tokens
-            or len(progress.more_block_ids) != len(grant.block_ids)
-        ):
-            raise ProtocolError("Progress does not fit what was granted")
-        pairs = zip(grant.block_ids, progress.more_block_ids, strict=True)
-        tables = tuple(table + more for table, more in pairs)
-        if any(len(table) > MAX_GROUP_BLOCKS for table in tables):
-            raise ProtocolError(f"Progress makes a block table longer than {MAX_GROUP_BLOCKS}")
-        self.grant = replace(grant, num_ready=progress.num_ready, block_ids=tables)
+    is_owed_release: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,16 +88,14 @@ class Verdict:
 
 
 class Load:
-    """One request's way from the claim to the report.
+    """One request's way from the claim to the report. Only its own methods change it and its parts.
 
-    It is *connecting* or *claiming* until every part is granted, then *granted*, and *reading* while a part is. An offer
-    that is still being computed is read in rounds: what is ready, then what has become ready meanwhile. With a
-    verdict it is over but for the reads that still write into its blocks: it is *draining*.
+    An offer that is still being computed is read in rounds: what is ready, then what has become ready meanwhile.
 
     Attributes:
-        blocks: Where to load to; None until somebody asked for it.
-        num_taken: Of each group's blocks, how many were read, or are being read.
-        verdict: How it will be reported; None while that is open.
+        parts: One for each rank of the producer. The state of the load follows from theirs and the verdict.
+        blocks: Where to load to; None until `fill`.
+        verdict: How it will be reported; None until that is known.
     """
 
     def __init__(self, request_id: str, offer: RemoteOffer) -> None:
@@ -88,8 +103,21 @@ class Load:
         self.offer = offer
         self.parts = tuple(Part(rank, address) for rank, address in enumerate(offer.addresses))
         self.blocks: LocalBlocks | None = None
-        self.num_taken: list[int] = []
         self.verdict: Verdict | None = None
+        self._num_taken: list[int] = []  # of each group's blocks: how many were read, or are being read
+
+    def __repr__(self) -> str:
+        # Without the offer's lease number, which lets a peer read: a repr ends up in logs.
+        parts = ", ".join(str(part.state) for part in self.parts)
+        return f"<load of request {self.request_id!r}: {self.state}, ranks: {parts}>"
+
+    @property
+    def state(self) -> LoadState:
+        """Where it is in the consumer's table."""
+        if self.verdict is not None:
+            return LoadState.DRAINING if self.num_reads else LoadState.ENDED
+        # Reading as soon as one rank is read, because then blocks are the transport's; else as far as the last rank is.
+        return LoadState.READING if self.num_reads else min(part.state for part in self.parts)
 
     @property
     def keys(self) -> list[PartKey]:
@@ -104,7 +132,12 @@ class Load:
     @property
     def num_reads(self) -> int:
         """Reads that write into its blocks."""
-        return sum(part.state is PartState.READING for part in self.parts)
+        return sum(part.state is LoadState.READING for part in self.parts)
+
+    @property
+    def next_deadline(self) -> float:
+        """When the first of its parts is overdue; infinity if none will be."""
+        return min(part.deadline for part in self.parts)
 
     def part_at(self, address: str) -> Part:
         """The part of an address that the offer names."""
@@ -115,11 +148,116 @@ class Load:
         return address in self.offer.addresses
 
     def lateness(self, part: Part) -> KVTransferError:
-        """What a part that does not read has waited for too long."""
-        if part.state is PartState.CLAIMING:
-            return TransferTimeoutError("the claim was not answered in time")
-        what = "no blocks to load into came" if self.blocks is None else "the prompt was not computed"
-        return TransferTimeoutError(f"{what} in time")
+        """Why a part that does not read is overdue."""
+        if part.state is LoadState.CLAIMING:
+            return TransferTimeoutError(f"timed out waiting for {part.address} to answer the claim")
+        if self.blocks is None:
+            return TransferTimeoutError("timed out waiting for blocks to load into")
+        return TransferTimeoutError("timed out waiting for the producer to compute the rest of the prompt")
+
+    # -- changes -------------------------------------------------------------------------------------
+
+    def claim(self, part: Part, deadline: float) -> None:
+        """Note that the offer is claimed at a rank."""
+        self._move(part, LoadState.CLAIMING, deadline)
+
+    def park(self, part: Part, deadline: float) -> None:
+        """Note that a rank still has to make the offer. It is waited for until `deadline`."""
+        if part.state is LoadState.CLAIMING and self.verdict is None:
+            part.deadline = deadline
+
+    def accept(self, part: Part, grant: Grant, deadline: float) -> None:
+        """Note that a rank granted its share."""
+        part.grant = grant
+        self._move(part, LoadState.GRANTED, deadline)
+
+    def advance(self, part: Part, progress: Progress) -> None:
+        """Note that a rank has more ready.
+
+        Raises:
+            ProtocolError: it has less, or more than it ever offered, or other groups, or too many blocks. Nothing is changed.
+        """
+        grant = part.grant
+        if (
+            grant is None
+            or not grant.num_ready < progress.num_ready <= grant.num_tokens
+            or len(progress.more_block_ids) != len(grant.block_ids)
+        ):
+            raise ProtocolError(f"malformed Progress from {part.address}: it does not fit what was granted")
+        pairs = zip(grant.block_ids, progress.more_block_ids, strict=True)
+        tables = tuple(table + more for table, more in pairs)
+        # Each message is bounded by itself; without this bound, many of them could fill the memory.
+        if any(len(table) > MAX_GROUP_BLOCKS for table in tables):
+            raise ProtocolError(
+                f"malformed Progress from {part.address}: a block table is longer than {MAX_GROUP_BLOCKS}"
+            )
+        part.grant = replace(grant, num_ready=progress.num_ready, block_ids=tables)
+
+    def fill(self, blocks: LocalBlocks) -> None:
+        """Note where to load to.
+
+        Raises:
+            KVTransferStateError: that is known already.
+        """
+        if self.blocks is not None:
+            raise KVTransferStateError(f"request {self.request_id!r} is loaded a second time")
+        self.blocks, self._num_taken = blocks, [0] * len(blocks)
+
+    def start_read(self, part: Part, deadline: float) -> None:
+        """Note that the transport reads from a rank."""
+        self._move(part, LoadState.READING, deadline)
+
+    def end_read(self, part: Part) -> None:
+        """Note that the transport no longer reads from a rank."""
+        self._move(part, LoadState.GRANTED, math.inf)
+
+    def wait_until(self, deadline: float) -> None:
+        """Set the deadline of every part."""
+        for part in self.parts:
+            part.deadline = deadline
+
+    def forgive(self, part: Part) -> None:
+        """Note that a rank need not be told of the end, and is not waited for."""
+        part.is_owed_release = False
+        part.deadline = math.inf
+
+    def decide(self, verdict: Verdict) -> Verdict:
+        """Settle how the load will be reported. The first verdict counts: what follows from it is no news.
+
+        Returns:
+            The verdict that counts.
+        """
+        if self.verdict is None:
+            before = self.state
+            self.verdict = verdict
+            self._check(before)
+        for part in self.parts:
+            # A read keeps its deadline: if it does not end, its peer is dropped, and then the load can be reported.
+            if part.state is not LoadState.READING:
+                part.deadline = math.inf
+        return self.verdict
+
+    def _move(self, part: Part, state: LoadState, deadline: float) -> None:
+        """Change the state of a part: the one place that does.
+
+        Raises:
+            KVTransferStateError: `LOAD_TRANSITIONS` does not have this change, of the part or of the load.
+        """
+        if state not in LOAD_TRANSITIONS[part.state]:
+            raise KVTransferStateError(f"{self!r}: rank {part.rank} cannot become {state}")
+        before = self.state
+        part.state, part.deadline = state, deadline
+        self._check(before)
+
+    def _check(self, before: LoadState) -> None:
+        after = self.state
+        if after is before:
+            return
+        if after not in LOAD_TRANSITIONS[before]:
+            raise KVTransferStateError(f"{self!r} cannot have been {before}")
+        logger.debug("%r was %s", self, before)
+
+    # -- what is there to be read --------------------------------------------------------------------
 
     @property
     def num_ready(self) -> int:
@@ -131,6 +269,14 @@ class Load:
         """Whether every rank has all offered tokens ready."""
         grants = [part.grant for part in self.parts]
         return all(grant is not None and grant.num_ready == grant.num_tokens for grant in grants)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether no block is left to be read."""
+        assert self.blocks is not None
+        return all(
+            taken == len(group.block_ids) for taken, group in zip(self._num_taken, self.blocks, strict=True)
+        )
 
     def tables(self) -> BlockTables:
         """The producer's block tables, as far as all ranks know them.
@@ -148,10 +294,10 @@ class Load:
         return least.block_ids
 
     def take_readable(self, block_sizes: Sequence[int]) -> LocalBlocks:
-        """Take the blocks to read now: all that are left, or those that are ready to their last token.
+        """Take the blocks to read now: all that are left, or those that are ready up to their last token.
 
         Args:
-            block_sizes: Our tokens a block, by group.
+            block_sizes: Our tokens per block, by group.
 
         Raises:
             RegionError: the number of groups differs from ours.
@@ -161,32 +307,25 @@ class Load:
             raise RegionError(f"{len(self.blocks)} groups to load; this node has {len(block_sizes)}")
         taken = []
         for index, (group, block_size) in enumerate(zip(self.blocks, block_sizes, strict=True)):
-            first = self.num_taken[index]
+            first = self._num_taken[index]
             end = len(group.block_ids)
             if not self.is_whole:
+                # Whole blocks only: a block that is ready in part would have to be read twice.
                 num_ready_blocks = self.num_ready // block_size - group.first_block_index
                 end = max(first, min(end, num_ready_blocks))
-            self.num_taken[index] = end
+            self._num_taken[index] = end
             is_any = end > first
             taken.append(
                 GroupBlocks(group.first_block_index + first if is_any else 0, group.block_ids[first:end])
             )
         return tuple(taken)
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether no block is left to be read."""
-        assert self.blocks is not None
-        return all(
-            taken == len(group.block_ids) for taken, group in zip(self.num_taken, self.blocks, strict=True)
-        )
-
 
 class Loads:
-    """The loads of a node by request, and the failures of claims whose load was not asked for yet.
+    """The loads of a node by request, and the failures of claims whose load has not been asked for yet.
 
     Args:
-        max_failures: That are remembered; the oldest are forgotten.
+        max_failures: Failures that are remembered; past it the oldest is forgotten.
         max_ranks: Addresses that an offer may name.
     """
 
@@ -201,12 +340,12 @@ class Loads:
         return len(self._loads)
 
     def __iter__(self) -> Iterator[Load]:
-        """Those of now: they may end meanwhile."""
+        """Iterate over a copy: loads may end meanwhile."""
         return iter(tuple(self._loads.values()))
 
     @property
     def num_failures(self) -> int:
-        """Failures that nobody has asked for."""
+        """Failures that are remembered."""
         return len(self._failures)
 
     def knows(self, request_id: str) -> bool:
@@ -223,7 +362,7 @@ class Loads:
         return None if request_id is None else self._loads[request_id]
 
     def at(self, address: str) -> list[Load]:
-        """Those with a part at an address."""
+        """The loads with a part at an address."""
         return [load for load in self if load.has_part_at(address)]
 
     def add(self, load: Load) -> None:
@@ -233,6 +372,7 @@ class Loads:
             InvalidTransferParamsError: its offer names too many ranks.
             StaleLeaseError: its offer names a rank twice, or another request has claimed it.
         """
+        # Anyone who can send a request can write addresses, and each costs a connection.
         if len(load.parts) > self._max_ranks:
             raise InvalidTransferParamsError(
                 f"the offer was not claimed: it names {len(load.parts)} addresses, and max_peer_ranks is {self._max_ranks}; "
@@ -254,15 +394,16 @@ class Loads:
             del self._request_of[key]
 
     def remember(self, request_id: str, error: KVTransferError) -> None:
-        """Keep a failure until somebody asks for the load."""
+        """Keep a failure until its load is asked for, or is dropped."""
+        # A request may be aborted in ways that this node never hears of, so the number is bounded.
         if len(self._failures) >= self._max_failures:
             del self._failures[next(iter(self._failures))]
         self._failures[request_id] = error
 
     def take_failure(self, request_id: str) -> KVTransferError | None:
-        """Why a claim failed."""
+        """Why a claim failed; the failure is forgotten."""
         return self._failures.pop(request_id, None)
 
     def forget_failures(self) -> None:
-        """Nobody will ask any more."""
+        """Forget all failures."""
         self._failures.clear()

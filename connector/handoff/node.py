@@ -45,7 +45,7 @@ class NodeProtocol:
         try:
             message = decode(data)
         except VersionMismatchError as error:
-            return [*self.producer.greet(peer_id), *self.consumer.peer_lost(peer_id, error, now)]
+            return [*self.producer.answer_hello(peer_id), *self.consumer.peer_lost(peer_id, error, now)]
         except ProtocolError as error:
             return self.peer_failed(peer_id, error, now)
         if isinstance(message, ConsumerMessage):

@@ -124,7 +124,7 @@ class Peers:
         self._address_of[peer_id] = address
         return []
 
-    def greet(self, peer_id: int) -> list[Action]:
+    def say_hello(self, peer_id: int) -> list[Action]:
         """The connection is made: shake hands."""
         me = self._identity
         return [Send(peer_id, Hello(PROTOCOL_VERSION, me.engine_id, me.epoch, me.digest))]

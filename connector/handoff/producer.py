@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from ...transports.errors import KVTransferStateError
-from .claimants import Claimants, Speaker
 from .config import HandoffConfig
-from .events import (
-    Action,
-    BlockTables,
-    ClearGuard,
-    Disconnect,
-    Identity,
-    OfferEnded,
-    Send,
-    SetGuard,
-)
+from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
 from .messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -33,68 +24,35 @@ from .messages import (
     Revoke,
     Welcome,
 )
-
-#: What a parked claim hears in the time after which its consumer would give up.
-_WORDS_PER_CLAIM_TIMEOUT = 3
-
-
-@dataclass
-class _Announced:
-    """An offer that is to come: its request has arrived, and its prompt is not computed yet. Claims of it are parked.
-
-    Attributes:
-        next_word: When those who claimed are told again that the offer is still to come; infinity while there are none.
-    """
-
-    request_id: str
-    claimants: Claimants = field(default_factory=Claimants)
-    next_word: float = math.inf
-
-
-@dataclass
-class _Offer:
-    """An offer that is held. It is *open* while its prompt is computed; *offered* while nobody reads it, else *claimed*."""
-
-    request_id: str
-    lease: int
-    block_ids: BlockTables
-    num_tokens: int
-    num_ready: int
-    content: str
-    deadline: float
-    renewable_until: float = math.inf
-    guard_index: int = -1
-    claimants: Claimants = field(default_factory=Claimants)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its request has finished; before, the blocks are the engine's, and no lease runs."""
-        return self.deadline < math.inf
+from .offers import ConsumerPeer, Offer, OfferState
 
 
 @dataclass
 class _Peer:
-    """A connected consumer. Before its `Hello` it has until `hello_deadline`; afterwards, forever."""
+    """A connected peer.
+
+    Attributes:
+        hello_deadline: When its `Hello` must have come; infinity once it has.
+        consumer: Which node it is of; None before its `Hello`.
+    """
 
     hello_deadline: float
-    speaker: Speaker
-
-    @property
-    def is_ready(self) -> bool:
-        return self.hello_deadline == math.inf
+    consumer: ConsumerPeer | None = None
 
 
 class ProducerProtocol:
     """Holds offers until each is delivered, aborted or expired.
 
-    An offer is read by all ranks of one consumer, each for itself, and delivered when each has what it wanted. A
-    rank that is lost ends its own share only: the others read on.
+    All ranks of one consumer read an offer, each for itself. It is delivered when each rank has what it wanted. A rank that
+    is lost ends its own share only; the others read on.
+
+    An offer's guard is set when the offer is made (`_make`) and cleared when it ends (`_end`), nowhere else.
 
     Every method takes `now`, in seconds of any monotonic clock, and returns actions to be done in order.
 
     Args:
         identity: This node.
-        num_guards: Offers that can be held at once; one more ends at once, as aborted.
+        num_guards: Offers that can be held at once. One more ends at once, as aborted.
     """
 
     def __init__(self, identity: Identity, config: HandoffConfig, num_guards: int) -> None:
@@ -107,36 +65,39 @@ class ProducerProtocol:
             identity.layout.to_plain(),
         )
         self._config = config
-        self._parked_interval_s = config.claim_timeout_s / _WORDS_PER_CLAIM_TIMEOUT
         self._free_guards = list(range(num_guards))
-        self._announced: dict[int, _Announced] = {}  # by lease
-        self._offers: dict[int, _Offer] = {}  # by lease
-        self._lease_of: dict[str, int] = {}  # by request
+        self._offers: dict[int, Offer] = {}  # by lease
+        self._lease_of: dict[str, int] = {}  # by request; of the offers that are made
         self._peers: dict[int, _Peer] = {}
 
     @property
+    def offers(self) -> tuple[Offer, ...]:
+        """All offers that have not ended. Only this protocol may change them."""
+        return tuple(self._offers.values())
+
+    @property
     def num_offers(self) -> int:
-        """Offers that are held."""
-        return len(self._offers)
+        """Offers that are held under a guard."""
+        return len(self._lease_of)
 
     @property
     def num_announced(self) -> int:
-        """Offers that are to come."""
-        return len(self._announced)
+        """Offers that are still to be made."""
+        return len(self._offers) - len(self._lease_of)
 
     # -- orders of this node -------------------------------------------------------------------------
 
     def announce(self, request_id: str, lease: int) -> list[Action]:
-        """A request arrived that will be offered under this number. From now on claims of it are parked.
+        """Expect an offer of this request under this lease number. From now on claims of it are parked.
 
-        What follows is `offer` or `open`, or `withdraw`.
+        `offer`, `open` or `withdraw` follows.
 
         Raises:
             KVTransferStateError: the number is in use.
         """
-        if lease in self._announced or lease in self._offers:
+        if lease in self._offers:
             raise KVTransferStateError(f"lease number of {request_id!r} is in use")
-        self._announced[lease] = _Announced(request_id)
+        self._offers[lease] = Offer(request_id, lease, self._config)
         return []
 
     def offer(
@@ -156,11 +117,12 @@ class ProducerProtocol:
         Raises:
             KVTransferStateError: the number is that of another offer, or the request is offered already.
         """
-        config = self._config
-        deadline, until = now + config.lease_s, now + config.max_hold_s
-        return self._hold(
-            _Offer(request_id, lease, block_ids, num_tokens, num_tokens, content, deadline, until)
-        )
+        offer = self._new_offer(request_id, lease)
+        grant = self._grant_of(offer, block_ids, num_tokens, num_tokens, content)
+        if grant is None:
+            return self._refuse(offer)
+        offer.offer(grant, now)
+        return self._make(offer)
 
     def open(
         self,
@@ -171,105 +133,112 @@ class ProducerProtocol:
         num_ready: int,
         content: str = "",
     ) -> list[Action]:
-        """Let a consumer read a request's blocks while its prompt is still computed. `OfferEnded` follows, exactly once.
+        """Let a consumer read a request's blocks while its prompt is still being computed. `OfferEnded` follows, exactly once.
 
-        No lease runs before `complete`: what is computed is the engine's, which says `abort` when it loses the blocks.
+        No lease runs before `complete`. The blocks are the engine's until then: it calls `abort` before it reuses them.
 
         Args:
             block_ids: The block tables so far.
             num_tokens: Tokens that will be offered in the end.
-            num_ready: Tokens whose keys and values are there.
+            num_ready: Tokens whose keys and values are computed.
             content: As for `offer`.
 
         Raises:
             KVTransferStateError: as for `offer`.
         """
-        return self._hold(_Offer(request_id, lease, block_ids, num_tokens, num_ready, content, math.inf))
+        offer = self._new_offer(request_id, lease)
+        grant = self._grant_of(offer, block_ids, num_tokens, num_ready, content)
+        if grant is None:
+            return self._refuse(offer)
+        offer.open(grant)
+        return self._make(offer)
 
     def extend(self, request_id: str, block_ids: BlockTables, num_ready: int) -> list[Action]:
-        """More tokens of an open offer are there. Unknown requests are ignored: the offer may have ended by itself.
+        """Tell the claimants that more tokens of an open offer are ready.
 
-        Block tables that are not just longer than they were end it.
+        Unknown requests are ignored, because the offer may have ended by itself. Block tables that are not the known ones
+        with blocks added end the offer.
         """
-        lease = self._lease_of.get(request_id)
-        return [] if lease is None else self._extend(self._offers[lease], block_ids, num_ready)
+        offer = self._made(request_id)
+        return [] if offer is None else self._extend(offer, block_ids, num_ready)
 
     def complete(self, request_id: str, block_ids: BlockTables, now: float) -> list[Action]:
-        """The request of an open offer has finished: all is there, and the lease runs. Else as `extend`."""
-        lease = self._lease_of.get(request_id)
-        if lease is None:
+        """Note that the request of an open offer has finished: all tokens are ready, and the lease runs.
+
+        Unknown requests and other block tables are treated as by `extend`.
+        """
+        offer = self._made(request_id)
+        if offer is None or offer.state is not OfferState.OPEN:
             return []
-        held = self._offers[lease]
-        held.deadline, held.renewable_until = now + self._config.lease_s, now + self._config.max_hold_s
-        return self._extend(held, block_ids, held.num_tokens)
+        offer.complete(now)
+        return self._extend(offer, block_ids, offer.granted.num_tokens)
 
     def withdraw(self, lease: int) -> list[Action]:
-        """An announced offer never comes: deny those who claimed it. Unknown numbers are ignored."""
-        announced = self._announced.pop(lease, None)
-        if announced is None:
+        """Deny the claims of an announced offer that will never be made. Other numbers are ignored."""
+        offer = self._offers.get(lease)
+        if offer is None or offer.state is not OfferState.ANNOUNCED:
             return []
-        what = "was never made: its request ended, or lost its blocks"
-        return self._deny_all(announced.request_id, lease, announced.claimants, what)
+        return self._deny(offer, "was never made: its request ended, or lost its blocks")
 
     def give_up(self, request_id: str, lease: int) -> list[Action]:
-        """No consumer will come for this offer, as a router says that tried one. A claimed or unknown one is left alone:
-        its consumer decides.
+        """End an offer for which no consumer will come, as a router says that tried one.
+
+        An offer that a consumer reads is left alone, because that consumer decides. Unknown ones are ignored.
         """
-        held = self._offers.get(lease)
-        if held is None or held.request_id != request_id or held.claimants.peers:
+        offer = self._offers.get(lease)
+        if offer is None or not offer.is_made or offer.request_id != request_id or offer.claimants.peers:
             return []
-        return self._end(held, "aborted", "was given up: no consumer could claim it")
+        return self._end(offer, "aborted", "was given up: no consumer could claim it")
 
     def abort(self, request_id: str, now: float) -> list[Action]:
-        """End an offer now. Unknown requests are ignored: the offer may have ended by itself."""
-        lease = self._lease_of.get(request_id)
-        return [] if lease is None else self._revoke(self._offers[lease], "aborted", "was aborted")
+        """End an offer now. Unknown requests are ignored, because the offer may have ended by itself."""
+        offer = self._made(request_id)
+        return [] if offer is None else self._revoke(offer, "aborted", "was aborted")
 
     # -- what happened -------------------------------------------------------------------------------
 
     def guard_failed(self, index: int, why: str) -> list[Action]:
-        """A `SetGuard` failed: end its offer, which no consumer could check."""
-        held = [held for held in self._offers.values() if held.guard_index == index]
-        return [action for offer in held for action in self._revoke(offer, "aborted", f"was aborted: {why}")]
+        """End the offer of a `SetGuard` that failed: no consumer could check what it reads."""
+        offers = [offer for offer in self.offers if offer.grant and offer.grant.guard_index == index]
+        return [
+            action for offer in offers for action in self._revoke(offer, "aborted", f"was aborted: {why}")
+        ]
 
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
-        """A consumer connected; it must say `Hello` within `connect_timeout_s`."""
-        nobody = Speaker(peer_id, "", 0)
-        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s, nobody)
+        """Expect a `Hello` of this peer within `connect_timeout_s`."""
+        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s)
         return []
 
     def peer_lost(self, peer_id: int, now: float) -> list[Action]:
-        """A peer is gone: what it had claimed ends. Unknown peers are ignored."""
+        """End what a peer that is gone had claimed. Unknown peers are ignored."""
         if self._peers.pop(peer_id, None) is None:
             return []
-        for announced in self._announced.values():
-            announced.claimants.lose(peer_id)
-        lost = [held for held in self._offers.values() if held.claimants.lose(peer_id)]
-        return [action for held in lost for action in self._end_if_done(held, "its consumer was lost")]
+        lost = [offer for offer in self.offers if offer.lose(peer_id) and offer.is_made]
+        return [action for offer in lost for action in self._end_if_done(offer, "its consumer was lost")]
 
     def receive(self, peer_id: int, message: ConsumerMessage, now: float) -> list[Action]:
-        """A message came. From a peer that is not (or no longer) connected it is ignored."""
+        """Handle a message. One from a peer that is not (or no longer) connected is ignored."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return []
         if isinstance(message, Hello):
-            if not peer.is_ready:
+            if peer.consumer is None:
                 peer.hello_deadline = math.inf
-                peer.speaker = Speaker(peer_id, message.engine_id, message.epoch)
+                peer.consumer = ConsumerPeer(peer_id, message.engine_id, message.epoch)
             return [Send(peer_id, self._welcome)]
-        if not peer.is_ready:
+        if peer.consumer is None:
             return [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         match message:
             case Claim():
-                return self._claim(peer.speaker, message, now)
+                return self._claim(peer.consumer, message, now)
             case Heartbeat():
                 self._heartbeat(peer_id, message, now)
                 return []
             case Release():
-                return self._release(peer.speaker, message)
+                return self._release(peer.consumer, message)
 
-    def greet(self, peer_id: int) -> list[Action]:
-        """Answer a `Hello` of another version, so that its sender can tell what is wrong."""
+    def answer_hello(self, peer_id: int) -> list[Action]:
+        """Answer a `Hello` of another version, so that its sender can report what is wrong."""
         return [Send(peer_id, self._welcome)] if peer_id in self._peers else []
 
     # -- time ----------------------------------------------------------------------------------------
@@ -277,16 +246,13 @@ class ProducerProtocol:
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""
         actions: list[Action] = []
-        for held in [held for held in self._offers.values() if held.deadline <= now]:
-            why = f"{self._config.lease_s} s after its last sign of life"
-            if held.renewable_until <= now:
-                why = f"after {self._config.max_hold_s} s in which nobody was done with it"
-            actions += self._revoke(held, "expired", f"expired {why}")
-        for lease, announced in self._announced.items():
-            if announced.next_word <= now:
-                peers = announced.claimants.peers
-                announced.next_word = now + self._parked_interval_s if peers else math.inf
-                actions += [Send(peer_id, Parked(announced.request_id, lease)) for peer_id in peers]
+        for offer in [offer for offer in self.offers if offer.deadline <= now]:
+            if offer.state is OfferState.ANNOUNCED:
+                parked = Parked(offer.request_id, offer.lease)
+                actions += [Send(peer_id, parked) for peer_id in offer.claimants.peers]
+                offer.next_answer(now)
+            else:
+                actions += self._revoke(offer, "expired", offer.lateness(now))
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.hello_deadline <= now]:
             actions += [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         return actions
@@ -294,126 +260,151 @@ class ProducerProtocol:
     def next_deadline(self) -> float:
         """When `advance` will have something to do; infinity if never."""
         return min(
-            min((held.deadline for held in self._offers.values()), default=math.inf),
-            min((announced.next_word for announced in self._announced.values()), default=math.inf),
+            min((offer.deadline for offer in self._offers.values()), default=math.inf),
             min((peer.hello_deadline for peer in self._peers.values()), default=math.inf),
         )
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and drop every peer."""
         actions: list[Action] = []
-        for lease, announced in self._announced.items():
-            what = "will not be made: the producer shuts down"
-            actions += self._deny_all(announced.request_id, lease, announced.claimants, what)
-        self._announced.clear()
-        for held in list(self._offers.values()):
-            actions += self._revoke(held, "aborted", "was aborted: the producer shuts down")
+        for offer in self.offers:
+            if offer.state is OfferState.ANNOUNCED:
+                actions += self._deny(offer, "will not be made: the producer shuts down")
+            else:
+                actions += self._revoke(offer, "aborted", "was aborted: the producer shuts down")
+        # After the offers: a peer that is disconnected would not get its `Deny` or `Revoke`.
         actions += [Disconnect(peer_id) for peer_id in self._peers]
         self._peers.clear()
         return actions
 
     # -- one offer -----------------------------------------------------------------------------------
 
-    def _hold(self, held: _Offer) -> list[Action]:
-        request_id, lease = held.request_id, held.lease
-        if lease in self._offers or request_id in self._lease_of:
+    def _made(self, request_id: str) -> Offer | None:
+        lease = self._lease_of.get(request_id)
+        return None if lease is None else self._offers[lease]
+
+    def _new_offer(self, request_id: str, lease: int) -> Offer:
+        """Find or begin the record of an offer that is made now.
+
+        Raises:
+            KVTransferStateError: the number is that of another offer, or the request is offered already.
+        """
+        offer = self._offers.get(lease) or Offer(request_id, lease, self._config)
+        if offer.is_made or offer.request_id != request_id or request_id in self._lease_of:
             raise KVTransferStateError(
-                f"request {request_id!r} is offered a second time, or its lease number is"
+                f"request {request_id!r} cannot be offered: it is offered already, or its lease number is in use"
             )
-        announced = self._announced.pop(lease, None)
-        if announced is not None:
-            held.claimants = announced.claimants
-        if held.claimants.are_done:
-            return [OfferEnded(request_id, "aborted", "its consumer gave it up before it was made")]
-        if not self._free_guards:
-            what = "was refused: too many offers are held"
-            denials = self._deny_all(request_id, lease, held.claimants, what)
-            return [*denials, OfferEnded(request_id, "aborted", "too many offers are held")]
-        held.guard_index = self._free_guards.pop()
-        self._offers[lease] = held
-        self._lease_of[request_id] = lease
-        grants = [self._grant(held, peer) for peer in held.claimants.peers]
-        # A consumer that is granted may read at once: the guard must hold before it hears of that.
-        return [SetGuard(held.guard_index, lease), *grants]
+        self._offers[lease] = offer
+        return offer
 
-    def _claim(self, speaker: Speaker, claim: Claim, now: float) -> list[Action]:
-        known = self._offers.get(claim.lease) or self._announced.get(claim.lease)
-        if known is None or known.request_id != claim.request_id:
-            # The engine announces an offer before any router hears of it: what is unknown here will not come.
-            return [_denial(speaker.peer_id, claim.request_id, claim.lease, "is over, or was never made")]
-        if refusal := known.claimants.claim(speaker, claim):
-            return [_denial(speaker.peer_id, claim.request_id, claim.lease, refusal)]
-        if isinstance(known, _Announced):
-            known.next_word = min(known.next_word, now + self._parked_interval_s)
-            return [Send(speaker.peer_id, Parked(claim.request_id, claim.lease))]
-        self._renew(known, now)
-        return [self._grant(known, speaker.peer_id)]
+    def _grant_of(
+        self, offer: Offer, block_ids: BlockTables, num_tokens: int, num_ready: int, content: str
+    ) -> Grant | None:
+        """Take a guard for an offer. None: it ends before it is made, because it is unwanted or no guard is free."""
+        if offer.claimants.are_done or not self._free_guards:
+            return None
+        index = self._free_guards.pop()
+        return Grant(offer.request_id, offer.lease, index, num_tokens, num_ready, block_ids, content)
 
-    def _grant(self, held: _Offer, peer_id: int) -> Action:
-        grant = Grant(
-            held.request_id,
-            held.lease,
-            held.guard_index,
-            held.num_tokens,
-            held.num_ready,
-            held.block_ids,
-            held.content,
-        )
-        return Send(peer_id, grant)
+    def _refuse(self, offer: Offer) -> list[Action]:
+        """End an offer that cannot be made. It never had a guard, so there is none to clear."""
+        if offer.claimants.are_done:
+            why = "its consumer gave it up before it was made"
+        else:
+            why = "too many offers are held"
+        denials = self._deny(offer, f"was refused: {why}")
+        return [*denials, OfferEnded(offer.request_id, "aborted", why)]
 
-    def _extend(self, held: _Offer, block_ids: BlockTables, num_ready: int) -> list[Action]:
-        if num_ready <= held.num_ready:
-            return []
-        ends = [len(table) for table in held.block_ids]
-        if held.block_ids != tuple(table[:end] for table, end in zip(block_ids, ends, strict=True)):
-            return self._revoke(held, "aborted", "was aborted: its blocks are others now")
-        more = tuple(table[end:] for table, end in zip(block_ids, ends, strict=True))
-        held.block_ids, held.num_ready = block_ids, num_ready
-        progress = Progress(held.request_id, held.lease, num_ready, more)
-        return [Send(peer_id, progress) for peer_id in held.claimants.peers]
+    def _make(self, offer: Offer) -> list[Action]:
+        """Set the guard of an offer and grant it to the claims that were parked."""
+        self._lease_of[offer.request_id] = offer.lease
+        grants = self._send_to(offer.claimants.peers, offer.granted)
+        # A consumer may read as soon as it has a grant, so the guard must be set before the grant is sent.
+        return [SetGuard(offer.granted.guard_index, offer.lease), *grants]
 
-    def _renew(self, held: _Offer, now: float) -> None:
-        if held.is_complete and now < held.renewable_until:
-            held.deadline = now + self._config.lease_s
+    def _claim(self, peer: ConsumerPeer, claim: Claim, now: float) -> list[Action]:
+        offer = self._named(claim)
+        if offer is None:
+            # The engine announces an offer before any router can know it. So an unknown number will never be offered
+            # here, and there is no reason to park its claim.
+            return [_denial(peer.peer_id, claim.request_id, claim.lease, "is over, or was never made")]
+        if refusal := offer.claim(peer, claim, now):
+            return [_denial(peer.peer_id, claim.request_id, claim.lease, refusal)]
+        if offer.state is OfferState.ANNOUNCED:
+            return [Send(peer.peer_id, Parked(claim.request_id, claim.lease))]
+        return [Send(peer.peer_id, offer.granted)]
+
+    def _extend(self, offer: Offer, block_ids: BlockTables, num_ready: int) -> list[Action]:
+        try:
+            progress = offer.extend(block_ids, num_ready)
+        except KVTransferStateError:
+            return self._revoke(offer, "aborted", "was aborted: its request has other blocks now")
+        return [] if progress is None else self._send_to(offer.claimants.peers, progress)
 
     def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
-            held = self._offers.get(lease)
-            if held is not None and held.claimants.may_renew(peer_id):
-                self._renew(held, now)
+            offer = self._offers.get(lease)
+            # Only the consumer's own heartbeats count. Otherwise a peer that learned a number could keep blocks for
+            # another node's request, whose ranks are gone.
+            if offer is not None and offer.claimants.may_renew(peer_id):
+                offer.renew(now)
 
-    def _release(self, speaker: Speaker, release: Release) -> list[Action]:
-        known = self._offers.get(release.lease) or self._announced.get(release.lease)
-        if known is None or known.request_id != release.request_id:
+    def _release(self, peer: ConsumerPeer, release: Release) -> list[Action]:
+        offer = self._named(release)
+        if offer is None:
             return []
-        known.claimants.release(speaker, release)
-        return [] if isinstance(known, _Announced) else self._end_if_done(known, "its consumer gave it up")
+        offer.release(peer, release)
+        # An announced offer ends when it is made: only then is the engine owed an end.
+        return self._end_if_done(offer, "its consumer gave it up") if offer.is_made else []
 
-    def _end_if_done(self, held: _Offer, why_not: str) -> list[Action]:
-        """End an offer that every rank of its consumer is done with."""
-        if not held.claimants.are_done:
+    def _named(self, message: Claim | Release) -> Offer | None:
+        """The offer that a message is about. The request must fit as well, so that a stale message changes nothing."""
+        offer = self._offers.get(message.lease)
+        return offer if offer is not None and offer.request_id == message.request_id else None
+
+    def _end_if_done(self, offer: Offer, why_not: str) -> list[Action]:
+        """End an offer if every rank of its consumer is done with it."""
+        if not offer.claimants.are_done:
             return []
-        if held.claimants.have_everything:
-            return self._end(held, "delivered", "was delivered")
-        return self._end(held, "aborted", why_not)
+        if offer.claimants.have_everything:
+            return self._end(offer, "delivered", "was delivered")
+        return self._end(offer, "aborted", why_not)
 
-    def _deny_all(self, request_id: str, lease: int, claimants: Claimants, what: str) -> list[Action]:
-        return [_denial(peer_id, request_id, lease, what) for peer_id in claimants.peers]
+    def _deny(self, offer: Offer, what: str) -> list[Action]:
+        """End an offer that was not made. Its consumers are told; this node is owed no report."""
+        del self._offers[offer.lease]
+        offer.end()
+        peers = offer.claimants.peers
+        return [_denial(peer_id, offer.request_id, offer.lease, what) for peer_id in peers]
 
-    def _revoke(self, held: _Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
-        actions = self._end(held, outcome, what)
-        revoke = Revoke(held.request_id, held.lease, f"the offer {what}")
-        actions[1:1] = [Send(peer_id, revoke) for peer_id in held.claimants.peers]
-        return actions
+    def _revoke(self, offer: Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
+        """End an offer before its consumer is done, and tell the ranks that read."""
+        actions = self._end(offer, outcome, what)
+        revoke = Revoke(offer.request_id, offer.lease, f"the offer {what}")
+        # The guard first: what a consumer reads while the message is under way must not count.
+        return [*actions[:1], *self._send_to(offer.claimants.peers, revoke), *actions[1:]]
 
     def _end(
-        self, held: _Offer, outcome: Literal["delivered", "aborted", "expired"], reason: str
+        self, offer: Offer, outcome: Literal["delivered", "aborted", "expired"], reason: str
     ) -> list[Action]:
-        """Close the offer. The guard is cleared first: from then on no copy of its blocks is accepted."""
-        del self._offers[held.lease]
-        del self._lease_of[held.request_id]
-        self._free_guards.append(held.guard_index)
-        return [ClearGuard(held.guard_index), OfferEnded(held.request_id, outcome, reason)]
+        """End an offer that was made: the one place where a guard is cleared and freed.
+
+        Returns:
+            `ClearGuard`, then `OfferEnded`. `OfferEnded` lets the engine reuse the blocks. From the moment when the guard is
+            clear no consumer accepts what it copies, so this order is what keeps another request's bytes from
+            being taken for this one's.
+        """
+        del self._offers[offer.lease]
+        del self._lease_of[offer.request_id]
+        index = offer.granted.guard_index
+        # The word can be given to another offer at once: a read that still goes on under it looks for this lease number,
+        # which no other offer ever has.
+        self._free_guards.append(index)
+        offer.end()
+        return [ClearGuard(index), OfferEnded(offer.request_id, outcome, reason)]
+
+    def _send_to(self, peers: Iterable[int], message: Grant | Revoke | Progress) -> list[Action]:
+        return [Send(peer_id, message) for peer_id in peers]
 
 
 def _denial(peer_id: int, request_id: str, lease: int, what: str) -> Action:

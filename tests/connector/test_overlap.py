@@ -190,7 +190,7 @@ def test_no_progress_is_waited_for_in_bounds(make_node: MakeNode) -> None:
     prefill = Prefill.begin(producer)
     start_load(consumer, prefill.compute(8))
     consumer.step_until(lambda: is_loaded(consumer), producer)
-    assert "the prompt was not computed in time" in consumer.load_error("d")
+    assert "timed out waiting for the producer to compute" in consumer.load_error("d")
 
 
 class TestOrders:

@@ -32,7 +32,7 @@ from kvferry.connector.handoff.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.connector.handoff.testing.stages import (
+from kvferry.connector.handoff.testing.load_states import (
     BLOCKS,
     GRANT,
     OFFER,

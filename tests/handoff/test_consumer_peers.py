@@ -30,7 +30,7 @@ from kvferry.connector.handoff.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.connector.handoff.testing.stages import (
+from kvferry.connector.handoff.testing.load_states import (
     ADDRESS,
     BLOCKS,
     GRANT,

@@ -139,7 +139,7 @@ def test_a_claimed_lease_runs_out_and_is_revoked(producer: ProducerProtocol) -> 
 
 
 def test_a_consumer_cannot_hold_an_offer_for_ever(producer: ProducerProtocol, config: HandoffConfig) -> None:
-    """It gives signs of life, and is never done."""
+    """It sends heartbeats, and is never done."""
     claimed(producer)
     now = 0.0
     while producer.num_offers and now < 2 * config.max_hold_s:
@@ -147,7 +147,9 @@ def test_a_consumer_cannot_hold_an_offer_for_ever(producer: ProducerProtocol, co
         producer.receive(PEER, Heartbeat((1,)), now)
         actions = producer.advance(now)
     assert config.max_hold_s < now <= config.max_hold_s + config.lease_s
-    assert actions[-1] == OfferEnded("r", "expired", "expired after 600.0 s in which nobody was done with it")
+    assert actions[-1] == OfferEnded(
+        "r", "expired", "expired: its consumer was not done 600.0 s after the request finished"
+    )
 
 
 def test_a_lost_claimant_ends_its_offers_only(producer: ProducerProtocol) -> None:

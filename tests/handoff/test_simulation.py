@@ -288,7 +288,7 @@ def first_broken_promise(
         try:  # long enough for blocks and guards to be used again while somebody reads
             explore(Simulation(producer, consumer, checks_after_copy, spreads), seed, num_steps=160)
         except PromiseBroken as broken:
-            return str(broken)
+            return broken.promise
     return "none"
 
 

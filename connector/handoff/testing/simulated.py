@@ -29,12 +29,17 @@ OfferName = tuple[str, int, int]
 
 
 class PromiseBroken(AssertionError):
-    """The protocol did what it must never do."""
+    """The protocol did what it must never do.
 
+    Attributes:
+        promise: What it must do instead.
+        states: The state of every offer and load when it happened.
+    """
 
-def require(kept: bool, promise: str) -> None:
-    if not kept:
-        raise PromiseBroken(promise)
+    def __init__(self, promise: str, states: str) -> None:
+        super().__init__(f"{promise}; {states}")
+        self.promise = promise
+        self.states = states
 
 
 @dataclass(frozen=True)

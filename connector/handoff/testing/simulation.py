@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from ....transports.errors import KVTransferStateError
 from ...planning import compatibility
 from ..config import HandoffConfig
 from ..consumer import ConsumerProtocol
@@ -32,12 +33,12 @@ from .simulated import (
     NUM_LAYERS,
     Bytes,
     OfferName,
+    PromiseBroken,
     SimulatedEngine,
     SimulatedLoad,
     SimulatedOffer,
     SimulatedRank,
     Spread,
-    require,
     simulated_layout,
 )
 from .world import SimulatedWorld
@@ -168,7 +169,9 @@ class Simulation(SimulatedWorld):
                 while rank.orders:
                     self.do(rank, rank.orders.popleft()[1]())
                 self.do(rank, rank.protocol.producer.abort(request_id, self.now))
-                require(held.lease not in rank.guards, "the guard is cleared before blocks can be reused")
+                self.require(
+                    held.lease not in rank.guards, "the guard is cleared before blocks can be reused"
+                )
             del engine.offers[request_id]
             engine.free(held.block_ids, scribble=253)
 
@@ -282,33 +285,35 @@ class Simulation(SimulatedWorld):
         self.settle()
         end = self.now + _LONGEST_WAIT_S
         while (due := min(rank.protocol.next_deadline() for rank in self.ranks)) < math.inf:
-            require(due <= end, f"something still waits after {_LONGEST_WAIT_S} s")
+            self.require(due <= end, f"something still waits after {_LONGEST_WAIT_S} s")
             self.tick(max(due - self.now, 0.0))
             self.settle()
         for engine in self.engines.values():
-            require(not engine.offers and not engine.loads, "every offer and every load is reported")
-            require(sorted(engine.free_blocks) == list(range(1, NUM_BLOCKS)), "all blocks are free")
+            self.require(not engine.offers and not engine.loads, "every offer and every load is reported")
+            self.require(sorted(engine.free_blocks) == list(range(1, NUM_BLOCKS)), "all blocks are free")
             for rank in engine.ranks:
                 self._require_empty(engine, rank)
 
     def _require_empty(self, engine: SimulatedEngine, rank: SimulatedRank) -> None:
         for request_id in engine.claims:
             self.do(rank, rank.protocol.consumer.drop(request_id, self.now))
-        require(rank.protocol.producer.num_offers == 0, "the producer forgets what ended")
-        require(rank.protocol.producer.num_announced == 0, "what was announced is offered or withdrawn")
-        require(rank.protocol.consumer.num_loads == 0, "the consumer forgets what ended")
-        require(not any(rank.guards), "guards are clear")
+        self.require(rank.protocol.producer.num_offers == 0, "the producer forgets what ended")
+        self.require(rank.protocol.producer.num_announced == 0, "what was announced is offered or withdrawn")
+        self.require(rank.protocol.consumer.num_loads == 0, "the consumer forgets what ended")
+        self.require(not any(rank.guards), "guards are clear")
 
     # -- what must hold --------------------------------------------------------------------------------
 
     def offer_ended(self, rank: SimulatedRank, ended: OfferEnded) -> None:
         engine = rank.engine
-        require(ended.request_id in engine.offers, "an offer ends once")
+        self.require(ended.request_id in engine.offers, "an offer ends once")
         offer = engine.offers[ended.request_id]
-        require(rank.number not in offer.ended, "an offer ends once")
-        require(offer.lease not in rank.guards, "the guard is cleared before blocks can be reused")
+        self.require(rank.number not in offer.ended, "an offer ends once")
+        self.require(offer.lease not in rank.guards, "the guard is cleared before blocks can be reused")
         name = (engine.address, engine.epoch, offer.lease)
-        require(ended.outcome != "delivered" or self._is_loaded(name), "delivered means loaded by every rank")
+        self.require(
+            ended.outcome != "delivered" or self._is_loaded(name), "delivered means loaded by every rank"
+        )
         self.outcomes[f"offer {ended.outcome}"] += 1
         offer.ended.add(rank.number)
         self._free_if_over(engine, ended.request_id)
@@ -321,19 +326,19 @@ class Simulation(SimulatedWorld):
 
     def load_ended(self, rank: SimulatedRank, ended: LoadEnded) -> None:
         engine = rank.engine
-        require(ended.request_id in engine.loads, "a load is reported once")
+        self.require(ended.request_id in engine.loads, "a load is reported once")
         load = engine.loads[ended.request_id]
-        require(rank.number not in load.ended, "a load is reported once")
+        self.require(rank.number not in load.ended, "a load is reported once")
         is_read = any(request_id == ended.request_id for request_id, _ in rank.reads)
-        require(not is_read, "nothing writes into the blocks of a load that is over")
-        require((ended.error is None) == (ended.outcome != "failed"), "a failure has a reason")
+        self.require(not is_read, "nothing writes into the blocks of a load that is over")
+        self.require((ended.error is None) == (ended.outcome != "failed"), "a failure has a reason")
         if ended.outcome == "loaded":
             self._loaded[load.name].add((engine.address, rank.number))
-            require(load.name in self._contents, "what was loaded had been offered")
+            self.require(load.name in self._contents, "what was loaded had been offered")
             made = {(offer.engine_id, offer.epoch, offer.lease): offer.content for offer in self._made}
-            require(load.content == made[load.name], "what was loaded was computed from the same prompt")
+            self.require(load.content == made[load.name], "what was loaded was computed from the same prompt")
             expected = self._contents[load.name][load.first_block_index :]
-            require(rank.holds(load.block_ids, expected), "loaded bytes are the offered ones")
+            self.require(rank.holds(load.block_ids, expected), "loaded bytes are the offered ones")
         self.outcomes[f"load {ended.outcome}"] += 1
         load.ended.add(rank.number)
         if len(load.ended) == len(engine.ranks):
@@ -407,6 +412,10 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         lambda: simulation.kill_rank(number()): 0.2,
         lambda: simulation.sever(number()): 0.4,
     }
-    for operation in generator.choices(list(operations), list(operations.values()), k=num_steps):
-        operation()
-    simulation.finish()
+    try:
+        for operation in generator.choices(list(operations), list(operations.values()), k=num_steps):
+            operation()
+        simulation.finish()
+    except KVTransferStateError as error:
+        promise = f"records change their states as their tables say ({error})"
+        raise PromiseBroken(promise, simulation.states()) from error

@@ -23,8 +23,10 @@ from ..events import (
     SetGuard,
     StartRead,
 )
+from ..loads import LoadState
 from ..messages import encode
-from .simulated import SimulatedEngine, SimulatedRank, SimulatedRead, require
+from ..offers import OfferState
+from .simulated import PromiseBroken, SimulatedEngine, SimulatedRank, SimulatedRead
 
 
 class SimulatedWorld(ABC):
@@ -52,6 +54,38 @@ class SimulatedWorld(ABC):
     def ranks(self) -> list[SimulatedRank]:
         """All that live."""
         return [rank for engine in self.engines.values() for rank in engine.living_ranks]
+
+    # -- what must hold --------------------------------------------------------------------------------
+
+    def require(self, kept: bool, promise: str) -> None:
+        """Fail unless a promise is kept; the failure shows the state of every offer and load."""
+        if not kept:
+            raise PromiseBroken(promise, self.states())
+
+    def states(self) -> str:
+        """The state of every offer and load of every rank that lives."""
+        return "; ".join(
+            f"{rank.engine.address}/{rank.number}: {[*rank.protocol.producer.offers, *rank.protocol.consumer.loads]}"
+            for rank in self.ranks
+        )
+
+    def _require_true_states(self, rank: SimulatedRank) -> None:
+        """Compare the states that the records of a rank have with what is so in this world.
+
+        The records themselves check that each change is in their table.
+        """
+        for offer in rank.protocol.producer.offers:
+            self.require(offer.state is not OfferState.ENDED, "an offer that ended is forgotten")
+            if offer.is_made:
+                is_guarded = rank.guards[offer.granted.guard_index] != 0
+                self.require(is_guarded, "an offer that can be read has its guard set")
+        reading = {request_id for request_id, _ in rank.reads}
+        for load in rank.protocol.consumer.loads:
+            self.require(load.state is not LoadState.ENDED, "a load that ended is forgotten")
+            is_reading = load.state in (LoadState.READING, LoadState.DRAINING)
+            self.require(
+                is_reading == (load.request_id in reading), "a load is reading or draining while it is read"
+            )
 
     # -- what happens by itself ------------------------------------------------------------------------
 
@@ -105,7 +139,7 @@ class SimulatedWorld(ABC):
                 if read.deadline <= self.now and read.error is None:
                     read.error = TransferTimeoutError("the read took too long")
             self.do(rank, rank.protocol.advance(self.now))
-            require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
+            self.require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
 
     def sever(self, which: int) -> None:
         """A connection breaks; either end learns of it in its own time."""
@@ -132,6 +166,7 @@ class SimulatedWorld(ABC):
         waiting = deque(actions)
         while waiting:
             waiting.extend(self._act(rank, waiting.popleft()))
+        self._require_true_states(rank)
 
     def next_number(self) -> int:
         """A number that was not used before."""
@@ -163,7 +198,7 @@ class SimulatedWorld(ABC):
 
     def _start_read(self, rank: SimulatedRank, order: StartRead) -> None:
         key = (order.request_id, order.rank)
-        require(key not in rank.reads, "one read at a time for a request from a rank")
+        self.require(key not in rank.reads, "one read at a time for a request from a rank")
         source = rank.links.get(order.peer_id, (rank, 0))[0]
         rank.reads[key] = SimulatedRead(order, source, self.now + order.timeout_s)
         if order.peer_id not in rank.links:

@@ -1,0 +1,305 @@
+"""One offer of a producer: its state, what it grants, and the ranks that read it."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...transports.errors import KVTransferStateError
+from .config import HandoffConfig
+from .events import BlockTables
+from .messages import Claim, Grant, Progress, Release
+
+logger = logging.getLogger(__name__)
+
+#: How often a parked claim is answered within the time after which its consumer would give up. One answer may be late
+#: or lost with a slow peer; with three, the consumer still hears in time.
+_ANSWERS_PER_CLAIM_TIMEOUT = 3
+
+
+class OfferState(enum.Enum):
+    """The states of the producer's table in `docs/design.md`."""
+
+    #: The request has arrived; its offer is still to be made. Claims are parked.
+    ANNOUNCED = "announced"
+    #: The prompt is still being computed. The blocks are the engine's, and no lease runs.
+    OPEN = "open"
+    #: The request has finished, and no rank reads. The lease runs.
+    OFFERED = "offered"
+    #: The request has finished, and at least one rank reads. The lease runs, and heartbeats renew it.
+    CLAIMED = "claimed"
+    #: Its guard is clear, or it never had one.
+    ENDED = "ended"
+
+
+#: Which states may follow which; `docs/design.md` says by which event.
+OFFER_TRANSITIONS: Mapping[OfferState, frozenset[OfferState]] = {
+    OfferState.ANNOUNCED: frozenset(set(OfferState) - {OfferState.ANNOUNCED}),
+    OfferState.OPEN: frozenset({OfferState.OFFERED, OfferState.CLAIMED, OfferState.ENDED}),
+    OfferState.OFFERED: frozenset({OfferState.CLAIMED, OfferState.ENDED}),
+    OfferState.CLAIMED: frozenset({OfferState.OFFERED, OfferState.ENDED}),
+    OfferState.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class ConsumerPeer:
+    """The connection of one rank of a consumer, and the node that the rank named in its `Hello`."""
+
+    peer_id: int
+    engine_id: str
+    epoch: int
+
+
+#: A consumer: engine id, epoch, number of its ranks.
+_Consumer = tuple[str, int, int]
+
+
+class Claimants:
+    """The ranks of the one node that reads an offer. Each rank claims once and is done once.
+
+    The first rank that claims decides which node reads, and how many ranks it has. Only a rank that claimed can
+    release. Otherwise a peer that merely learned the lease number of an offer could end it.
+    """
+
+    def __init__(self) -> None:
+        self._consumer: _Consumer | None = None
+        self._peer_of: dict[int, int] = {}  # by rank; those that read
+        self._done: dict[int, bool] = {}  # by rank; whether it has what it wanted
+
+    @property
+    def peers(self) -> list[int]:
+        """Peers that read, by rank."""
+        return [self._peer_of[rank] for rank in sorted(self._peer_of)]
+
+    @property
+    def are_done(self) -> bool:
+        """Whether every rank is done."""
+        return self._consumer is not None and len(self._done) == self._consumer[2]
+
+    @property
+    def have_everything(self) -> bool:
+        """Whether every rank is done and has what it wanted."""
+        return self.are_done and all(self._done.values())
+
+    def may_renew(self, peer_id: int) -> bool:
+        """Whether a heartbeat of this peer counts: it reads, or no rank has claimed yet."""
+        return self._consumer is None or peer_id in self._peer_of.values()
+
+    def claim(self, peer: ConsumerPeer, claim: Claim) -> str:
+        """Let a rank read. A repeated claim changes nothing.
+
+        Returns:
+            Why it may not; empty if it may.
+        """
+        if refusal := self._refusal(peer, claim):
+            return refusal
+        self._consumer = _consumer_of(peer, claim)
+        self._peer_of[claim.rank] = peer.peer_id
+        return ""
+
+    def release(self, peer: ConsumerPeer, release: Release) -> None:
+        """Note that a rank that claimed is done. Any other release is ignored."""
+        if self._consumer == _consumer_of(peer, release) and self._reads(peer.peer_id, release.rank):
+            del self._peer_of[release.rank]
+            self._done[release.rank] = release.delivered
+
+    def lose(self, peer_id: int) -> bool:
+        """End the share of each rank that read through a peer which is gone.
+
+        Returns:
+            Whether there was one.
+        """
+        ranks = [rank for rank, reader in self._peer_of.items() if reader == peer_id]
+        for rank in ranks:
+            del self._peer_of[rank]
+            self._done[rank] = False
+        return bool(ranks)
+
+    def _refusal(self, peer: ConsumerPeer, claim: Claim) -> str:
+        if claim.rank >= claim.num_ranks:
+            return f"has no share for rank {claim.rank} of {claim.num_ranks}"
+        if self._consumer not in (None, _consumer_of(peer, claim)):
+            return "is claimed by another consumer"
+        if claim.rank in self._done:
+            return "is over for this rank"
+        if self._reads(peer.peer_id, claim.rank):
+            return ""
+        if claim.rank in self._peer_of:
+            return "is claimed by another consumer"
+        # Each rank has a connection of its own. So one peer can hold at most one claim of an offer, and a peer that
+        # claims for every rank cannot make this table grow.
+        return "is claimed by this peer for another rank" if peer.peer_id in self.peers else ""
+
+    def _reads(self, peer_id: int, rank: int) -> bool:
+        return self._peer_of.get(rank) == peer_id
+
+
+def _consumer_of(peer: ConsumerPeer, message: Claim | Release) -> _Consumer:
+    return peer.engine_id, peer.epoch, message.num_ranks
+
+
+class Offer:
+    """One offer, from the arrival of its request until its end. Only its own methods change it.
+
+    Attributes:
+        state: Where it is in the producer's table.
+        grant: What its claimants are told, and under which guard; None before it is made.
+        deadline: When something is due: while announced, the next answer to parked claims; while offered or claimed, the
+            end of the lease; infinity if nothing is.
+        claimants: The ranks that read it.
+    """
+
+    def __init__(self, request_id: str, lease: int, config: HandoffConfig) -> None:
+        self.request_id = request_id
+        self.lease = lease
+        self.state = OfferState.ANNOUNCED
+        self.grant: Grant | None = None
+        self.deadline = math.inf
+        self.claimants = Claimants()
+        self._config = config
+        self._renewable_until = math.inf
+
+    def __repr__(self) -> str:
+        # Never the lease number: a peer that knows it can read without a claim, and a repr ends up in logs.
+        ready = f", {self.grant.num_ready} of {self.grant.num_tokens} tokens ready" if self.grant else ""
+        return f"<offer of request {self.request_id!r}: {self.state.value}{ready}, {len(self.claimants.peers)} read>"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is held under a guard: made, and not ended."""
+        return self.state not in (OfferState.ANNOUNCED, OfferState.ENDED)
+
+    @property
+    def granted(self) -> Grant:
+        """What its claimants are told; only of an offer that is made."""
+        assert self.grant is not None, f"{self!r} grants nothing yet"
+        return self.grant
+
+    # -- what this node does -------------------------------------------------------------------------
+
+    def open(self, grant: Grant) -> None:
+        """Make it while its prompt is still being computed.
+
+        No lease runs: a consumer that is alive cannot speed the prefill up, and the engine keeps the blocks anyway.
+        """
+        self.grant = grant
+        self.deadline = math.inf
+        self._go_to(OfferState.OPEN)
+
+    def offer(self, grant: Grant, now: float) -> None:
+        """Make it for a request that has finished. The lease runs."""
+        self.grant = grant
+        self._start_lease(now)
+
+    def complete(self, now: float) -> None:
+        """Note that the request of an open offer has finished. The lease runs from now on."""
+        self._start_lease(now)
+
+    def extend(self, block_ids: BlockTables, num_ready: int) -> Progress | None:
+        """Note that more tokens are ready.
+
+        Returns:
+            What the claimants are to be told; None if nothing is new.
+
+        Raises:
+            KVTransferStateError: the block tables are not the known ones with blocks added. Nothing is changed.
+        """
+        grant = self.granted
+        if num_ready <= grant.num_ready:
+            return None
+        ends = [len(table) for table in grant.block_ids]
+        if grant.block_ids != tuple(table[:end] for table, end in zip(block_ids, ends, strict=True)):
+            raise KVTransferStateError(f"{self!r} was extended by other block tables than it has")
+        more = tuple(table[end:] for table, end in zip(block_ids, ends, strict=True))
+        self.grant = replace(grant, num_ready=num_ready, block_ids=block_ids)
+        return Progress(self.request_id, self.lease, num_ready, more)
+
+    def end(self) -> None:
+        """End it. The caller clears its guard."""
+        self.deadline = math.inf
+        self._go_to(OfferState.ENDED)
+
+    # -- what consumers do ---------------------------------------------------------------------------
+
+    def claim(self, peer: ConsumerPeer, claim: Claim, now: float) -> str:
+        """Let a rank read, or wait for the offer to be made.
+
+        Returns:
+            Why it may not; empty if it may.
+        """
+        if refusal := self.claimants.claim(peer, claim):
+            return refusal
+        if self.state is OfferState.ANNOUNCED:
+            self.deadline = min(self.deadline, now + self._answer_interval_s)
+        self.renew(now)
+        self._count_readers()
+        return ""
+
+    def release(self, peer: ConsumerPeer, release: Release) -> None:
+        """Note that a rank is done."""
+        self.claimants.release(peer, release)
+        self._count_readers()
+
+    def lose(self, peer_id: int) -> bool:
+        """Note that a peer is gone.
+
+        Returns:
+            Whether it read.
+        """
+        read = self.claimants.lose(peer_id)
+        self._count_readers()
+        return read
+
+    def renew(self, now: float) -> None:
+        """Let the lease run anew, unless the request finished `max_hold_s` ago.
+
+        That bound is the producer's: a consumer that sends heartbeats for ever must not keep blocks for ever.
+        """
+        if self.state in (OfferState.OFFERED, OfferState.CLAIMED) and now < self._renewable_until:
+            self.deadline = now + self._config.lease_s
+
+    def next_answer(self, now: float) -> None:
+        """Note that the parked claims were answered just now."""
+        self.deadline = now + self._answer_interval_s if self.claimants.peers else math.inf
+
+    def lateness(self, now: float) -> str:
+        """Why the lease of an overdue offer ran out."""
+        if self._renewable_until <= now:
+            return (
+                f"expired: its consumer was not done {self._config.max_hold_s} s after the request finished"
+            )
+        return f"expired: its consumer sent no heartbeat for {self._config.lease_s} s"
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    @property
+    def _answer_interval_s(self) -> float:
+        return self._config.claim_timeout_s / _ANSWERS_PER_CLAIM_TIMEOUT
+
+    def _start_lease(self, now: float) -> None:
+        self.deadline = now + self._config.lease_s
+        self._renewable_until = now + self._config.max_hold_s
+        self._go_to(OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED)
+
+    def _count_readers(self) -> None:
+        """Tell *offered* from *claimed*. An offer whose ranks are all done is about to end, so it stays as it is."""
+        if self.state not in (OfferState.OFFERED, OfferState.CLAIMED) or self.claimants.are_done:
+            return
+        state = OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED
+        if state is not self.state:
+            self._go_to(state)
+
+    def _go_to(self, state: OfferState) -> None:
+        """Change the state: the one place that does.
+
+        Raises:
+            KVTransferStateError: `OFFER_TRANSITIONS` does not have this change.
+        """
+        if state not in OFFER_TRANSITIONS[self.state]:
+            raise KVTransferStateError(f"{self!r} cannot become {state.value}")
+        logger.debug("%r becomes %s", self, state.value)
+        self.state = state

@@ -1,0 +1,119 @@
+"""The states of offers and loads: their tables are those of `docs/design.md`, and nothing changes in another way."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.connector.handoff.config import HandoffConfig
+from kvferry.connector.handoff.loads import LOAD_TRANSITIONS, Load, LoadState, Verdict
+from kvferry.connector.handoff.messages import Claim, Grant, Release
+from kvferry.connector.handoff.offers import OFFER_TRANSITIONS, ConsumerPeer, Offer, OfferState
+from kvferry.connector.handoff.producer import ProducerProtocol
+from kvferry.connector.handoff.testing import PromiseBroken, Simulation, explore
+from kvferry.connector.handoff.testing.load_states import GRANT, OFFER
+from kvferry.transports.errors import KVTransferStateError
+
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+#: A number that must not be shown: a peer that knows it can read.
+LEASE = 4611686018427387904
+
+
+def changes_in_design(heading: str) -> set[tuple[str, str]]:
+    """The changes of state that a table of the design has."""
+    _, _, section = DESIGN.read_text().partition(f"### {heading}\n")
+    rows = [
+        line.split("|")[1:4] for line in section.partition("\n### ")[0].splitlines() if line.startswith("|")
+    ]
+    found = set()
+    for states, _, targets in rows[2:]:
+        for state in states.split(","):
+            for target in targets.split(","):
+                found.add((state.strip(), state.strip() if target.strip() == "same" else target.strip()))
+    return {(state, target) for state, target in found if state not in ("–", target)}
+
+
+def changes_in_code(table: Mapping[Any, frozenset[Any]]) -> set[tuple[str, str]]:
+    return {(name(state), name(target)) for state, targets in table.items() for target in targets}
+
+
+def name(state: enum.Enum) -> str:
+    return state.name.lower()
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [("Producer, one offer", OFFER_TRANSITIONS), ("Consumer, one load", LOAD_TRANSITIONS)],
+)
+def test_the_tables_of_the_design_are_those_of_the_code(
+    heading: str, table: Mapping[Any, frozenset[Any]]
+) -> None:
+    assert changes_in_design(heading) == changes_in_code(table)
+
+
+@pytest.fixture
+def offer() -> Offer:
+    return Offer("r", LEASE, HandoffConfig())
+
+
+def test_an_offer_tells_its_state_and_keeps_its_number_to_itself(offer: Offer) -> None:
+    assert repr(offer) == "<offer of request 'r': announced, 0 read>"
+    offer.open(Grant("r", LEASE, 0, 12, 8, ((4, 5),)))
+    assert repr(offer) == "<offer of request 'r': open, 8 of 12 tokens ready, 0 read>"
+
+
+def test_an_offer_is_claimed_while_a_rank_reads_it(offer: Offer) -> None:
+    offer.offer(Grant("r", LEASE, 0, 12, 12, ((4, 5, 6),)), now=0.0)
+    first = ConsumerPeer(1, "there", 5)
+    assert offer.state is OfferState.OFFERED
+    assert offer.claim(first, Claim("r", LEASE, 0, 2), now=0.0) == ""
+    assert offer.state is OfferState.CLAIMED
+    offer.release(first, Release("r", LEASE, True, 0, 2))
+    assert offer.state is OfferState.OFFERED  # the other rank is still to come
+
+
+def test_an_offer_ends_once(offer: Offer) -> None:
+    offer.end()
+    with pytest.raises(KVTransferStateError, match="ended, 0 read> cannot become ended"):
+        offer.end()
+
+
+def test_a_load_tells_its_state_and_keeps_its_number_to_itself() -> None:
+    load = Load("ours", OFFER)
+    assert repr(load) == "<load of request 'ours': connecting, ranks: connecting>"
+    (part,) = load.parts
+    load.claim(part, 1.0)
+    load.accept(part, GRANT, 1.0)
+    load.start_read(part, 1.0)
+    load.decide(Verdict("dropped"))
+    assert repr(load) == "<load of request 'ours': draining, ranks: reading>"
+    load.end_read(part)
+    assert load.state is LoadState.ENDED
+
+
+def test_a_load_is_not_granted_before_it_claims() -> None:
+    load = Load("ours", OFFER)
+    with pytest.raises(KVTransferStateError, match="rank 0 cannot become granted"):
+        load.accept(load.parts[0], GRANT, 1.0)
+
+
+def explore_many(producer: type[ProducerProtocol]) -> None:
+    for seed in range(100):
+        explore(Simulation(producer), seed)
+
+
+class EndsTwice(ProducerProtocol):
+    def _end(self, offer, *args):
+        actions = super()._end(offer, *args)
+        offer.end()
+        return actions
+
+
+def test_the_simulator_finds_a_change_that_no_table_has_and_shows_all_states() -> None:
+    with pytest.raises(PromiseBroken, match="cannot become ended.*sim://a/0: ") as caught:
+        explore_many(EndsTwice)
+    assert "offer of request 'prefill-" in caught.value.states
