@@ -42,7 +42,7 @@ OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 #: For what an engine does first when it is woken up.
 SETTLE_S = 0.3
 NIXL_PORTS = count(24600)
-KVFERRY_BYTES, NIXL_BYTES = "kvferry_loaded_bytes_total", "vllm:nixl_bytes_transferred_sum"
+KVFERRY_BYTES, NIXL_BYTES = "kvferry_load_bytes_sum", "vllm:nixl_bytes_transferred_sum"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

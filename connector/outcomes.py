@@ -139,7 +139,7 @@ class Outcomes:
                 self._loads.pop(request_id, None)
 
     def count(self, name: str) -> None:
-        """Count what is no handoff; `name` is one of `COUNTERS`."""
+        """Count what is no handoff; `name` is a key of `COUNTERS`."""
         with self._lock:
             self._counters[name] += 1
 
@@ -209,12 +209,6 @@ class Outcomes:
             self._records.append(record)
         if record.error:
             self._counters["load_failures_total"] += 1
-            return
-        self._counters["loads_total"] += 1
-        self._counters["loaded_blocks_total"] += record.num_blocks
-        self._counters["loaded_bytes_total"] += record.num_bytes
-        self._counters["regions_total"] += record.num_regions
-        self._counters["load_seconds_total"] += record.seconds
 
 
 def _real_blocks(blocks: LocalBlocks) -> set[int]:

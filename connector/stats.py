@@ -1,49 +1,110 @@
-"""Figures of what was handed over: one record a transfer, and counters that only grow.
+"""Figures of handoffs: one record per load, counters, and the table of metrics that every host exports.
 
-A worker half collects them between two calls of `get_kv_connector_stats`; the engine adds them up over
-ranks and steps with `aggregate`, and turns `counters` into whatever its metrics endpoint speaks.
+A worker half collects figures between two calls of `get_kv_connector_stats`. The host adds them up over ranks with
+`KVConnectorStats.aggregate` and gives them to `HandoffMetrics`, which exports them.
+
+To add a metric, add a row to `METRICS` here and measure it where it happens: count it under its key in `COUNTERS`, or
+fill a field of `TransferRecord`. Hosts and `docs/metrics.md` take names, types, labels and meanings from the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
-#: Every counter, with the help text of its metric.
-COUNTERS: Mapping[str, str] = {
-    "loads_total": "Handoffs loaded from another node",
-    "load_failures_total": "Loads that ended without their bytes",
-    "loaded_bytes_total": "Bytes of KV cache loaded from other nodes",
-    "loaded_blocks_total": "Blocks of KV cache loaded from other nodes",
-    "load_seconds_total": "Seconds spent in reads, summed over transfers",
-    "regions_total": "Regions of bytes read",
-    "offers_delivered_total": "Offers that a consumer has read",
-    "offers_aborted_total": "Offers that ended because a request or a peer went away",
-    "offers_expired_total": "Offers whose lease ran out",
-    "unreachable_peers_total": "Loads refused because the other node runs another transport than this one",
-    "handoff_thread_deaths_total": "1 after the handoff thread died: this node hands nothing over until it is restarted",
+#: Prefix of every metric of kvferry.
+PREFIX = "kvferry_"
+
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_BYTES = tuple(float(4**exponent) for exponent in range(7, 19))  # 16 KiB to 64 GiB
+_NUMBERS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 30000.0)
+#: Fields of `TransferRecord` that are labels of the metrics of loads. They say what moved the bytes.
+_LOAD_LABELS = ("transport", "mechanism")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Declare a metric as it appears on `/metrics`.
+
+    Attributes:
+        name: With its unit, and for a counter with `_total`.
+        text: Its meaning, the help text on `/metrics`.
+        labels: Its own labels; a host may put labels of its own before them.
+        measures: Field of `TransferRecord` that a histogram observes; empty for every other metric.
+        buckets: Upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+    measures: str = ""
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(key: str, text: str) -> Metric:
+    return Metric(f"{PREFIX}{key}", "counter", text)
+
+
+def _of_loads(key: str, measures: str, buckets: tuple[float, ...], text: str) -> Metric:
+    return Metric(f"{PREFIX}{key}", "histogram", text, _LOAD_LABELS, measures, buckets)
+
+
+#: Every metric of handoffs. Loads and offers are counted once per rank. Histograms are of the loads that succeeded.
+METRICS = (
+    _of_loads(
+        "load_seconds",
+        "seconds",
+        _SECONDS,
+        "Time from the start of a load's first read to the end of its last",
+    ),
+    _of_loads(
+        "load_exposed_seconds",
+        "exposed_seconds",
+        _SECONDS,
+        "Part of a load's time that computing the prompt did not hide",
+    ),
+    _of_loads("load_bytes", "num_bytes", _BYTES, "Bytes of KV cache that a load read"),
+    _of_loads("load_blocks", "num_blocks", _NUMBERS, "Blocks of KV cache that a load filled"),
+    _of_loads("load_regions", "num_regions", _NUMBERS, "Contiguous runs of bytes that a load read"),
+    _counter("load_failures_total", "Loads that failed"),
+    _counter("unreachable_peers_total", "Loads refused because the other node uses another transport"),
+    _counter("offers_delivered_total", "Offers that a consumer has read"),
+    _counter("offers_aborted_total", "Offers that ended early because a request or a peer went away"),
+    _counter("offers_expired_total", "Offers whose lease ran out"),
+    _counter(
+        "handoff_thread_deaths_total",
+        "Handoff threads that died; after that a node hands nothing over until it is restarted",
+    ),
+)
+
+#: The counters of `METRICS` by their key in `KVConnectorStats.counters`, which is the name without `PREFIX`.
+COUNTERS: Mapping[str, Metric] = {
+    metric.name.removeprefix(PREFIX): metric for metric in METRICS if metric.kind == "counter"
 }
+_HISTOGRAMS = tuple(metric for metric in METRICS if metric.kind == "histogram")
 
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One request's transfer into this node.
+    """Describe one request's load, as one rank saw it or, after `joined`, as the whole node did.
 
     Attributes:
         transport: Scheme of the transport that was used, e.g. `"shm"`.
-        mechanism: What really moved the bytes, e.g. `"mapped"`; empty if nothing was read.
-        layout: `"uniform"` or `"per-layer"`, of this node's pool.
-        num_blocks: Blocks asked for, over all groups.
-        num_regions: Runs of bytes that were copied.
-        num_regions_per_layer: Runs that the per-layer layout would have needed; between nodes that are not alike, the runs
-            without those that span two layers.
+        mechanism: What moved the bytes, e.g. `"mapped"`; empty if nothing was read.
+        layout: Layout of this node's pool, `"uniform"` or `"per-layer"`.
+        num_blocks: Blocks that the load was to fill, over all groups. Blocks that were cached here are not included.
+        num_regions: Contiguous runs of bytes that were copied.
+        num_regions_per_layer: Runs that the per-layer layout would have needed. Between nodes that differ in layout or
+            sharding, this counts only the runs that do not span two layers.
         num_bytes: Bytes copied.
-        seconds: From the start of the first read to the end of the last; there is one for each rank that is read from.
-        error: Why it failed; empty if it did not.
-        reason: Why this transport; empty where there was no choice.
-        exposed_seconds: From the moment when the whole offer was readable, or the load was ordered if that was later, until
-            the load ended: what computing the prompt did not hide.
+        seconds: From the start of the first read to the end of the last one. There is one read per rank that is read
+            from.
+        error: Why the load failed; empty if it succeeded. After a failure the other figures describe the attempt.
+        reason: Why this transport was used; empty if there was no choice.
+        exposed_seconds: From the moment when the whole offer was readable, or when the load was ordered if that was
+            later, until the load ended. This is the part that computing the prompt did not hide.
     """
 
     request_id: str
@@ -59,31 +120,49 @@ class TransferRecord:
     reason: str = ""
     exposed_seconds: float = 0.0
 
+    @staticmethod
+    def joined(records: Sequence[TransferRecord]) -> TransferRecord:
+        """Join the records of one request's load, one per rank.
+
+        Ranks load at the same time, and each loads its part of the same blocks. So bytes and regions add up, while
+        blocks and times do not.
+        """
+        return replace(
+            records[0],
+            num_blocks=max(record.num_blocks for record in records),
+            num_regions=sum(record.num_regions for record in records),
+            num_regions_per_layer=sum(record.num_regions_per_layer for record in records),
+            num_bytes=sum(record.num_bytes for record in records),
+            seconds=max(record.seconds for record in records),
+            exposed_seconds=max(record.exposed_seconds for record in records),
+            error=next((record.error for record in records if record.error), ""),
+        )
+
 
 @dataclass(frozen=True)
 class KVConnectorStats:
-    """Figures of one interval, of one rank or of several.
+    """Hold the figures of one interval, of one rank or of several.
 
     Attributes:
-        transfers: One record for each transfer that ended in the interval, oldest first.
-        counters: Name (see `COUNTERS`) → growth in the interval. Absent means zero.
+        transfers: One record per load that ended in the interval, oldest first.
+        counters: Key in `COUNTERS` → growth in the interval. An absent key means zero.
     """
 
     transfers: tuple[TransferRecord, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
-        """Whether nothing happened in the interval."""
+        """Say whether nothing happened in the interval."""
         return not self.transfers and not any(self.counters.values())
 
     def aggregate(self, other: Self) -> Self:
-        """Both together; neither changes."""
+        """Add the figures of both. Neither changes."""
         names = [*self.counters, *(name for name in other.counters if name not in self.counters)]
         counters = {name: self.counters.get(name, 0) + other.counters.get(name, 0) for name in names}
         return type(self)(transfers=self.transfers + other.transfers, counters=counters)
 
     def reduce(self) -> dict[str, int | float]:
-        """A few figures for a log line. Means are over the transfers that succeeded; 0 without any."""
+        """Return a few figures for a log line. Means are over the loads that succeeded, and 0 if there are none."""
         done = [record for record in self.transfers if not record.error]
         num_bytes = sum(record.num_bytes for record in done)
         seconds = sum(record.seconds for record in done)
@@ -99,21 +178,72 @@ class KVConnectorStats:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, strings and numbers."""
+        """Return the figures as plain lists, dicts, strings and numbers."""
         return {"transfers": [asdict(record) for record in self.transfers], "counters": dict(self.counters)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Do the inverse of `to_dict`.
 
         Raises:
             ValueError: a key is missing or unknown. Nothing was built.
         """
         if set(data) != {"transfers", "counters"}:
-            raise ValueError(f"stats have 'transfers' and 'counters', got {sorted(data)}")
+            raise ValueError(
+                f"malformed stats: the keys must be 'counters' and 'transfers', got {sorted(data)}"
+            )
         known = {f.name for f in fields(TransferRecord)}
         for record in data["transfers"]:
             if set(record) != known:
-                raise ValueError(f"a transfer record has {sorted(known)}, got {sorted(record)}")
+                raise ValueError(
+                    f"malformed transfer record: the keys must be {sorted(known)}, got {sorted(record)}"
+                )
         transfers = tuple(TransferRecord(**record) for record in data["transfers"])
         return cls(transfers=transfers, counters=dict(data["counters"]))
+
+
+class HandoffMetrics:
+    """Export `METRICS`. Every host uses this class, so a dashboard works with all of them. Safe to call from any thread.
+
+    Args:
+        counter: `prometheus_client.Counter`, or what the host uses in its place.
+        histogram: `prometheus_client.Histogram`, likewise.
+        host_labels: Names of the labels that the host puts on all its metrics.
+        hosts: Values of `host_labels`, one tuple per engine whose stats will be observed. Each gets its counters now,
+            at zero, because an alert cannot use a counter that appears only when it has counted something.
+    """
+
+    def __init__(
+        self,
+        counter: Callable[..., Any],
+        histogram: Callable[..., Any],
+        host_labels: Sequence[str] = (),
+        hosts: Iterable[Sequence[object]] = ((),),
+    ) -> None:
+        self._exported: dict[str, Any] = {}
+        for metric in METRICS:
+            labels = [*host_labels, *metric.labels]
+            if metric.kind == "counter":
+                exported = counter(name=metric.name, documentation=metric.text, labelnames=labels)
+            else:
+                exported = histogram(
+                    name=metric.name, documentation=metric.text, labelnames=labels, buckets=metric.buckets
+                )
+            self._exported[metric.name] = exported
+        for host in hosts:
+            for metric in COUNTERS.values():
+                self._series(metric, host)
+
+    def observe(self, stats: KVConnectorStats, host: Sequence[object] = ()) -> None:
+        """Add the figures of one interval to the series of `host`."""
+        for key, growth in stats.counters.items():
+            self._series(COUNTERS[key], host).inc(growth)
+        for record in stats.transfers:
+            if not record.error:
+                for metric in _HISTOGRAMS:
+                    labels = [*host, *(getattr(record, label) for label in metric.labels)]
+                    self._series(metric, labels).observe(getattr(record, metric.measures))
+
+    def _series(self, metric: Metric, labels: Sequence[object]) -> Any:
+        exported = self._exported[metric.name]
+        return exported.labels(*labels) if labels else exported

@@ -1,4 +1,4 @@
-"""kvferry's figures through vLLM's channels: its log line, and `kvferry_…` on its `/metrics`."""
+"""kvferry's figures in vLLM: its log line, and the metrics of `connector.stats` on its `/metrics`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats as VllmStats,
 )
 
-from ..stats import COUNTERS, KVConnectorStats, TransferRecord
-
-_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-_BYTES = tuple(float(4**exponent) for exponent in range(7, 19))  # 16 KiB to 64 GiB
-_REGIONS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 30000.0)
+from ..stats import HandoffMetrics, KVConnectorStats
 
 
 class KvferryStats(VllmStats):  # type: ignore[misc]
-    """`KVConnectorStats` in vLLM's envelope; `data` is its `to_dict`."""
+    """Wrap `KVConnectorStats` for vLLM; `data` is its `to_dict`."""
 
     data: dict[str, Any]
 
     @property
     def figures(self) -> KVConnectorStats:
-        """What the envelope holds."""
+        """Return the figures that `data` holds."""
         return KVConnectorStats.from_dict(self.data) if self.data else KVConnectorStats()
 
     def reset(self) -> None:
@@ -36,7 +32,7 @@ class KvferryStats(VllmStats):  # type: ignore[misc]
         return KvferryStats(data=self.figures.aggregate(KvferryStats(data=other.data).figures).to_dict())
 
     def reduce(self) -> dict[str, int | float]:
-        """Of what was received, the transfers' figures; of what was offered, how the offers ended."""
+        """Return a summary of the loads, and how the offers ended."""
         figures = self.figures
         offers = {name: value for name, value in figures.counters.items() if name.startswith("offers_")}
         return {
@@ -49,7 +45,7 @@ class KvferryStats(VllmStats):  # type: ignore[misc]
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics: each counter of `COUNTERS`, and per transfer its time, bytes, regions and mechanism."""
+    """Export the metrics of `connector.stats` with vLLM's labels, which name the model and the engine."""
 
     def __init__(
         self,
@@ -59,43 +55,10 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # vLLM chooses the classes: with Ray they are not those of prometheus_client.
         counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._counters = {
-            name: counter(name=f"kvferry_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._transfers = counter(
-            name="kvferry_transfers_total",
-            documentation="Transfers into this node by what moved the bytes; none moved any if it is empty",
-            labelnames=[*labelnames, "transport", "mechanism"],
-        )
-        self._histograms = {
-            field: histogram(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
-            for field, name, text, buckets in (
-                (
-                    "seconds",
-                    "kvferry_transfer_seconds",
-                    "Time from the start of a read to its last byte",
-                    _SECONDS,
-                ),
-                ("num_bytes", "kvferry_transfer_bytes", "Bytes of a transfer", _BYTES),
-                ("num_regions", "kvferry_transfer_regions", "Runs of bytes of a transfer", _REGIONS),
-            )
-        }
-        for metric in self._counters.values():
-            for labels in per_engine_labelvalues.values():
-                metric.labels(*labels)  # a counter that never counted is there, and zero
+        self._metrics = HandoffMetrics(counter, histogram, labelnames, per_engine_labelvalues.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         figures = KvferryStats(data=transfer_stats_data).figures
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, growth in figures.counters.items():
-            self._counters[name].labels(*labels).inc(growth)
-        for record in figures.transfers:
-            self._observe_transfer(record, labels)
-
-    def _observe_transfer(self, record: TransferRecord, labels: list[object]) -> None:
-        self._transfers.labels(*labels, record.transport, record.mechanism).inc()
-        if not record.error:
-            for field, histogram in self._histograms.items():
-                histogram.labels(*labels).observe(getattr(record, field))
+        self._metrics.observe(figures, self.per_engine_labelvalues[engine_idx])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import aiohttp
@@ -34,14 +35,16 @@ async def read_transfers(session: aiohttp.ClientSession, url: str) -> Transfers:
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    total = {sample.name: sample.value for sample in samples if sample.name.startswith("kvferry_")}
+    total: defaultdict[str, float] = defaultdict(float)
+    for sample in samples:
+        total[sample.name] += sample.value
     mechanisms = {sample.labels.get("mechanism", "") for sample in samples}
     return Transfers(
-        num_loads=int(total.get("kvferry_loads_total", 0)),
-        num_failures=int(total.get("kvferry_load_failures_total", 0)),
-        num_bytes=int(total.get("kvferry_loaded_bytes_total", 0)),
-        num_blocks=int(total.get("kvferry_loaded_blocks_total", 0)),
-        num_regions=int(total.get("kvferry_regions_total", 0)),
-        seconds=total.get("kvferry_load_seconds_total", 0.0),
+        num_loads=int(total["kvferry_load_seconds_count"]),
+        num_failures=int(total["kvferry_load_failures_total"]),
+        num_bytes=int(total["kvferry_load_bytes_sum"]),
+        num_blocks=int(total["kvferry_load_blocks_sum"]),
+        num_regions=int(total["kvferry_load_regions_sum"]),
+        seconds=total["kvferry_load_seconds_sum"],
         mechanisms=tuple(sorted(mechanisms - {""})),
     )

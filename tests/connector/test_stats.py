@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvferry.connector import KVConnectorStats, TransferRecord
-from kvferry.connector.stats import COUNTERS
+from kvferry.connector.stats import METRICS, HandoffMetrics
 
 
 def record(
@@ -76,5 +78,45 @@ def test_stats_of_another_form_are_refused(data: dict[str, object]) -> None:
         KVConnectorStats.from_dict(data)
 
 
-def test_every_counter_is_explained() -> None:
-    assert all(name.endswith("_total") and text for name, text in COUNTERS.items())
+def test_every_metric_is_explained() -> None:
+    assert all(metric.text and metric.name.startswith("kvferry_") for metric in METRICS)
+    assert all(metric.name.endswith("_total") == (metric.kind == "counter") for metric in METRICS)
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_ranks_of_one_load_are_joined() -> None:
+    """Each rank loads its part of the same blocks, at the same time."""
+    ranks = record("a", num_bytes=1000, seconds=0.5), record("a", num_bytes=3000, seconds=0.2, error="gone")
+    joined = TransferRecord.joined(ranks)
+    assert (joined.num_blocks, joined.num_regions, joined.num_bytes) == (4, 2, 4000)
+    assert (joined.seconds, joined.error) == (0.5, "gone")
+    assert TransferRecord.joined(ranks[:1]) == ranks[0]
+
+
+class TestExport:
+    """What `HandoffMetrics` exports."""
+
+    @pytest.fixture
+    def registry(self) -> CollectorRegistry:
+        return CollectorRegistry()
+
+    @pytest.fixture
+    def metrics(self, registry: CollectorRegistry) -> HandoffMetrics:
+        return HandoffMetrics(partial(Counter, registry=registry), partial(Histogram, registry=registry))
+
+    def test_counters_start_at_zero(self, metrics: HandoffMetrics, registry: CollectorRegistry) -> None:
+        assert registry.get_sample_value("kvferry_offers_delivered_total") == 0
+
+    def test_intervals_add_up(self, metrics: HandoffMetrics, registry: CollectorRegistry) -> None:
+        metrics.observe(KVConnectorStats((record("a"),), {"offers_delivered_total": 2}))
+        metrics.observe(KVConnectorStats((record("b", num_bytes=500),), {"offers_delivered_total": 1}))
+        labels = {"transport": "shm", "mechanism": "mapped"}
+        assert registry.get_sample_value("kvferry_offers_delivered_total") == 3
+        assert registry.get_sample_value("kvferry_load_seconds_count", labels) == 2
+        assert registry.get_sample_value("kvferry_load_bytes_sum", labels) == 1500
+        assert registry.get_sample_value("kvferry_load_blocks_sum", labels) == 8
+
+    def test_a_failed_load_has_no_size(self, metrics: HandoffMetrics, registry: CollectorRegistry) -> None:
+        metrics.observe(KVConnectorStats((record("a", error="gone"),), {"load_failures_total": 1}))
+        assert registry.get_sample_value("kvferry_load_failures_total") == 1
+        assert "_count" not in generate_latest(registry).decode()

@@ -141,7 +141,7 @@ def test_a_node_ends_quickly_and_cleanly_at_a_second_signal_and_with_its_launche
     with ThreadPoolExecutor(1) as background, client.streaming("A long answer", **long) as events:
         next(events)
         whole = background.submit(client.complete, "Another one", **long)
-        wait_until(lambda: client.metric("kvferry_running_requests") == 2)
+        wait_until(lambda: client.metric("kvferry_engine_running_requests") == 2)
         told.terminate()
         wait_until(lambda: client.get("/health")[0] == 503)
         told.send_signal(number)

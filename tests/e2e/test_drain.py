@@ -104,7 +104,7 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
     ):
         first = next(events)
         whole = background.submit(decode.complete, PROMPT, **LONG)
-        wait_until(lambda: decode.metric("kvferry_running_requests") == 2)
+        wait_until(lambda: decode.metric("kvferry_engine_running_requests") == 2)
         prefill.process.terminate()
         wait_until(lambda: is_draining(prefill))
         assert retry_after(prefill) == "1"
@@ -137,7 +137,7 @@ def test_what_is_left_at_the_deadline_ends_as_aborted_and_offers_go_back_at_once
             background.submit(decode.complete, f"{index} {PROMPT}", kv_transfer_params=params, **LONG)
             for index, params in enumerate(held)
         ]
-        wait_until(lambda: decode.metric("kvferry_waiting_requests") == len(held))
+        wait_until(lambda: decode.metric("kvferry_engine_waiting_requests") == len(held))
         decode.process.terminate()
         ends = [reply.result() for reply in waiting]
         assert "the node stopped" in list(events)[-1]["error"]["message"]

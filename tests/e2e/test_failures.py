@@ -128,7 +128,7 @@ def test_prefill_killed_in_the_middle(
             background.submit(stream, decode, unique_prompt, params)
             for decode, params in zip(decodes, offers, strict=True)
         ]
-        wait_until(lambda: all(decode.metric("kvferry_loading_requests") == 1 for decode in decodes))
+        wait_until(lambda: all(decode.metric("kvferry_engine_loading_requests") == 1 for decode in decodes))
         mortal_prefill.process.kill()
         recomputed, failed = (answer.result() for answer in answers)
     expected(token_ids(recomputed))
@@ -225,11 +225,11 @@ def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_
     tiny_fleet.prefill.process.send_signal(signal.SIGSTOP)
     try:
         decode.hang_up_during(
-            lambda: decode.metric("kvferry_loading_requests") == 1,
+            lambda: decode.metric("kvferry_engine_loading_requests") == 1,
             unique_prompt,
             kv_transfer_params=params,
         )
-        wait_until(lambda: decode.metric("kvferry_loading_requests") == 0)
+        wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 0)
     finally:
         tiny_fleet.prefill.process.send_signal(signal.SIGCONT)
     wait_until(decode.is_whole)

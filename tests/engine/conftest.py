@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import KVTransferConfig
+from kvferry.connector.stats import KVConnectorStats
 from kvferry.runner_mixin import state
 from reference.demo.near_tie import Expectation, assert_same_answer
 from reference.engine.core import EngineCore
@@ -38,6 +39,7 @@ class Node:
 
     core: EngineCore
     slot: Any
+    handoffs: list[KVConnectorStats] = field(default_factory=list)
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
 
     @contextmanager
@@ -71,6 +73,13 @@ class Node:
     def _note(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
+
+    @property
+    def num_loads(self) -> tuple[int, int]:
+        """Loads that succeeded, and loads that failed."""
+        records = [record for stats in self.handoffs for record in stats.transfers]
+        num_failed = sum(record.error != "" for record in records)
+        return len(records) - num_failed, num_failed
 
     def last(self, request_id: str) -> RequestOutput:
         return self.outputs[request_id][-1]
@@ -149,8 +158,9 @@ def _nodes(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
                 settings.pop("connector"), settings.pop("role"), **options
             )
         state._slot = None
-        core = EngineCore(EngineSettings(**{**small, **settings}))
-        node = Node(core, state._slot)
+        handoffs: list[KVConnectorStats] = []
+        core = EngineCore(EngineSettings(**{**small, **settings}), handoffs.append)
+        node = Node(core, state._slot, handoffs)
         state._slot = None
         nodes.append(node)
         return node

@@ -160,7 +160,7 @@ def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed
     finally:
         engine.close()
     assert_same(decode.tokens("a"), "llama", prompt, 9)
-    assert decode.core.stats().totals.num_failed_transfers == 1
+    assert decode.num_loads[1] == 1
 
 
 def _request(request_id: str, prompt: Sequence[int], max_tokens: int) -> GenerationRequest:

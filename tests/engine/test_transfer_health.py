@@ -14,9 +14,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.stats import TransferRecord
 from reference.engine.engine import Engine
 from reference.engine.settings import EngineSettings
-from reference.engine.types import RequestMetrics, TransferRecord
+from reference.engine.types import RequestMetrics
 from reference.node.app import NodeServer
 from reference.node.replies import transfer_outcome
 
@@ -96,7 +97,7 @@ def test_a_node_whose_handoff_thread_died_says_so_while_it_has_nothing_to_do(
                     await asyncio.sleep(0.01)
             assert said[1]["status"] == "failing"
             assert "ZeroDivisionError: injected by a test" in said[1]["error"]
-            assert await metric(client, "kvferry_healthy") == 0
+            assert await metric(client, "kvferry_engine_healthy") == 0
             # It still computes what it is asked for, and stays out of service.
             assert (await complete(client))[:2] == (200, "none")
             assert (await health(client))[0] == 503
@@ -121,9 +122,9 @@ def test_an_offer_of_another_transport_is_computed_and_shown(
             assert (status, said["status"]) == (200, "ok")
             assert "'shm://@there'" in said["warning"]
             assert "'faulty:inproc://" in said["warning"]
-            assert await metric(client, "kvferry_healthy") == 1
+            assert await metric(client, "kvferry_engine_healthy") == 1
             assert await metric(client, "kvferry_unreachable_peers_total") == 1
-            assert await metric(client, "kvferry_failed_transfers_total") == 1
+            assert await metric(client, "kvferry_load_failures_total") == 1
 
     asyncio.run(run())
 
@@ -142,7 +143,7 @@ def test_a_load_that_fails_its_request_is_in_the_header_too(tiny_model: Callable
     ("error", "outcome"), [(None, "none"), ("", "loaded"), ("the peer is gone", "failed")]
 )
 def test_the_header_says_what_became_of_the_load(error: str | None, outcome: str) -> None:
-    record = TransferRecord("C", "shm", "mapped", "uniform", 1, 1, 1, 1, 0.1, 0.1, error or "")
+    record = TransferRecord("a", "shm", "mapped", "uniform", 1, 1, 1, 1, 0.1, error or "")
     transfer = None if error is None else record
     assert transfer_outcome(RequestMetrics(9, 1, 0, 0, 0, 0.1, transfer)) == outcome
 

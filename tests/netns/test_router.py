@@ -171,4 +171,4 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
 
 def num_prompts_of(made: Town, client: Client) -> float:
     host = made.p if client is made.far else made.d
-    return host.call(lambda: client.metric("kvferry_output_tokens_total"))
+    return host.call(lambda: client.metric("kvferry_engine_output_tokens_total"))

@@ -97,9 +97,10 @@ class Client:
     def is_whole(self) -> bool:
         """Whether every block is free and no request is alive."""
         busy = sum(
-            self.metric(f"kvferry_{state}_requests") for state in ("waiting", "loading", "running", "offered")
+            self.metric(f"kvferry_engine_{state}_requests")
+            for state in ("waiting", "loading", "running", "offered")
         )
-        return busy == 0 and self.metric("kvferry_free_blocks") == self.metric("kvferry_blocks")
+        return busy == 0 and self.metric("kvferry_engine_free_blocks") == self.metric("kvferry_engine_blocks")
 
     @contextmanager
     def _exchange(self, method: str, path: str, body: bytes) -> Iterator[http.client.HTTPResponse]:

@@ -104,9 +104,9 @@ class VllmHost:
     def figures(self) -> dict[str, Any]:
         """What happened since the start."""
         return {
-            "num_loads": self._total("kvferry_loads_total"),
+            "num_loads": self._total("kvferry_load_seconds_count"),
             "num_failures": self._total("kvferry_load_failures_total"),
-            "num_bytes": self._total("kvferry_loaded_bytes_total"),
+            "num_bytes": self._total("kvferry_load_bytes_sum"),
             "num_preemptions": self._total("vllm:num_preemptions_total"),
         }
 

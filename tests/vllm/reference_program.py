@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from kvferry.connector.config import KVTransferConfig
+from kvferry.connector.stats import KVConnectorStats
 from reference.engine.core import EngineCore
 from reference.engine.settings import EngineSettings
 from reference.engine.types import GenerationRequest, SamplingParams
@@ -42,8 +43,10 @@ class ReferenceHost:
                     kv_connector_extra_config=extra,
                     kv_load_failure_policy="fail",
                 ),
-            )
+            ),
+            on_handoffs=self._count,
         )
+        self._handoffs = KVConnectorStats()
         self._tokens: dict[str, list[int]] = {}
 
     @property
@@ -107,13 +110,16 @@ class ReferenceHost:
         }
 
     def figures(self) -> dict[str, Any]:
-        totals = self._core.stats().totals
+        loads = self._handoffs.reduce()
         return {
-            "num_loads": totals.num_transfers,
-            "num_failures": totals.num_failed_transfers,
-            "num_bytes": totals.transferred_bytes,
-            "num_preemptions": totals.num_preemptions,
+            "num_loads": loads["num_transfers"],
+            "num_failures": loads["num_failed_transfers"],
+            "num_bytes": loads["num_bytes"],
+            "num_preemptions": self._core.stats().totals.num_preemptions,
         }
+
+    def _count(self, stats: KVConnectorStats) -> None:
+        self._handoffs = self._handoffs.aggregate(stats)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ def mechanism(pair, hookless):
 @pytest.mark.parametrize("num_tokens", [5, 33, 800])
 def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens, mechanism):
     tokens = prompt(num_tokens)
-    before = pair.decode.metric("kvferry_transfers_total", mechanism=mechanism)
+    before = pair.decode.metric("kvferry_load_seconds_count", mechanism=mechanism)
     answer = pair.hand_over(tokens)
-    assert pair.decode.metric("kvferry_transfers_total", mechanism=mechanism) == before + 1
+    assert pair.decode.metric("kvferry_load_seconds_count", mechanism=mechanism) == before + 1
     pair.assert_like_alone(tokens, answer["tokens"])
 
 

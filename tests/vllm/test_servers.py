@@ -40,7 +40,7 @@ ARGUMENTS = (
     *("--enforce-eager", "--skip-tokenizer-init", "--num-gpu-blocks-override", "128"),
 )
 USAGE = "vllm:kv_cache_usage_perc"
-LOADS, FAILURES = "kvferry_loads_total", "kvferry_load_failures_total"
+LOADS, FAILURES = "kvferry_load_seconds_count", "kvferry_load_failures_total"
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ def test_the_mechanism_is_visible(pair, prompt, transport):
     labels = LABELS[transport]
     if transport == "shm" and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
         labels = labels | {"mechanism": "process_vm_readv"}
-    before = pair.decode.metric("kvferry_transfers_total", **labels)
+    before = pair.decode.metric("kvferry_load_seconds_count", **labels)
     pair.hand_over(prompt(100))
-    assert pair.decode.metric("kvferry_transfers_total", **labels) == before + 1
+    assert pair.decode.metric("kvferry_load_seconds_count", **labels) == before + 1
 
 
 def test_each_transfer_is_measured(pair, prompt):
@@ -49,11 +49,10 @@ def test_each_transfer_is_measured(pair, prompt):
 
 
 FIGURES = (
-    "kvferry_loads_total",
-    "kvferry_loaded_bytes_total",
-    "kvferry_transfer_seconds_count",
-    "kvferry_transfer_bytes_sum",
-    "kvferry_transfer_regions_sum",
+    "kvferry_load_seconds_count",
+    "kvferry_load_bytes_sum",
+    "kvferry_load_blocks_sum",
+    "kvferry_load_regions_sum",
 )
 
 

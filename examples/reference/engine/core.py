@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,21 @@ from .errors import (
     StepFailedError,
     reason_of,
 )
-from .ledger import Ledger
 from .prompt_items import check_items
 from .recurrent import without_last_prompt_token
 from .request import Request
 from .settings import EngineSettings
 from .step import StepOutcome, StepPlan
 from .transfers import RankRecords
-from .types import EngineStats, FinishReason, GenerationRequest, RequestOutput, SamplingParams, TransferHealth
+from .types import (
+    EngineStats,
+    EngineTotals,
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SamplingParams,
+    TransferHealth,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +58,24 @@ class EngineCore:
     model that no longer runs, a worker process that is gone, a block manager that contradicts itself, or a connector
     that fails to say which blocks it uses.
 
+    Args:
+        on_handoffs: Called with the connector's stats of a step in which handoffs ended.
+
     Raises:
         ConfigurationError: a setting, the model or a connector option cannot work. Nothing is left over.
         KVTransferStateError: this process runs an engine with a connector already.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(
+        self, settings: EngineSettings, on_handoffs: Callable[[KVConnectorStats], None] = lambda stats: None
+    ) -> None:
+        self._on_handoffs = on_handoffs
         self.parts = assemble(settings)
         self._lora_names = frozenset(settings.lora_modules)
         self._answers: dict[str, Answer] = {}
         self._num_added = 0
-        self._ledger = Ledger()
-        self._records = RankRecords(self.parts.connector_name)
+        self._totals = EngineTotals()
+        self._records = RankRecords()
         self._transfer_health = TransferHealth()
         self._gave_up_s = -math.inf  # when a request last ended whose prompt another node offered
         self._num_failed_in_a_row = 0
@@ -164,10 +177,17 @@ class EngineCore:
         try:
             params = self.parts.scheduler.finish(request, reason)
         except RequestFailedError:
-            self._ledger.note_finished(request, "error")
+            self._count_finished(request, "error")
             raise
-        self._ledger.note_finished(request, reason)
+        self._count_finished(request, reason)
         return params
+
+    def _count_finished(self, request: Request, reason: FinishReason) -> None:
+        totals = self._totals
+        totals.num_finished[reason] = totals.num_finished.get(reason, 0) + 1
+        totals.num_preemptions += request.figures.num_preemptions
+        totals.num_prompt_tokens += request.num_prompt_tokens
+        totals.num_cached_tokens += request.figures.num_cached_tokens
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -243,7 +263,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("%s: its newest token cannot be answered; the request fails", request)
             return self._cut_off(answer, "error", reason_of(error))
-        self._ledger.note_token()
+        self._totals.num_output_tokens += 1
         if reason is None:
             return answer.piece(text)
         try:
@@ -261,11 +281,9 @@ class EngineCore:
 
     def _note_transfers(self, report: KVConnectorOutput) -> None:
         if isinstance(report.kv_connector_stats, KVConnectorStats):
-            counters = report.kv_connector_stats.counters
-            self._ledger.note_unreachable_peers(int(counters.get("unreachable_peers_total", 0)))
+            self._on_handoffs(report.kv_connector_stats)
         loading = self.parts.scheduler.handoffs.loading
         for request_id, record in self._records.take_ended(report).items():
-            self._ledger.note_transfer(record)
             if request_id in loading:
                 loading[request_id].figures.transfer = record
 
@@ -285,7 +303,7 @@ class EngineCore:
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
             prefix_cache_hit_rate=manager.metrics.hit_rate,
-            totals=self._ledger.totals(),
+            totals=replace(self._totals, num_finished=dict(self._totals.num_finished)),
         )
 
     def abort_all(self) -> list[RequestOutput]:

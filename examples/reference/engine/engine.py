@@ -15,6 +15,7 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvferry.connector.errors import ConnectorError
+from kvferry.connector.stats import KVConnectorStats
 
 from .answers import failed_answer
 from .core import EngineCore
@@ -65,11 +66,14 @@ class Engine:
     Attributes:
         settings: As given.
         model_name: What clients call the model.
+        on_handoffs: Called in the engine's thread with the connector's stats of a step in which handoffs ended. Set it
+            before the first request.
     """
 
     def __init__(self, settings: EngineSettings, on_death: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
         self._on_death = on_death
+        self.on_handoffs: Callable[[KVConnectorStats], None] = lambda stats: None
         self.model_name = settings.served_model_name or Path(settings.model).name
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
@@ -90,7 +94,7 @@ class Engine:
         """
         if self._core is not None or self._closing:
             raise EngineDeadError("an engine starts once")
-        self._core = EngineCore(self.settings)
+        self._core = EngineCore(self.settings, lambda stats: self.on_handoffs(stats))
         self._stats = self._core.stats()
         self._thread = threading.Thread(target=self._run, args=(self._core,), name="kvferry-engine")
         self._thread.start()

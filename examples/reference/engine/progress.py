@@ -1,4 +1,4 @@
-"""The progress bars of the libraries below, kept out of the way."""
+"""Keep the progress bars of other libraries out of the output."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-# tqdm watches over slow bars with a thread that never ends; ours move often enough.
+# tqdm starts a thread that watches for slow bars and never ends. Our bars move often enough to do without it.
 tqdm.monitor_interval = 0
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the bars that transformers draws for each file."""
+    """Suppress the bars that transformers draws per file."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.connector.stats import TransferRecord
 from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature
 
-from .types import FinishReason, GenerationRequest, PromptItem, TransferRecord
+from .types import FinishReason, GenerationRequest, PromptItem
 
 BlockHasher = Callable[["Request"], list[BlockHash]]
 

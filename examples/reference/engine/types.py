@@ -1,10 +1,12 @@
-"""What goes into the engine and what comes out of it. Plain frozen data, no tensors."""
+"""What goes into the engine and what comes out of it: plain data, no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from kvferry.connector.stats import PREFIX, Metric, TransferRecord
 
 from .errors import InvalidRequestError
 
@@ -13,16 +15,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the answer is chosen.
+    """Say how the answer is chosen.
 
     Attributes:
-        max_tokens: Longest answer; it also ends where the model's `max_model_len` does.
+        max_tokens: Length limit of the answer. The model's `max_model_len` limits it as well.
         temperature: 0 is greedy.
         top_p: Sample from the smallest set of tokens whose probability reaches this, 0 < top_p <= 1.
-        seed: Same seed, same answer, whatever else runs; None draws one.
+        seed: The same seed gives the same answer, whatever else runs. None draws a random seed.
         stop: The answer ends before the first of these texts.
-        ignore_eos: Go on past the model's end-of-sequence tokens.
-        num_top_logits: How many of the largest logits for the first token to tell, 0 to 20.
+        ignore_eos: Continue past the model's end-of-sequence tokens.
+        num_top_logits: How many of the largest logits for the first token to return, 0 to 20.
 
     Raises:
         InvalidRequestError: a value is outside its range; `param` names it.
@@ -47,13 +49,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptItem:
-    """Vectors in the place of some of a prompt's tokens, as an encoder of images or sounds makes them.
+    """Replace some of a prompt's tokens by vectors, such as an encoder of images or sounds makes.
 
     Attributes:
-        offset: Position of its first token in the prompt.
-        length: Its tokens in the prompt; what ids they have changes nothing but for those without a vector.
+        offset: Position of the item's first token in the prompt.
+        length: Number of its tokens in the prompt. The ids of those that have a vector do not matter.
         vectors: `(num_vectors, hidden_size)` float32, little-endian.
-        is_embed: For each of its tokens, whether there is a vector; empty: for all.
+        is_embed: Whether each of its tokens has a vector; empty if all of them have.
     """
 
     offset: int
@@ -64,14 +66,14 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to be continued.
+    """Ask for the continuation of one prompt.
 
     Attributes:
-        request_id: Unique among the requests that are alive on the node.
+        request_id: Unique among the live requests of the node.
         kv_transfer_params: What a router or a prefill node said about this request's KV cache.
-        cache_salt: The prefix cache serves it only what requests with the same salt left there; empty: no salt.
-        lora_name: The adapter that it runs with; empty: none.
-        items: By rising offset, without overlap.
+        cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
+        lora_name: The adapter that the request uses; empty for none.
+        items: In the order of their offsets, without overlap.
     """
 
     request_id: str
@@ -84,45 +86,12 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class TransferRecord:
-    """How a request's KV cache came to this node.
-
-    Attributes:
-        connector: Class of the connector.
-        transport: Scheme of the transport, e.g. `"shm"`.
-        mechanism: What really moved the bytes, e.g. `"mapped"`.
-        layout: `"uniform"` or `"per-layer"`.
-        num_blocks: Blocks moved, over all groups; those that were cached here are not among them.
-        num_regions: Runs of bytes in which they came.
-        num_regions_per_layer: Runs that the same blocks would have taken with a buffer for each layer.
-        num_bytes: Bytes moved.
-        seconds: From the start of the read to the last byte.
-        exposed_seconds: The part of it that nothing hid: after the whole prompt was computed and the load was ordered.
-        error: Why the load failed, empty when it did not. The figures are then of what was tried.
-        reason: Why this transport; empty where there was no choice.
-    """
-
-    connector: str
-    transport: str
-    mechanism: str
-    layout: str
-    num_blocks: int
-    num_regions: int
-    num_regions_per_layer: int
-    num_bytes: int
-    seconds: float
-    exposed_seconds: float
-    error: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class TransferHealth:
-    """How the connector is, in words for operators.
+    """Describe the state of the connector for operators.
 
     Attributes:
-        error: Why it transfers nothing any more, empty while it does.
-        warning: What keeps some transfers from working, else empty.
+        error: Why it can no longer transfer anything; empty while it can.
+        warning: What prevents some transfers; otherwise empty.
     """
 
     error: str = ""
@@ -131,7 +100,7 @@ class TransferHealth:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Figures of one request, complete in its last output.
+    """Hold the figures of one request. They are complete in its last output.
 
     Attributes:
         num_prompt_tokens: Length of the prompt.
@@ -139,8 +108,8 @@ class RequestMetrics:
         num_cached_tokens: Prompt tokens found in this node's own prefix cache.
         num_loaded_tokens: Prompt tokens whose KV cache another node computed.
         num_preemptions: Times the request lost its blocks and was recomputed.
-        ttft_s: From arrival to the first token; 0 until there is one.
-        transfer: How the KV cache came here, None when nothing was loaded.
+        ttft_s: Time from arrival to the first token; 0 until there is one.
+        transfer: How the KV cache came here; None if nothing was loaded.
     """
 
     num_prompt_tokens: int
@@ -154,10 +123,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class NextToken:
-    """What the model found likely after a prompt, for a request that asked for it.
+    """Return the likeliest tokens after a prompt, to a request that asked for them.
 
     Attributes:
-        top_logits: (token id, logit), the largest first.
+        top_logits: (token id, logit), largest first.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -166,15 +135,15 @@ class NextToken:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A piece of the answer. The last one, and only it, has a `finish_reason`.
+    """Hold a piece of the answer. Only the last one has a `finish_reason`.
 
     Attributes:
         new_token_ids: Tokens since the previous output.
-        text_delta: Text since the previous output; a stop text and what follows it never appear.
-        error: Why the request ended with `finish_reason` `"error"`, else empty.
-        kv_transfer_params: In the last output of a prefill: what the decode node needs. Already in one before the first
-            token, if the request asked for that and its prompt takes several steps.
-        next_token: From the first token on, if the request has `num_top_logits`.
+        text_delta: Text since the previous output. A stop text and what follows it never appear.
+        error: Why the request ended with `finish_reason` `"error"`; otherwise empty.
+        kv_transfer_params: In the last output of a prefill, what the decode node needs. If the request asked for an
+            early offer and its prompt takes several steps, an output before the first token has them already.
+        next_token: Set from the first token on if the request has `num_top_logits`.
     """
 
     request_id: str
@@ -187,71 +156,71 @@ class RequestOutput:
     next_token: NextToken | None = None
 
 
-@dataclass(frozen=True)
+def _exported(kind: Literal["counter", "gauge"], name: str, text: str, *labels: str) -> dict[str, Metric]:
+    """Make a field a metric as well. A field of a metric with a label maps the label's values to numbers."""
+    return {"metric": Metric(f"{PREFIX}engine_{name}", kind, text, labels)}
+
+
+def _counter(name: str, text: str) -> Any:
+    return field(default=0, metadata=_exported("counter", name, text))
+
+
+def _gauge(name: str, text: str) -> Any:
+    return field(default=0, metadata=_exported("gauge", name, text))
+
+
+@dataclass
 class EngineTotals:
-    """What an engine did since it started.
+    """Count what an engine did since it started. Every field is a counter on `/metrics`."""
 
-    Attributes:
-        num_preemptions: Times a request lost its blocks, over finished requests.
-        num_prompt_tokens: Prompt tokens of finished requests.
-        num_cached_tokens: Those of them that were found in this node's own prefix cache.
-        num_output_tokens: Tokens generated.
-        num_transfers: Loads that ended well.
-        num_failed_transfers: Loads that did not.
-        num_unreachable_peers: Loads that were refused because the other node runs another transport.
-        transferred_bytes: Bytes that the loads brought.
-        transfer_seconds: Time that they took.
-        exposed_transfer_seconds: The part of it that nothing hid; see `TransferRecord`.
-        num_finished: Requests over, by finish reason.
-    """
-
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_transfers: int = 0
-    num_failed_transfers: int = 0
-    num_unreachable_peers: int = 0
-    transferred_bytes: int = 0
-    transfer_seconds: float = 0.0
-    exposed_transfer_seconds: float = 0.0
-    num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
+    num_preemptions: int = _counter(
+        "preemptions_total", "Times that a finished request lost its blocks and was computed again"
+    )
+    num_prompt_tokens: int = _counter("prompt_tokens_total", "Prompt tokens of finished requests")
+    num_cached_tokens: int = _counter(
+        "cached_tokens_total",
+        "Prompt tokens of finished requests that were in the node's own prefix cache",
+    )
+    num_output_tokens: int = _counter("output_tokens_total", "Tokens generated")
+    num_finished: dict[FinishReason, int] = field(
+        default_factory=dict,
+        metadata=_exported("counter", "finished_requests_total", "Requests that have ended", "reason"),
+    )
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """An engine at one moment.
+    """Describe an engine at one moment. Fields that count something are metrics, and carry their meaning.
 
     Attributes:
         healthy: The step loop runs.
-        error: Why it does not, else empty.
-        transfer_error: Why the node hands nothing over any more although the step loop runs, else empty.
-        transfer_warning: What keeps some handoffs from working, else empty.
-        num_waiting: Requests that have no blocks yet, or lost them.
-        num_loading: Requests that wait for another node's KV cache.
-        num_running: Requests that are being computed.
-        num_offered: Finished requests whose blocks are kept for another node.
-        num_blocks: Blocks that requests can have (the pool without its null block).
-        num_free_blocks: Of these, how many nobody holds; cached ones are free until they are hit.
-        prefix_cache_hit_rate: Share of the tokens of recent requests that were cached here, 0 to 1.
+        error: Why the step loop does not run; empty while it does.
+        transfer_error: Why the node can no longer hand anything over although its step loop runs; otherwise empty.
+        transfer_warning: What prevents some handoffs; otherwise empty.
     """
 
     healthy: bool
     error: str = ""
     transfer_error: str = ""
     transfer_warning: str = ""
-    num_waiting: int = 0
-    num_loading: int = 0
-    num_running: int = 0
-    num_offered: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    prefix_cache_hit_rate: float = 0.0
+    num_waiting: int = _gauge("waiting_requests", "Requests that have no blocks yet or have lost them")
+    num_loading: int = _gauge("loading_requests", "Requests that wait for another node's KV cache")
+    num_running: int = _gauge("running_requests", "Requests that are being computed")
+    num_offered: int = _gauge("offered_requests", "Finished requests whose blocks are kept for another node")
+    num_blocks: int = _gauge("blocks", "Blocks that requests can use: the pool without its null block")
+    num_free_blocks: int = _gauge(
+        "free_blocks",
+        "Blocks that no request holds, including cached ones until a request uses them",
+    )
+    prefix_cache_hit_rate: float = _gauge(
+        "prefix_cache_hit_ratio",
+        "Share of the tokens of recent requests that were in the node's own prefix cache, 0 to 1",
+    )
     totals: EngineTotals = field(default_factory=EngineTotals)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is alive, and no other node needs blocks of this one."""
+        """Say whether no request is alive and no other node needs blocks of this one."""
         return not (self.num_waiting or self.num_loading or self.num_running or self.num_offered)
 
 

@@ -60,6 +60,7 @@ class NodeServer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = NodeMetrics(engine.stats)
+        engine.on_handoffs = self._metrics.observe_handoffs
         self._prompts: PromptReader
         self._is_ready = False
         self._is_draining = False
