@@ -52,6 +52,17 @@ demo: $(READY) ## a prompt, prefilled by one process and answered by another
 test: $(READY) ## every test that this machine can run
 	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
+.PHONY: promtool
+promtool: build/promtool ## get promtool, with which tests check the metrics (needs Debian's package lists, not root)
+
+# Taken out of the package rather than installed: the package would start a server.
+build/promtool:
+	rm -rf build/prometheus && mkdir -p build/prometheus
+	cd build/prometheus && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
+	dpkg-deb --fsys-tarfile build/prometheus/prometheus_*.deb | tar -xO ./usr/bin/promtool > $@
+	chmod +x $@
+	rm -r build/prometheus
+
 .PHONY: test-transports
 test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPORTS
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \

@@ -68,9 +68,9 @@ def test_failures_of_synchronous_loads_are_united_at_once() -> None:
 
 
 def test_stats_are_merged() -> None:
-    stats = [KVConnectorStats(counters={"loads_total": n}) for n in (1, 2)]
+    stats = [KVConnectorStats(counters={"load_failures_total": n}) for n in (1, 2)]
     output = KVOutputAggregator(2).aggregate([KVConnectorOutput(kv_connector_stats=s) for s in stats])
-    assert output.kv_connector_stats.counters == {"loads_total": 3}
+    assert output.kv_connector_stats.counters == {"load_failures_total": 3}
 
 
 def test_the_ranks_reports_stay_as_they_were() -> None:

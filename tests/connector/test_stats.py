@@ -31,18 +31,18 @@ def record(
 
 def test_an_interval_without_events_is_empty() -> None:
     assert KVConnectorStats().is_empty()
-    assert KVConnectorStats(counters={"loads_total": 0}).is_empty()
-    assert not KVConnectorStats(counters={"loads_total": 1}).is_empty()
+    assert KVConnectorStats(counters={"load_failures_total": 0}).is_empty()
+    assert not KVConnectorStats(counters={"load_failures_total": 1}).is_empty()
     assert not KVConnectorStats((record("a"),)).is_empty()
 
 
 def test_two_intervals_add_up_and_stay_as_they_were() -> None:
-    first = KVConnectorStats((record("a"),), {"loads_total": 1})
-    second = KVConnectorStats((record("b"),), {"loads_total": 2, "offers_expired_total": 1})
+    first = KVConnectorStats((record("a"),), {"load_failures_total": 1})
+    second = KVConnectorStats((record("b"),), {"load_failures_total": 2, "offers_expired_total": 1})
     both = first.aggregate(second)
     assert [r.request_id for r in both.transfers] == ["a", "b"]
-    assert both.counters == {"loads_total": 3, "offers_expired_total": 1}
-    assert first.counters == {"loads_total": 1}
+    assert both.counters == {"load_failures_total": 3, "offers_expired_total": 1}
+    assert first.counters == {"load_failures_total": 1}
 
 
 def test_the_summary_counts_failures_apart() -> None:
@@ -60,7 +60,7 @@ def test_a_summary_of_nothing_divides_by_nothing() -> None:
 
 
 def test_stats_travel_as_json() -> None:
-    stats = KVConnectorStats((record("a"), record("b", error="x")), {"loads_total": 1})
+    stats = KVConnectorStats((record("a"), record("b", error="x")), {"load_failures_total": 1})
     assert KVConnectorStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.client import DO_REMOTE_DECODE, wait_until
+from tests.support.metrics_page import assert_promtool_is_content
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +199,14 @@ def test_metrics_are_prometheus_text(server: Any) -> None:
     }
     assert names
     assert all(name.startswith("kvferry_") for name in names)
+
+
+def test_metrics_of_a_handoff_follow_prometheus_conventions(tiny_fleet: Any) -> None:
+    assert (
+        tiny_fleet.router.complete("A prompt that crosses, and is counted there", max_tokens=2).status == 200
+    )
+    for server in (tiny_fleet.prefill, tiny_fleet.decode, tiny_fleet.router):
+        assert_promtool_is_content(server.get("/metrics")[1].decode())
 
 
 def test_a_header_says_what_became_of_the_offer(tiny_fleet: Any) -> None:

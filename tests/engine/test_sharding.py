@@ -99,7 +99,7 @@ def test_orders_and_reports_cross_as_they_are() -> None:
             drops=("c",),
         ),
         KVConnectorOutput(
-            {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"loads_total": 1.0})
+            {"a"}, set(), {4, 5}, {"a": "why"}, KVConnectorStats((record,), {"load_failures_total": 1.0})
         ),
         SamplingParams(max_tokens=3, stop=("x",)),
     ):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -113,6 +113,10 @@ class VllmHost:
     def metric(self, name: str) -> dict[str, Any]:
         """A metric's labels and values, as `/metrics` would show them."""
         return {"samples": [[sample.labels, sample.value] for sample in _samples(name)]}
+
+    def metrics_page(self) -> dict[str, Any]:
+        """What `/metrics` would show."""
+        return {"text": generate_latest(REGISTRY).decode()}
 
     def log_stats(self) -> dict[str, Any]:
         """Have vLLM print what it prints every ten seconds."""

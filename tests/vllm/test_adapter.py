@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.content import content_digest
@@ -16,7 +18,7 @@ from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.scheduler_half import HandoffScheduler
-from kvferry.connector.stats import KVConnectorStats, TransferRecord
+from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
 from kvferry.connector.vllm.config import (
     HostOptions,
@@ -35,6 +37,9 @@ from kvferry.connector.vllm.worker import WorkerSide
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import create_transport
+from reference.engine.types import EngineStats
+from reference.node.metrics import NodeMetrics
+from tests.support.metrics_page import declared
 
 RECORD = TransferRecord("r", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)
 
@@ -488,12 +493,28 @@ class TestOneStep:
 
 class TestStats:
     def test_they_add_up_in_their_envelope(self):
-        figures = KVConnectorStats((RECORD,), {"loads_total": 1, "offers_delivered_total": 2})
+        figures = KVConnectorStats((RECORD,), {"load_failures_total": 1, "offers_delivered_total": 2})
         stats = KvferryStats(data=figures.to_dict())
         both = KvferryConnector.build_kv_connector_stats(stats.data).aggregate(stats)
-        assert both.figures.counters == {"loads_total": 2, "offers_delivered_total": 4}
+        assert both.figures.counters == {"load_failures_total": 2, "offers_delivered_total": 4}
         assert both.reduce()["num_bytes"] == 8192
         assert both.reduce()["offers_delivered_total"] == 4
+
+    def test_a_reference_node_exports_the_same_metrics(self):
+        figures = KVConnectorStats((RECORD,), dict.fromkeys(COUNTERS, 1))
+        registry = CollectorRegistry()
+        kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+        config, labels = SimpleNamespace(kv_transfer_config=None), ("model_name", "engine")
+        metrics = KvferryConnector.build_prom_metrics(config, kinds, list(labels), {0: ["tiny", "0"]})
+        metrics.observe(figures.to_dict(), 0)
+        node = NodeMetrics(lambda: EngineStats(healthy=True))
+        node.observe_handoffs(figures)
+        on_node = declared(node.text().decode())
+        handoffs = {
+            name: metric for name, metric in on_node.items() if not name.startswith("kvferry_engine_")
+        }
+        assert declared(generate_latest(registry).decode(), without=labels) == handoffs
+        assert len(handoffs) == len(METRICS)
 
     def test_empty(self):
         stats = KvferryConnector.build_kv_connector_stats()

@@ -20,6 +20,7 @@ import pytest
 
 from reference.demo.launcher import LaunchedProcess, Launcher
 from reference.demo.near_tie import Expectation, assert_same_answer
+from tests.support.metrics_page import assert_promtool_is_content
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.run import TELL_LOGITS, top_logits
 
@@ -110,10 +111,13 @@ class Server:
         """Have it compute a prompt for another server; returns what that one is to be told."""
         return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
 
-    def metric(self, name: str) -> float:
+    def metrics_page(self) -> str:
         with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
-            text = response.read().decode()
-        return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))
+            return response.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.findall(rf"^{name}{{.*}} (\S+)$", self.metrics_page(), re.MULTILINE)
+        return sum(float(value) for value in found)
 
     def wait_for(self, name: str, is_so: Callable[[float], bool]) -> None:
         deadline = time.monotonic() + ANSWER_S
@@ -256,6 +260,10 @@ def test_one_wrong_token_is_no_near_tie(decode, prompt):
     answer[3] = (answer[3] + 1) % 256
     with pytest.raises(AssertionError, match="a mismatch at token 3 of the answer"):
         decode.assert_like_alone(tokens, answer)
+
+
+def test_the_metrics_follow_prometheus_conventions(restarted, decode):
+    assert_promtool_is_content(decode.metrics_page())
 
 
 def test_several_samples_of_one_prompt_load_it_once(restarted, decode, prompt):

@@ -1,4 +1,4 @@
-"""The router's figures as Prometheus reads them, all named `kvferry_router_*`."""
+"""Export the router's metrics for Prometheus, all named `kvferry_router_*`, in a registry of its own."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from .nodes import Node
 
 
 class RouterMetrics:
-    """Figures of one router, in a registry of its own."""
+    """Hold the metrics of one router."""
 
     def __init__(self, nodes: Sequence[Node], handoffs: Handoffs) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(nodes))
         self._registry.register(_HandoffCollector(handoffs))
         self.requests = Counter(
-            "kvferry_router_requests",
+            "kvferry_router_requests_total",
             "Requests answered, by HTTP status",
             ["status"],
             registry=self._registry,
         )
         self.retries = Counter(
-            "kvferry_router_retries",
-            "Requests sent to another node, by what failed",
+            "kvferry_router_retries_total",
+            "Requests sent to another node, by the role of the node that failed",
             ["role"],
             registry=self._registry,
         )
         self.without_handoff = Counter(
-            "kvferry_router_without_handoff",
-            "Requests whose prefill node offered no KV cache, so that the decode node computed it again",
+            "kvferry_router_without_handoff_total",
+            "Requests whose prefill node offered no KV cache, so that the decode node computed the prompt again",
             registry=self._registry,
         )
         self.decoded_alone = Counter(
-            "kvferry_router_decoded_alone",
+            "kvferry_router_decoded_alone_total",
             "Requests sent to a decode node alone, because no prefill node could take them",
             registry=self._registry,
         )
         self.lost_prefills = Counter(
-            "kvferry_router_lost_prefills",
+            "kvferry_router_lost_prefills_total",
             "Prefills that failed after their decode had begun",
             registry=self._registry,
         )
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -66,11 +66,13 @@ class _NodeCollector(Collector):
             "kvferry_router_node_healthy", "1 while the node is ready", labels=["role", "url"]
         )
         in_flight = GaugeMetricFamily(
-            "kvferry_router_node_in_flight", "Requests the node works on", labels=["role", "url"]
+            "kvferry_router_node_in_flight",
+            "Requests that the node is working on for this router",
+            labels=["role", "url"],
         )
         states = GaugeMetricFamily(
             "kvferry_router_node_state",
-            "1 for the state that the node is in",
+            "1 for the state that the node is in, 0 for every other state",
             labels=["role", "url", "state"],
         )
         for node in self._nodes:
@@ -92,8 +94,8 @@ class _HandoffCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
-            "kvferry_router_handoffs",
-            "Offers given to a decode node, by how that ended",
+            "kvferry_router_handoffs_total",
+            "Offers given to a decode node, by result",
             labels=["prefill", "decode", "result"],
         )
         for (prefill, decode), pair in self._handoffs.pairs.items():

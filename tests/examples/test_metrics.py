@@ -1,0 +1,70 @@
+"""Metrics: declared once, the same for every host, named by Prometheus' conventions, and listed in `docs/metrics.md`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
+from reference.engine.types import EngineStats, EngineTotals, RequestMetrics
+from reference.node.metrics import NodeMetrics
+from reference.router.handoffs import Handoffs
+from reference.router.metrics import RouterMetrics
+from reference.router.nodes import Node
+from tests.support.metrics_page import assert_promtool_is_content, declared
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+RECORD = TransferRecord("a", "shm", "mapped", "uniform", 5, 1, 9, 4096, 0.25)
+
+
+@pytest.fixture
+def node_page() -> str:
+    """Make the page of a node that has done everything once."""
+    stats = EngineStats(
+        healthy=True, num_blocks=60, totals=EngineTotals(num_finished={"stop": 2, "abort": 1})
+    )
+    metrics = NodeMetrics(lambda: stats)
+    metrics.observe(RequestMetrics(9, 1, 0, 0, 0, 0.1, RECORD))
+    metrics.observe_handoffs(KVConnectorStats((RECORD,), dict.fromkeys(COUNTERS, 1)))
+    return metrics.text().decode()
+
+
+@pytest.fixture
+def router_page() -> str:
+    """Make the page of a router that has counted everything once."""
+    handoffs = Handoffs()
+    handoffs.pairs["http://p", "http://d"].counts["loaded"] += 1
+    metrics = RouterMetrics([Node("prefill", "http://p")], handoffs)
+    metrics.requests.labels("200").inc()
+    metrics.retries.labels("decode").inc()
+    return metrics.text().decode()
+
+
+def test_a_node_exports_every_metric_of_the_table(node_page: str) -> None:
+    shown = declared(node_page)
+    for metric in METRICS:
+        found = shown[metric.name]
+        assert (found.kind, found.text) == (metric.kind, metric.text)
+        assert found.labels == tuple(sorted(metric.labels))
+
+
+def test_a_node_exports_every_number_of_its_engine(node_page: str) -> None:
+    assert "kvferry_engine_blocks 60.0" in node_page
+    assert 'kvferry_engine_finished_requests_total{reason="stop"} 2.0' in node_page
+    assert "kvferry_engine_healthy 1.0" in node_page
+
+
+def test_names_follow_prometheus_conventions(node_page: str, router_page: str) -> None:
+    assert_promtool_is_content(node_page)
+    assert_promtool_is_content(router_page)
+
+
+def test_the_page_in_docs_lists_exactly_these_metrics(node_page: str, router_page: str) -> None:
+    expected = {
+        f"| `{name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |".replace("|  |", "| |")
+        for name, metric in (declared(node_page) | declared(router_page)).items()
+    }
+    listed = set(re.findall(r"^\| `kvferry_\w*[a-z]` .*\|$", DOCS.read_text(), re.MULTILINE))
+    assert listed == expected, "docs/metrics.md should have:\n" + "\n".join(sorted(expected - listed))

@@ -1,0 +1,65 @@
+"""Read a page of `/metrics`: what it declares, and what promtool says about it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+#: Where `make promtool` puts it.
+BUILT = Path(__file__).parents[2] / "build" / "promtool"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A metric as a page declares it.
+
+    Attributes:
+        labels: Names, sorted. A metric without samples shows none.
+    """
+
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+
+
+def declared(page: str, *, without: tuple[str, ...] = ()) -> dict[str, Declared]:
+    """Return kvferry's metrics on a page by name.
+
+    Args:
+        without: Labels to leave out: those that a host puts on all its metrics.
+    """
+    found = {}
+    for family in text_string_to_metric_families(page):
+        # The client library adds a gauge of this name to each counter and histogram.
+        if family.name.startswith("kvferry_") and not family.name.endswith("_created"):
+            labels = {label for sample in family.samples for label in sample.labels}
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            text = Declared(family.type, family.documentation, tuple(sorted(labels - {"le", *without})))
+            found[name] = text
+    return found
+
+
+def assert_promtool_is_content(page: str) -> None:
+    """Run `promtool check metrics` on kvferry's part of a page; skip the test if there is no promtool."""
+    promtool = shutil.which("promtool") or (BUILT.is_file() and str(BUILT))
+    if not promtool:
+        pytest.skip("promtool is not installed; `make promtool` gets it on Debian")
+    ours = [
+        line
+        for line in page.splitlines()
+        if line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith("kvferry_")
+    ]
+    assert ours
+    checked = subprocess.run(
+        [promtool, "check", "metrics"],
+        input="\n".join(ours) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
