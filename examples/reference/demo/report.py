@@ -1,10 +1,10 @@
-"""What the demo found: one record a request, as a table and as JSON."""
+"""Show what the demo found: one record per request, as a table and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ MAX_PROMPT_CHARS = 24
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One prompt, answered by the pair and by the single node (`reference_*`). The JSON has exactly these keys.
+    """Compare the pair's answer to one prompt with the single node's (`reference_*`). The JSON has exactly these keys.
 
     Attributes:
-        identical: Both answered, with the same tokens.
-        near_ties: Where the pair took the other one of two tokens whose logits are almost equal, and answered as the single
-            node does otherwise; see `near_tie`. Empty if the answers differ in any other way.
-        transport: What moved the cache; empty when nothing was moved.
-        num_regions: Runs of bytes in which the cache came.
-        exposed_transfer_s: The part of `transfer_s` that no computing hid.
-        ttft_s: From the client's request to the first token.
+        identical: Both nodes answered, with the same tokens.
+        near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
+            as the single node says; see `near_tie`. Empty if the answers differ in any other way.
+        transport: Scheme of the transport that moved the cache; empty if nothing was moved.
+        num_regions: Contiguous runs of bytes in which the cache came.
+        exposed_transfer_s: The part of `transfer_s` that computing the prompt did not hide.
+        ttft_s: Time from the client's request to the first token.
     """
 
     prompt_tokens: int
@@ -51,17 +51,17 @@ class RequestReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether the pair answered as a single node may."""
+        """Say whether the pair gave an answer that a single node may give."""
         return self.identical or bool(self.near_ties)
 
 
 def report_of(
     answer: Answer, reference: Answer, comparison: Comparison | None, connector: str, layout: str
 ) -> RequestReport:
-    """Put both answers side by side; measures memcpy with as many bytes as were moved.
+    """Compare both answers, and measure memcpy with as many bytes as were moved.
 
     Args:
-        comparison: Of the two; None if one of them failed.
+        comparison: Of the two answers; None if one of the nodes failed.
     """
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
@@ -94,9 +94,10 @@ def _near_ties(comparison: Comparison | None) -> list[dict[str, Any]]:
 
 
 def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    """A table for people: a line a request, and one above it for what they have in common."""
-    rows = [_HEADS, *(_cells(*item) for item in zip(prompts, answers, reports, strict=True))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    """Format a table for people: one line per request, after a line with what all requests have in common."""
+    requests = zip(prompts, answers, reports, strict=True)
+    rows = [tuple(_COLUMNS), *(tuple(show(*request) for show in _COLUMNS.values()) for request in requests)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))
     return "\n".join([_summary(answers, reports), "", *lines])
@@ -108,39 +109,26 @@ def write_json(path: Path, reports: Sequence[RequestReport]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-_HEADS = (
-    "prompt",
-    "tokens",
-    "blocks",
-    "regions",
-    "per layer",
-    "MB",
-    "ms",
-    "exposed",
-    "GB/s",
-    "memcpy",
-    "TTFT ms",
-    "single",
-    "identical",
-)
+def _verdict(report: RequestReport) -> str:
+    return "yes" if report.identical else "near-tie" if report.near_ties else "NO"
 
 
-def _cells(prompt: str, answer: Answer, report: RequestReport) -> tuple[str, ...]:
-    return (
-        shortened(prompt, MAX_PROMPT_CHARS),
-        str(report.prompt_tokens),
-        str(report.num_blocks),
-        str(report.num_regions),
-        str(answer.transfer.get("num_regions_per_layer", 0)),
-        f"{report.kv_bytes / 1e6:.1f}",
-        f"{report.transfer_s * 1e3:.2f}",
-        f"{report.exposed_transfer_s * 1e3:.2f}",
-        f"{report.transfer_gb_per_s:.1f}",
-        f"{report.memcpy_gb_per_s:.1f}",
-        f"{report.ttft_s * 1e3:.0f}",
-        f"{report.reference_ttft_s * 1e3:.0f}",
-        "yes" if report.identical else "near-tie" if report.near_ties else "NO",
-    )
+#: Columns of the table: heading → what it shows of a request.
+_COLUMNS: Mapping[str, Callable[[str, Answer, RequestReport], str]] = {
+    "prompt": lambda prompt, answer, report: shortened(prompt, MAX_PROMPT_CHARS),
+    "tokens": lambda prompt, answer, report: str(report.prompt_tokens),
+    "blocks": lambda prompt, answer, report: str(report.num_blocks),
+    "regions": lambda prompt, answer, report: str(report.num_regions),
+    "per layer": lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer", 0)),
+    "MB": lambda prompt, answer, report: f"{report.kv_bytes / 1e6:.1f}",
+    "ms": lambda prompt, answer, report: f"{report.transfer_s * 1e3:.2f}",
+    "exposed": lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
+    "GB/s": lambda prompt, answer, report: f"{report.transfer_gb_per_s:.1f}",
+    "memcpy": lambda prompt, answer, report: f"{report.memcpy_gb_per_s:.1f}",
+    "TTFT ms": lambda prompt, answer, report: f"{report.ttft_s * 1e3:.0f}",
+    "single": lambda prompt, answer, report: f"{report.reference_ttft_s * 1e3:.0f}",
+    "identical": lambda prompt, answer, report: _verdict(report),
+}
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -165,6 +153,6 @@ def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """`text` on one line of at most `max_chars` characters."""
+    """Return `text` on one line of at most `max_chars` characters."""
     line = " ".join(text.split())
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
