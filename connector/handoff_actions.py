@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from ..transports._limited_log import LimitedLog
 from ..transports.base import Endpoint, GuardTable, Route, TransferEnded
 from ..transports.errors import (
     ConfigurationError,
@@ -37,7 +38,7 @@ from .handoff.events import (
 from .handoff.messages import encode
 from .handoff.node import NodeProtocol
 from .outcomes import Outcomes
-from .unexpected import RepeatLog, Unexpected
+from .unexpected import Unexpected
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +338,7 @@ class _Unreachable:
     _MAX_SCHEMES = 8
 
     def __init__(self) -> None:
-        self._log = RepeatLog()
+        self._log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
         self._schemes: set[str] = set()
         self._latest = ("", 0.0)  # in words, and until when it is worth a warning
 
@@ -351,7 +352,7 @@ class _Unreachable:
         self._latest = text, _now() + _WARNING_S
         if len(self._schemes) < self._MAX_SCHEMES:
             self._schemes.add(scheme)
-        self._log.log(logging.WARNING, scheme if scheme in self._schemes else "", lambda: text)
+        self._log.warning("%s", text, key=scheme if scheme in self._schemes else "")
 
 
 def _now() -> float:

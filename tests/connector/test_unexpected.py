@@ -5,8 +5,8 @@ Two requests are under way between different pairs of nodes whenever it happens,
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +20,7 @@ from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
 from kvferry.connector.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
-from kvferry.connector.unexpected import RepeatLog
+from kvferry.connector.unexpected import Unexpected
 
 #: Deadlines that a busy machine does not reach, and rests that are short to wait out.
 OPTIONS: Mapping[str, object] = {
@@ -291,12 +291,16 @@ class TestTheThreadEnds:
             assert consumer.worker.failure == ""
 
 
-def test_repeats_are_counted_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    log = RepeatLog(lambda: now[0])
+def test_repeats_are_counted_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    unexpected = Unexpected()
     for second in (0.0, 1.0, 59.0, 60.0, 61.0):
-        now[0] = second
-        log.log(logging.WARNING, "one", lambda: "it happened")
-        log.log(logging.WARNING, second, lambda: "another")
-    said = [record.getMessage() for record in caplog.records if "it happened" in record.getMessage()]
-    assert said == ["it happened", "it happened (2 more since it was last logged)"]
+        now = second
+        unexpected.log("one call", ZeroDivisionError(INJECTED))
+        unexpected.log(f"call {second}", ZeroDivisionError(INJECTED))
+    said = [text.splitlines()[0] for text in caplog.messages if "one call" in text or "suppressed" in text]
+    line = "unexpected error: one call raised this:"
+    assert said == [line, "suppressed 2 more lines of this kind; at most 1 are logged per 60 s", line]
