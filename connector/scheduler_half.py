@@ -1,13 +1,15 @@
-"""The scheduler half of a handoff: which request's blocks are offered, claimed, loaded or let go."""
+"""The scheduler half of a handoff: which requests are announced, offered, claimed, loaded or dropped."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..transports._limited_log import LimitedLog
 from ..transports.errors import ConfigurationError, KVTransferStateError
 from .content import content_digest
 from .errors import ConnectorError
@@ -16,7 +18,6 @@ from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
 from .params import TransferWish, offer_params, parse_transfer_params
-from .unexpected import RepeatLog
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest
@@ -26,47 +27,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A consumer computes the last prompt token itself, to get its logits: fewer missing tokens are not worth a load.
+T = TypeVar("T")
+
+#: A consumer computes the last prompt token itself, to get its logits, so a load of that token alone is not worth it.
 _TOKENS_COMPUTED_ANYWAY = 1
 
 
-@dataclass
-class _Orders:
-    """What the worker halves are told in the next step."""
+class RequestState(Enum):
+    """Where a request's handoff is. `docs/design.md` has the table of states and events."""
 
-    announcements: dict[str, int] = field(default_factory=dict)
-    offers: dict[str, OfferOrder | OpenOrder] = field(default_factory=dict)
-    extensions: dict[str, ExtendOrder] = field(default_factory=dict)
-    completions: dict[str, BlockTables] = field(default_factory=dict)
-    withdrawals: list[int] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)
-    releases: list[tuple[str, int]] = field(default_factory=list)
-    claims: dict[str, RemoteOffer] = field(default_factory=dict)
-    loads: dict[str, LocalBlocks] = field(default_factory=dict)
-    drops: list[str] = field(default_factory=list)
+    CLAIMED = "claimed"
+    LOADING = "loading"
+    DRAINING = "draining"
+    ANNOUNCED = "announced"
+    OPEN = "open"
+    OFFERED = "offered"
+    ENDED = "ended"
 
-    def freeze(self) -> HandoffMetadata:
-        return HandoffMetadata(
-            self.announcements,
-            self.offers,
-            self.extensions,
-            self.completions,
-            tuple(self.withdrawals),
-            tuple(self.aborts),
-            tuple(self.releases),
-            self.claims,
-            self.loads,
-            tuple(self.drops),
-        )
+
+#: The states that may follow each state. A request that loads and then offers goes through both halves of the list.
+_NEXT: Mapping[RequestState, tuple[RequestState, ...]] = {
+    RequestState.CLAIMED: (RequestState.LOADING, RequestState.ANNOUNCED, RequestState.ENDED),
+    RequestState.LOADING: (RequestState.DRAINING, RequestState.ANNOUNCED, RequestState.ENDED),
+    RequestState.DRAINING: (RequestState.ENDED,),
+    RequestState.ANNOUNCED: (RequestState.OPEN, RequestState.OFFERED, RequestState.ENDED),
+    RequestState.OPEN: (RequestState.OFFERED, RequestState.ENDED),
+    RequestState.OFFERED: (RequestState.ENDED,),
+    RequestState.ENDED: (),
+}
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """The offer that a request asked for, until it is made.
+class _OwnOffer:
+    """The offer that a request is to make.
 
     Attributes:
+        lease: Its number, drawn when the request arrived.
         content: Digest of the prompt.
-        is_early: Whether it may be made while the prompt is computed.
+        is_early: Whether it may be opened while the prompt is still computed.
     """
 
     lease: int
@@ -74,104 +72,143 @@ class _Wanted:
     is_early: bool
 
 
+@dataclass
+class _Orders:
+    """What the worker halves have not been told yet about one request; the fields of `HandoffMetadata`."""
+
+    announcement: int | None = None
+    offer: OfferOrder | OpenOrder | None = None
+    extension: ExtendOrder | None = None
+    completion: BlockTables | None = None
+    abort: bool = False
+    claim: RemoteOffer | None = None
+    load: LocalBlocks | None = None
+    drop: bool = False
+
+
+@dataclass(repr=False)
+class _Request:
+    """One request that loads, offers, or does both in this order. Only `HandoffScheduler._move` changes its state.
+
+    Attributes:
+        claim: The offer that it loads, if it does.
+        offer: The offer that it makes, if it does.
+        orders: What the worker halves learn about it in the next step; None: nothing.
+    """
+
+    request_id: str
+    state: RequestState
+    claim: RemoteOffer | None
+    offer: _OwnOffer | None
+    orders: _Orders | None = None
+
+    def __repr__(self) -> str:
+        return f"<request {self.request_id!r}, {self.state.value}>"
+
+
 class HandoffScheduler:
-    """Decides, request by request; the methods are those of `KVConnectorBase`'s scheduler half.
+    """Decides about each request; the methods are those of `KVConnectorBase`'s scheduler half.
 
-    A request id means one request until nothing of it is left here: it is not taken again while a worker half
-    owes a report of its offer or its load.
+    A request id stands for one request until its handoff is over: it is refused while the worker halves still owe a
+    report about its offer or its load.
 
-    A request that asks for an offer has its lease number drawn at its arrival, and the worker halves learn it at once: a
-    consumer that claims before the offer reaches them waits, for as long as the request is known.
+    If a request asks for an offer, its lease number is drawn when the request arrives, and the worker halves learn the
+    number in the next step. So a consumer may claim before the offer is made: it then waits for as long as the request is
+    known.
 
-    A request with an offer to load goes: claimed at its arrival, so that the handshake is done and the lease
-    renewed while it queues; loaded when its blocks are allocated, or dropped when they turn out to be here
-    already or the request ends. It is loaded once at most: after a failure the engine recomputes.
+    If a request has an offer to load, the offer is claimed when the request arrives, so that the handshake is done and
+    the lease is renewed while the request is queued. The offer is loaded when the request's blocks are allocated. The
+    claim is dropped if the blocks turn out to be in the prefix cache, or if the request ends. A request loads at most
+    once: if the load fails, the engine computes the prompt.
 
-    A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers only a prompt
-    with nothing computed behind it, and loads only an offer that ends before its prompt's last token, which every
-    engine computes itself: the producer is to be given the prompt without that token.
+    A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers a prompt only
+    if nothing was computed after it, and loads an offer only if it ends before the prompt's last token, which every
+    engine computes itself. The producer must therefore be given the prompt without that token.
     """
 
     def __init__(self, config: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
-        self._block_sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
-        self._has_state = any(isinstance(g.kv_cache_spec, MambaSpec) for g in kv_cache_config.kv_cache_groups)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._block_sizes = tuple(spec.block_size for spec in specs)
+        self._has_state = any(isinstance(spec, MambaSpec) for spec in specs)
+        self._keeps_all_blocks = all(map(_keeps_all_blocks, specs))
         self._workers: tuple[WorkerAddress, ...] = ()
-        self._claims: dict[str, RemoteOffer] = {}
-        self._wanted: dict[str, _Wanted] = {}
-        self._open: dict[str, RemoteOffer] = {}  # offers of requests whose prompt is still computed
-        self._keeps_all_blocks = all(
-            _keeps_all_blocks(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups
-        )
-        self._unreported: set[str] = set()
         self._numbers = GuardNumbers()
-        self._orders = _Orders()
-        self._role_log = RepeatLog()  # any client can cause it
+        self._requests: dict[str, _Request] = {}
+        # Requests with orders. A list of its own: most requests of a busy node wait, and have none in a given step.
+        self._untold: list[_Request] = []
+        # These two name an offer by its number and no request, so they outlive the request that caused them.
+        self._withdrawals: list[int] = []
+        self._releases: list[tuple[str, int]] = []
+        # Any client can cause these lines, so they are limited.
+        self._role_log = LimitedLog(logger, max_lines=1, interval_s=60.0)
 
     @property
     def num_requests(self) -> int:
-        """Requests that are remembered: they asked for something, and it is not over."""
-        return len(self._claims.keys() | self._wanted.keys() | self._open.keys() | self._unreported)
+        """Requests whose handoff is not over."""
+        return sum(request.state is not RequestState.ENDED for request in self._requests.values())
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerAddress]) -> None:
         """Learn where the worker halves can be reached, by rank.
 
         Raises:
-            ConfigurationError: they are not all of one start of one node. Nothing was learnt.
+            ConfigurationError: the workers are not all of one start of one node. Nothing was learnt.
         """
         if len(epochs := {worker.epoch for worker in metadata.values()}) != 1:
             raise ConfigurationError(f"the workers of one node share one epoch, got {len(epochs)}")
         self._workers = tuple(metadata[rank] for rank in sorted(metadata))
 
     def on_new_request(self, request: ConnectorRequest) -> None:
-        """Read what the request asks for, and order an early claim of what it is to load.
+        """Read what the request asks for; announce its offer, and claim the offer that it is to load.
 
         Raises:
-            InvalidTransferParamsError: its `kv_transfer_params` are malformed; it is not remembered.
-            ConnectorError: an earlier request of this id is not over; that one goes on.
+            InvalidTransferParamsError: its `kv_transfer_params` are malformed; the request is not remembered.
+            ConnectorError: the handoff of an earlier request with this id is not over; that one goes on.
         """
         request_id = request.request_id
         wish = self._within_role(request_id, parse_transfer_params(request.kv_transfer_params))
-        if wish != TransferWish() and self._knows(request_id):
-            raise ConnectorError(f"request id {request_id!r} is in use: its handoff is not over")
+        if wish == TransferWish():
+            return
+        if (known := self._requests.get(request_id)) is not None:
+            raise ConnectorError(
+                f"request id {request_id!r} is in use: the worker halves are not done with the earlier request, which is "
+                f"{known.state.value!r}; use another id"
+            )
+        if wish.release is not None:
+            if self._is_ours(wish.release):
+                self._releases.append((wish.release.request_id, wish.release.lease))
+            return
+        claim = offer = None
         if wish.load_from is not None:
-            # The worker halves compare this with the producer's grant. So also an offer of something else is claimed, and
-            # is released when that is found out.
-            offer = replace(wish.load_from, content=content_digest(request, wish.load_from.num_tokens))
-            self._claims[request_id] = self._orders.claims[request_id] = offer
+            # The worker halves compare this digest with the producer's grant. So an offer of another prompt is claimed
+            # as well, and the claim releases it as soon as the difference is found.
+            claim = replace(wish.load_from, content=content_digest(request, wish.load_from.num_tokens))
         if wish.offer_result:
-            self._announce(request, is_early=wish.offer_early and self._keeps_all_blocks)
-        if wish.release is not None and self._is_ours(wish.release):
-            self._orders.releases.append((wish.release.request_id, wish.release.lease))
-
-    def _announce(self, request: ConnectorRequest, *, is_early: bool) -> None:
-        content = content_digest(request, request.num_prompt_tokens)
-        wanted = _Wanted(self._numbers.draw(), content, is_early)
-        self._wanted[request.request_id] = wanted
-        self._orders.announcements[request.request_id] = wanted.lease
-
-    def _withdraw(self, request_id: str, lease: int) -> None:
-        """What was announced will not come."""
-        if self._orders.announcements.pop(request_id, None) is None:
-            self._orders.withdrawals.append(lease)
-
-    def _is_ours(self, offer: RemoteOffer) -> bool:
-        epochs = {worker.epoch for worker in self._workers}
-        return offer.engine_id == self._config.engine_id and offer.epoch in epochs
+            content = content_digest(request, request.num_prompt_tokens)
+            is_early = wish.offer_early and self._keeps_all_blocks
+            offer = _OwnOffer(self._numbers.draw(), content, is_early)
+        state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
+        record = self._requests[request_id] = _Request(request_id, state, claim, offer)
+        orders = self._order(record)
+        orders.claim = claim
+        orders.announcement = None if offer is None else offer.lease
+        logger.debug("%r has arrived", record)
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Tokens beyond `num_computed_tokens` that the offer holds, to be loaded asynchronously."""
-        offer = self._claims.get(request.request_id)
-        if offer is None:
+        """Say how many tokens beyond `num_computed_tokens` the claimed offer holds; they are loaded asynchronously."""
+        record = self._in_state(request, RequestState.CLAIMED)
+        if record is None or record.claim is None:
             return 0, False
-        if self._has_state and offer.num_tokens >= request.num_prompt_tokens:
+        if self._has_state and record.claim.num_tokens >= request.num_prompt_tokens:
             logger.warning(
-                "request %s: the state on offer is past its prompt's last token", request.request_id
+                "request %s: not loading the recurrent state on offer: it includes the prompt's last token, which this "
+                "node computes itself; send the prompt without that token to the prefill node",
+                request.request_id,
             )
             return 0, False
-        num_missing = _num_loadable_tokens(request, offer) - num_computed_tokens
+        num_missing = _num_loadable_tokens(request, record.claim) - num_computed_tokens
         if num_missing <= 0 or request.num_prompt_tokens - num_computed_tokens <= _TOKENS_COMPUTED_ANYWAY:
             return 0, False
         return num_missing, True
@@ -180,144 +217,244 @@ class HandoffScheduler:
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Order the load into the blocks, or drop the claim if there is nothing to load."""
-        request_id = request.request_id
-        offer = self._claims.pop(request_id, None)
-        if offer is None:
+        record = self._in_state(request, RequestState.CLAIMED)
+        if record is None or record.claim is None:
             return
         if num_external_tokens == 0:
-            self._orders.drops.append(request_id)
+            self._drop_claim(record)
             return
-        num_tokens = _num_loadable_tokens(request, offer)
-        self._unreported.add(request_id)
-        self._orders.loads[request_id] = tuple(
+        num_tokens = _num_loadable_tokens(request, record.claim)
+        self._order(record).load = tuple(
             _missing_blocks(table, block_size, num_tokens - num_external_tokens, num_tokens)
             for table, block_size in zip(block_ids, self._block_sizes, strict=True)
         )
+        self._move(record, RequestState.LOADING)
 
     def request_progressed(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Open an offer of what is computed so far, or extend it, if the request asked for that.
+        """Open an offer of what is computed so far, or extend it, if the request asked for an early offer.
 
         A request that loses its blocks after that is not offered a second time: its consumer knows of the first offer only.
 
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
         """
-        request_id, num_ready = request.request_id, request.num_computed_tokens
-        tables = tuple(tuple(table) for table in block_ids)
-        if request_id in self._open:
-            opening = self._orders.offers.get(request_id)
-            if isinstance(opening, OpenOrder):
-                self._orders.offers[request_id] = replace(opening, block_ids=tables, num_ready=num_ready)
+        tables, num_ready = _as_tables(block_ids), request.num_computed_tokens
+        if (record := self._in_state(request, RequestState.OPEN)) is not None:
+            orders = self._order(record)
+            if isinstance(orders.offer, OpenOrder):
+                orders.offer = replace(orders.offer, block_ids=tables, num_ready=num_ready)
             else:
-                self._orders.extensions[request_id] = ExtendOrder(tables, num_ready)
+                orders.extension = ExtendOrder(tables, num_ready)
             return None
-        wanted = self._wanted.get(request_id)
-        if wanted is None or not wanted.is_early:
+        record = self._in_state(request, RequestState.ANNOUNCED)
+        if record is None or record.offer is None or not record.offer.is_early:
             return None
-        offer = self._name_offer(request, wanted, tables)
-        del self._wanted[request_id]
-        self._open[request_id] = offer
-        self._orders.offers[request_id] = OpenOrder(
-            offer.lease, tables, offer.num_tokens, num_ready, wanted.content
+        offer = self._name_offer(request, record.offer.lease, tables)
+        self._order(record).offer = OpenOrder(
+            offer.lease, tables, offer.num_tokens, num_ready, record.offer.content
         )
+        self._move(record, RequestState.OPEN)
         return offer_params(offer)
 
     def build_connector_meta(self, preempted_req_ids: AbstractSet[str] = frozenset()) -> HandoffMetadata:
-        """Take the orders that came together since the last step.
+        """Take the orders that were collected since the last step.
 
         Args:
-            preempted_req_ids: Requests that lost their blocks; the worker halves end their open offers, and refuse who
-                claims one that they were not told of yet.
+            preempted_req_ids: Requests that lost their blocks. The worker halves end those of their open offers that they
+                know of; an open that they have not been told of is withdrawn here, and claims of it are denied.
         """
-        for request_id in preempted_req_ids & self._open.keys():
-            offer = self._open.pop(request_id)
-            self._orders.extensions.pop(request_id, None)
-            if self._orders.offers.pop(request_id, None) is not None:
-                self._withdraw(request_id, offer.lease)
-        orders, self._orders = self._orders, _Orders()
-        return orders.freeze()
+        for request_id in preempted_req_ids:
+            record = self._requests.get(request_id)
+            if record is not None and record.state is RequestState.OPEN:
+                self._take_back_open(record)
+        told, self._untold = self._untold, []
+        withdrawals, self._withdrawals = self._withdrawals, []
+        releases, self._releases = self._releases, []
+
+        def collect(field: Callable[[_Orders], T | None]) -> dict[str, T]:
+            values = (
+                (record.request_id, field(record.orders)) for record in told if record.orders is not None
+            )
+            return {request_id: value for request_id, value in values if value is not None}
+
+        metadata = HandoffMetadata(
+            announcements=collect(lambda orders: orders.announcement),
+            offers=collect(lambda orders: orders.offer),
+            extensions=collect(lambda orders: orders.extension),
+            completions=collect(lambda orders: orders.completion),
+            withdrawals=tuple(withdrawals),
+            aborts=tuple(collect(lambda orders: orders.abort or None)),
+            releases=tuple(releases),
+            claims=collect(lambda orders: orders.claim),
+            loads=collect(lambda orders: orders.load),
+            drops=tuple(collect(lambda orders: orders.drop or None)),
+        )
+        for record in told:
+            record.orders = None
+            if record.state is RequestState.ENDED:
+                self._forget(record)
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Forget the offers and loads that ended, well or not."""
-        self._unreported -= connector_output.finished_recving
-        self._unreported -= connector_output.finished_sending
+        """Take note of the offers and loads that ended, well or not."""
+        for request_id in connector_output.finished_recving:
+            record = self._requests.get(request_id)
+            if record is not None and record.state is RequestState.LOADING and record.offer is not None:
+                self._move(record, RequestState.ANNOUNCED)
+            elif record is not None and record.state in (RequestState.LOADING, RequestState.DRAINING):
+                self._move(record, RequestState.ENDED)
+        for request_id in connector_output.finished_sending:
+            record = self._requests.get(request_id)
+            if record is not None and record.state is RequestState.OFFERED:
+                self._move(record, RequestState.ENDED)
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the prompt's blocks if the request asked for that, and let go of what it still had to load.
+        """Offer the prompt's blocks if the request asked for that, and drop what it still had to load.
 
-        Only a prompt that was computed as a whole, of a request that ended by itself, is offered.
+        A prompt is offered only if it was computed as a whole and the request was neither aborted nor failed.
 
         Raises:
-            KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
+            KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called. The request
+                is forgotten.
         """
-        request_id = request.request_id
-        if self._claims.pop(request_id, None) is not None or request_id in self._unreported:
-            self._orders.drops.append(request_id)
-        wanted = self._wanted.pop(request_id, None)
-        tables = tuple(tuple(table) for table in block_ids)
-        if request_id in self._open:
-            return self._close_open(request, tables)
-        if wanted is None:
+        record = self._requests.get(request.request_id)
+        if record is None:
             return False, None
-        if not self._can_offer(request):
-            self._withdraw(request_id, wanted.lease)
+        if record.state is RequestState.CLAIMED:
+            self._drop_claim(record)
+        match record.state:
+            case RequestState.LOADING:
+                # The blocks may be written to until the worker halves report the end, so an offer of them cannot follow.
+                self._order(record).drop = True
+                if record.offer is not None:
+                    self._withdraw(record, record.offer)
+                self._move(record, RequestState.DRAINING)
+            case RequestState.ANNOUNCED if record.offer is not None:
+                return self._make_offer(request, record, record.offer, _as_tables(block_ids))
+            case RequestState.OPEN if record.offer is not None:
+                return self._close_open(request, record, record.offer, _as_tables(block_ids))
+        return False, None
+
+    # -- steps between states ------------------------------------------------------------------------
+
+    def _move(self, record: _Request, state: RequestState) -> None:
+        """Change a request's state. Give its orders before, because a request that ended without orders is forgotten."""
+        assert state in _NEXT[record.state], f"{record!r} cannot become {state.value}"
+        logger.debug("%r is now %s", record, state.value)
+        record.state = state
+        # The worker halves would apply a drop that they have not been told of yet to the claim of the next request with
+        # this id. So that id stays in use until the drop is taken.
+        if state is RequestState.ENDED and not (record.orders and record.orders.drop):
+            self._forget(record)
+
+    def _forget(self, record: _Request) -> None:
+        if self._requests.get(record.request_id) is record:
+            del self._requests[record.request_id]
+
+    def _order(self, record: _Request) -> _Orders:
+        """What the worker halves will be told about the request in the next step, to be added to."""
+        if record.orders is None:
+            record.orders = _Orders()
+            self._untold.append(record)
+        return record.orders
+
+    def _drop_claim(self, record: _Request) -> None:
+        """Do not load. If the claim is still untold, both are sent: only who claimed an offer can release it."""
+        self._order(record).drop = True
+        self._move(record, RequestState.ENDED if record.offer is None else RequestState.ANNOUNCED)
+
+    def _make_offer(
+        self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer a finished request's blocks, or withdraw the announcement if they cannot be offered."""
+        try:
+            offer = self._name_offer(request, own.lease, tables) if self._can_offer(request) else None
+        except KVTransferStateError:
+            self._withdraw(record, own)
+            self._move(record, RequestState.ENDED)
+            raise
+        if offer is None:
+            self._withdraw(record, own)
+            self._move(record, RequestState.ENDED)
             return False, None
-        offer = self._name_offer(request, wanted, tables)
-        self._unreported.add(request_id)
-        self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens, wanted.content)
+        self._order(record).offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content)
+        self._move(record, RequestState.OFFERED)
         return True, offer_params(offer)
 
     def _can_offer(self, request: ConnectorRequest) -> bool:
         if not _has_whole_prompt(request):
             return False
         if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
-            logger.warning("request %s: not offering its state, which is past its prompt", request.request_id)
+            logger.warning(
+                "request %s: not offering its recurrent state, which is past the prompt; set max_tokens to 1",
+                request.request_id,
+            )
             return False
         return True
 
     def _close_open(
-        self, request: ConnectorRequest, tables: BlockTables
+        self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Complete an open offer, or take it back if its prompt was not computed as a whole."""
-        request_id = request.request_id
-        offer = self._open.pop(request_id)
-        self._orders.extensions.pop(request_id, None)
-        is_whole = _has_whole_prompt(request)
-        self._unreported.add(request_id)
-        if not is_whole:
-            # Also if no worker half has heard of it yet: its consumer may have, and waits for the claim's answer.
-            self._orders.aborts.append(request_id)
-        elif request_id in self._orders.offers:
-            content = self._orders.offers[request_id].content
-            self._orders.offers[request_id] = OfferOrder(offer.lease, tables, offer.num_tokens, content)
-        else:
-            self._orders.completions[request_id] = tables
-        return True, offer_params(replace(offer, block_ids=tables)) if is_whole else None
+        """Complete an open offer, or abort it if its prompt was not computed as a whole.
 
-    def _name_offer(self, request: ConnectorRequest, wanted: _Wanted, tables: BlockTables) -> RemoteOffer:
+        In both cases the blocks are kept until the worker halves report the offer's end: a consumer may be reading them.
+        """
+        orders = self._order(record)
+        orders.extension = None
+        offer = self._name_offer(request, own.lease, tables)
+        is_whole = _has_whole_prompt(request)
+        if not is_whole:
+            # An open that the worker halves have not been told of is sent with its abort: the consumer has had the params
+            # since the open, and its claim needs an answer.
+            orders.abort = True
+        elif orders.offer is not None:
+            orders.offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content)
+        else:
+            orders.completion = tables
+        self._move(record, RequestState.OFFERED)
+        return True, offer_params(offer) if is_whole else None
+
+    def _take_back_open(self, record: _Request) -> None:
+        """End an open offer whose blocks are lost; the worker halves clear the guards of those that they know."""
+        if record.orders is not None:
+            record.orders.extension = None
+            if record.orders.offer is not None and record.offer is not None:
+                record.orders.offer = None
+                self._withdraw(record, record.offer)
+        self._move(record, RequestState.ENDED)
+
+    def _withdraw(self, record: _Request, own: _OwnOffer) -> None:
+        """The announced offer will not be made. If its number is still untold, no consumer can know it either."""
+        if record.orders is not None and record.orders.announcement is not None:
+            record.orders.announcement = None
+        else:
+            self._withdrawals.append(own.lease)
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _in_state(self, request: ConnectorRequest, state: RequestState) -> _Request | None:
+        record = self._requests.get(request.request_id)
+        return record if record is not None and record.state is state else None
+
+    def _is_ours(self, offer: RemoteOffer) -> bool:
+        epochs = {worker.epoch for worker in self._workers}
+        return offer.engine_id == self._config.engine_id and offer.epoch in epochs
+
+    def _name_offer(self, request: ConnectorRequest, lease: int, tables: BlockTables) -> RemoteOffer:
         if not self._workers:
             raise KVTransferStateError("no worker's address is known: set_handshake_metadata was not called")
         return RemoteOffer(
             engine_id=self._config.engine_id,
             epoch=self._workers[0].epoch,
             request_id=request.request_id,
-            lease=wanted.lease,
+            lease=lease,
             addresses=tuple(worker.address for worker in self._workers),
             num_tokens=request.num_prompt_tokens,
             block_ids=tables,
-        )
-
-    def _knows(self, request_id: str) -> bool:
-        return (
-            request_id in self._claims
-            or request_id in self._wanted
-            or request_id in self._open
-            or request_id in self._unreported
-            or request_id in self._orders.drops  # a drop of this step would meet the new request's claim
         )
 
     def _within_role(self, request_id: str, wish: TransferWish) -> TransferWish:
@@ -332,15 +469,20 @@ class HandoffScheduler:
             key = "do_remote_prefill" if allowed.load_from != wish.load_from else key
             role = self._config.kv_role
             better = "kv_consumer" if role == "kv_producer" else "kv_producer"
-            self._role_log.log(
-                logging.WARNING,
+            self._role_log.warning(
+                "ignoring %r of request %s: this node's kv_role %r does not support it; send such requests to a node "
+                "with kv_role %r or 'kv_both'",
                 key,
-                lambda: (
-                    f"ignoring {key!r} of request {request_id}: this node's kv_role {role!r} does not support it; "
-                    f"send such requests to a node with kv_role {better!r} or 'kv_both'"
-                ),
+                request_id,
+                role,
+                better,
+                key=key,
             )
         return allowed
+
+
+def _as_tables(block_ids: Sequence[Sequence[int]]) -> BlockTables:
+    return tuple(tuple(table) for table in block_ids)
 
 
 def _num_loadable_tokens(request: ConnectorRequest, offer: RemoteOffer) -> int:
@@ -348,7 +490,7 @@ def _num_loadable_tokens(request: ConnectorRequest, offer: RemoteOffer) -> int:
 
 
 def _keeps_all_blocks(spec: KVCacheSpec) -> bool:
-    """Whether a request's blocks stay its own until it ends; others are let go of while its prompt is computed."""
+    """Whether a request keeps all its blocks until it ends; a window, for one, frees blocks while the prompt is computed."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(map(_keeps_all_blocks, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
@@ -360,7 +502,7 @@ def _has_whole_prompt(request: ConnectorRequest) -> bool:
 
 
 def _missing_blocks(table: Sequence[int], block_size: int, num_here: int, num_tokens: int) -> GroupBlocks:
-    """The blocks of one group that hold tokens from `num_here` to `num_tokens`, the last one perhaps in part."""
+    """The blocks of one group that hold the tokens from `num_here` to `num_tokens`; the last block may be partly filled."""
     first = num_here // block_size
     end = -(-num_tokens // block_size)
     return GroupBlocks(first, tuple(table[first:end]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from kvferry.connector.content import content_digest
 from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
-from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.scheduler_half import _NEXT, HandoffScheduler, RequestState
 from kvferry.connector.testing import CacheShape, Request, Step, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 
@@ -369,6 +370,35 @@ class TestRecurrentState:
         else:
             consumer.update_state_after_alloc(request, [[20, 21, 22], [23]], 0)
             assert consumer.build_connector_meta().drops == ("d-1",)
+
+
+def test_the_design_has_each_state_and_each_step_between_states() -> None:
+    design = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    section = design.split("### Scheduler half, one request")[1].split("###")[0]
+    states, steps = (table.splitlines()[2:] for table in section.split("\n\n") if table.startswith("|"))
+    assert {row.split("|")[1].strip() for row in states} == {state.value for state in RequestState}
+    drawn = {
+        (before, after)
+        for row in steps
+        for before in [row.split("|")[1].strip()]
+        for after in [state.value for state in RequestState if state.value in row.split("|")[3]]
+        if before not in ("–", after)
+    }
+    assert drawn == {(state.value, after.value) for state, nexts in _NEXT.items() for after in nexts}
+
+
+def test_a_request_that_is_in_use_says_how_far_it_is() -> None:
+    producer = scheduler()
+    run_producer(producer)
+    with pytest.raises(ConnectorError, match=r"'p-1' is in use: .* which is 'offered'; use another id"):
+        producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
+
+
+def test_an_id_is_free_again_when_its_untold_offer_was_withdrawn() -> None:
+    producer = scheduler()
+    run_producer(producer, finish_reason="abort")
+    assert run_producer(producer)[0]
+    assert list(producer.build_connector_meta().offers) == ["p-1"]
 
 
 def test_orders_travel_between_processes() -> None:
