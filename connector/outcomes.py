@@ -1,30 +1,37 @@
-"""Where the handoff thread leaves what became of each handoff, and the engine thread takes it."""
+"""What became of each handoff: the handoff thread puts it here, and the engine thread takes it."""
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum
 
 from ..transports.base import Route, TransferEnded
 from ..transports.errors import KVTransferError
 from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from .metadata import HandoffMetadata, OfferOrder
+from .output import KVConnectorOutput
 from .stats import KVConnectorStats, TransferRecord
 
-#: Records kept for an engine that never takes its stats; the counters go on counting.
+#: Records that are kept at most, in case the engine never takes its stats. The counters go on counting.
 _MAX_RECORDS = 1024
 
 
-@dataclass
-class Report:
-    """What ended since the last report. `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
+class OfferState(Enum):
+    """What is owed for an offer of this rank.
 
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    invalid_block_ids: set[int] = field(default_factory=set)
-    load_errors: dict[str, str] = field(default_factory=dict)
+    An offer starts as `OPEN` if its request is still computed, and as `OFFERED` if it has finished. An offer that
+    ends as `OFFERED` is reported and forgotten.
+    """
+
+    #: The request has not finished, so it keeps its blocks and no end is owed.
+    OPEN = "open"
+    #: The offer ended, and its request has not finished. The end is reported as soon as it has.
+    ENDED_OPEN = "ended while open"
+    #: The request has finished; its blocks are held until the end is reported.
+    OFFERED = "offered"
 
 
 @dataclass(frozen=True)
@@ -35,25 +42,22 @@ class _Read:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Load:
-    """A load that is owed an end.
+    """A load whose end is owed.
 
     Attributes:
         exposed_since: When it was ordered, or later, when the whole offer had become readable.
+        reads: Its reads that have ended.
     """
 
     blocks: LocalBlocks
     exposed_since: float
-
-
-def _seconds(reads: Sequence[_Read]) -> float:
-    """From the start of the first read to the end of the last one."""
-    return max(read.end for read in reads) - min(read.end - read.ended.seconds for read in reads)
+    reads: list[_Read] = field(default_factory=list)
 
 
 class Outcomes:
-    """What ended, until it is taken; and what is still owed an end. All methods may be called by any thread.
+    """Keeps what ended until it is taken, and what is still owed an end. Any thread may call any method.
 
     Args:
         transport: Scheme of the transport, for the records.
@@ -64,65 +68,72 @@ class Outcomes:
         self._transport = transport
         self._layout = layout
         self._lock = threading.Lock()
-        self._report = Report()
-        self._offers: set[str] = set()
-        self._open: set[str] = set()  # offers of requests that have not finished
-        self._ended_open: set[str] = set()  # those that ended before their request
+        self._report = KVConnectorOutput()
+        self._offers: dict[str, OfferState] = {}
         self._loads: dict[str, _Load] = {}
-        self._reads: defaultdict[str, list[_Read]] = defaultdict(list)  # by request
         self._records: list[TransferRecord] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
 
-    @property
-    def num_owed(self) -> int:
-        """Offers and loads that were ordered and have not ended."""
-        with self._lock:
-            return len(self._offers) + len(self._loads)
+    def __repr__(self) -> str:
+        states = Counter(state.value for state in self._offers.values())
+        return f"<Outcomes: offers {dict(states)}, {len(self._loads)} loads>"
 
     def expect(self, orders: HandoffMetadata, now: float) -> None:
-        """Each load of `orders`, and each offer of a request that has finished, is owed an end from now on."""
+        """Owe an end to each load of `orders`, and to each offer of a request that has finished."""
         with self._lock:
             for request_id, order in orders.offers.items():
-                (self._offers if isinstance(order, OfferOrder) else self._open).add(request_id)
+                is_whole = isinstance(order, OfferOrder)
+                self._offers[request_id] = OfferState.OFFERED if is_whole else OfferState.OPEN
+            # After the offers: one step may bring an open offer and its abort.
             for request_id in (*orders.completions, *orders.aborts):
-                self._expect_end_of_open(request_id)
+                self._request_finished(request_id)
             for request_id, blocks in orders.loads.items():
                 self._loads[request_id] = _Load(blocks, exposed_since=now)
 
     def take_open(self, request_ids: set[str]) -> set[str]:
-        """Take the open ones of these requests' offers: they lose their blocks, and no end of them is owed any more."""
+        """Forget these requests' offers that are not `OFFERED`, because the requests lose their blocks.
+
+        Returns:
+            The requests whose offers have not ended.
+        """
+        taken = set()
         with self._lock:
-            self._ended_open -= request_ids
-            taken = self._open & request_ids
-            self._open -= taken
-            return taken
+            for request_id in request_ids:
+                state = self._offers.get(request_id)
+                if state in (OfferState.OPEN, OfferState.ENDED_OPEN):
+                    del self._offers[request_id]
+                if state is OfferState.OPEN:
+                    taken.add(request_id)
+        return taken
 
     def offer_completed(self, request_id: str, now: float) -> None:
-        """From now on nothing hides the rest of the load of this offer."""
+        """Note that the producer has computed all of the offer: from now on, the rest of the load is not hidden."""
         with self._lock:
-            if request_id in self._loads:
-                self._loads[request_id] = replace(self._loads[request_id], exposed_since=now)
+            if (load := self._loads.get(request_id)) is not None:
+                load.exposed_since = now
 
     def read_ended(self, read: StartRead, ended: TransferEnded, route: Route, now: float) -> None:
         """Keep the figures of a read that ended now, in seconds of any clock, for the record of its load."""
         with self._lock:
-            self._reads[read.request_id].append(_Read(read, ended, route, now))
+            if (load := self._loads.get(read.request_id)) is not None:
+                load.reads.append(_Read(read, ended, route, now))
 
     def offer_ended(self, ended: OfferEnded) -> None:
-        """The offer's blocks may be reused."""
+        """Note that the offer's blocks may be reused."""
         with self._lock:
             self._end_offer(ended)
 
     def load_ended(self, ended: LoadEnded, now: float) -> None:
-        """Nothing writes into the load's blocks any more."""
+        """Note that nothing writes into the load's blocks any more."""
         with self._lock:
             self._end_load(ended, now)
 
     def fail_all(self, error: KVTransferError) -> None:
         """End everything that is owed an end: offers as aborted, loads as failed."""
         with self._lock:
-            for request_id in tuple(self._offers):
-                self._end_offer(OfferEnded(request_id, "aborted", str(error)))
+            for request_id, state in tuple(self._offers.items()):
+                if state is OfferState.OFFERED:
+                    self._end_offer(OfferEnded(request_id, "aborted", str(error)))
             for request_id, load in tuple(self._loads.items()):
                 ended = LoadEnded(request_id, "failed", error, load.blocks)
                 self._end_load(ended, load.exposed_since)
@@ -130,7 +141,11 @@ class Outcomes:
     def forget_offers(self) -> None:
         """Never report the offers that are owed an end: peers may go on reading their blocks, which stay held."""
         with self._lock:
-            self._offers.clear()
+            self._offers = {
+                request_id: state
+                for request_id, state in self._offers.items()
+                if state is not OfferState.OFFERED
+            }
 
     def forget_loads(self, request_ids: set[str]) -> None:
         """Never report these loads: something may go on writing into their blocks, which stay held."""
@@ -139,14 +154,14 @@ class Outcomes:
                 self._loads.pop(request_id, None)
 
     def count(self, name: str) -> None:
-        """Count what is no handoff; `name` is a key of `COUNTERS`."""
+        """Count something that is not the end of a handoff; `name` is one of `COUNTERS`."""
         with self._lock:
             self._counters[name] += 1
 
-    def take_report(self) -> Report:
-        """Take what ended since the last call."""
+    def take_report(self) -> KVConnectorOutput:
+        """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
         with self._lock:
-            report, self._report = self._report, Report()
+            report, self._report = self._report, KVConnectorOutput()
             return report
 
     def take_stats(self) -> KVConnectorStats | None:
@@ -161,32 +176,31 @@ class Outcomes:
 
     def _end_offer(self, ended: OfferEnded) -> None:
         self._counters[f"offers_{ended.outcome}_total"] += 1
-        if ended.request_id in self._offers:
-            self._offers.remove(ended.request_id)
-            self._report.finished_sending.add(ended.request_id)
-        elif ended.request_id in self._open:
-            self._open.remove(ended.request_id)
-            self._ended_open.add(ended.request_id)
+        match self._offers.get(ended.request_id):
+            case OfferState.OFFERED:
+                del self._offers[ended.request_id]
+                self._report.finished_sending.add(ended.request_id)
+            case OfferState.OPEN:
+                # The scheduler half takes an end as leave to free the blocks, but the request still computes with them.
+                self._offers[ended.request_id] = OfferState.ENDED_OPEN
 
-    def _expect_end_of_open(self, request_id: str) -> None:
-        """The request of an open offer has finished; the offer may have ended before it."""
-        if request_id in self._ended_open:
-            self._ended_open.remove(request_id)
+    def _request_finished(self, request_id: str) -> None:
+        if self._offers.get(request_id) is OfferState.ENDED_OPEN:
+            del self._offers[request_id]
             self._report.finished_sending.add(request_id)
         else:
-            self._open.discard(request_id)
-            self._offers.add(request_id)
+            self._offers[request_id] = OfferState.OFFERED
 
     def _end_load(self, ended: LoadEnded, now: float) -> None:
-        load = self._loads.pop(ended.request_id, None)
-        reads = self._reads.pop(ended.request_id, [])
+        # A load that was refused before it could be ordered has no record here, and is reported all the same.
+        load = self._loads.pop(ended.request_id, None) or _Load(ended.blocks, exposed_since=now)
         self._report.finished_recving.add(ended.request_id)
         if ended.outcome == "dropped":
             return
         if ended.error is not None:
             self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
             self._report.load_errors[ended.request_id] = str(ended.error)
-        self._count(self._record(ended, reads, now - load.exposed_since if load else 0.0))
+        self._count(self._record(ended, load.reads, now - load.exposed_since))
 
     def _record(self, ended: LoadEnded, reads: Sequence[_Read], exposed_s: float) -> TransferRecord:
         return TransferRecord(
@@ -211,11 +225,16 @@ class Outcomes:
             self._counters["load_failures_total"] += 1
 
 
+def _seconds(reads: Sequence[_Read]) -> float:
+    """From the start of the first read to the end of the last one."""
+    return max(read.end for read in reads) - min(read.end - read.ended.seconds for read in reads)
+
+
 def _real_blocks(blocks: LocalBlocks) -> set[int]:
     ids: Iterable[int] = (block for group in blocks for block in group.block_ids)
     return set(ids) - {0}
 
 
 def _joined(words: Iterable[str]) -> str:
-    """The distinct words, in the order in which they come first."""
+    """Join the distinct words, in the order of their first appearance."""
     return ", ".join(filter(None, dict.fromkeys(words)))

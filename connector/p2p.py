@@ -51,8 +51,7 @@ class PeerToPeerConnector(KVConnectorBase):
             self._half = HandoffScheduler(self.kv_transfer_config, kv_cache_config)
         else:
             transport = create_transport(self.transport_scheme, self._options.transport)
-            options = self._options
-            self._half = HandoffWorker(config, kv_cache_config, transport, options.address, options.handoff)
+            self._half = HandoffWorker(config, kv_cache_config, transport, self._options)
 
     @property
     def _scheduler(self) -> HandoffScheduler:

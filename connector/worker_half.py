@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
 from .computed import at_once, mark_computed
-from .handoff.config import HandoffConfig
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
 from .handoff.messages import MAX_EPOCH
@@ -22,7 +21,9 @@ from .handoff.node import NodeProtocol
 from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
 from .metadata import HandoffMetadata, WorkerAddress
-from .outcomes import Outcomes, Report
+from .options import ConnectorOptions
+from .outcomes import Outcomes
+from .output import KVConnectorOutput
 from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
 from .stats import KVConnectorStats
@@ -33,24 +34,25 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .kv_cache_specs import KVCacheConfig
 
-#: How much longer than a read, which has a deadline of its own, the end of the handoff thread may take.
+#: How much longer than one read, which has a deadline of its own, the handoff thread may take to end.
 _CLOSE_GRACE_S = 5.0
-#: For so long a step waits for the handoff thread to end an offer; afterwards it ends all offers itself.
+#: A step waits this long for the handoff thread to end an offer; after that it ends all offers itself.
 _RETRACT_TIMEOUT_S = 1.0
 
-#: Descriptors of the process's limit for each connection in progress.
+#: Descriptors that are reserved per connection in progress, out of the process's limit.
 _DESCRIPTORS_PER_CONNECTION = 32
 
 
 def new_epoch() -> int:
-    """Draw the number of a start of a node, which no other start has."""
+    """Draw a random number for one start of a node. It is unguessable, so no other start has it."""
     return 1 + secrets.randbelow(MAX_EPOCH)
 
 
 def _affordable_connections() -> int:
-    """Connections in progress for which the process's limit of open files leaves room beside everything else.
+    """How many connections may be in progress at once under the process's limit of open files.
 
-    A connection takes a handful of descriptors, the most with UCX, which opens several per worker.
+    A connection takes a handful of descriptors; UCX takes the most, because it opens several per worker. The rest of the
+    limit is for everything else that the process opens.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // _DESCRIPTORS_PER_CONNECTION)
@@ -61,7 +63,6 @@ class RunningHandoffs:
 
     Args:
         transport: Not yet listening. It belongs to this object from now on.
-        address: Where to listen; empty lets the transport choose.
         mark: Marks what was launched until now; see `mark_computed`.
 
     Raises:
@@ -73,8 +74,7 @@ class RunningHandoffs:
         config: EngineConfig,
         registration: Registration,
         transport: Transport,
-        address: str,
-        handoff: HandoffConfig,
+        options: ConnectorOptions,
         mark: Callable[[], Callable[[], bool]],
     ) -> None:
         if config.kv_transfer is None:
@@ -87,9 +87,10 @@ class RunningHandoffs:
             fields=registration.fields,
             layout=registration.layout,
         )
-        handoff = replace(handoff, max_connecting=min(handoff.max_connecting, _affordable_connections()))
+        max_connecting = min(options.handoff.max_connecting, _affordable_connections())
+        handoff = replace(options.handoff, max_connecting=max_connecting)
         endpoint = transport.register(registration.pool)
-        self.address = WorkerAddress(endpoint.listen(address), identity.epoch, parallel.rank)
+        self.address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
         protocol = NodeProtocol(
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
@@ -106,20 +107,20 @@ class RunningHandoffs:
 
     @property
     def warning(self) -> str:
-        """What kept a handoff from working within the last minute although this node can hand over; else empty."""
+        """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
         return self._loop.warning
 
     def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
-        """Have one step's orders carried out, once all has run that was launched before; returns at once.
+        """Have one step's orders carried out as soon as all that was launched before has run; return at once.
 
         Args:
-            is_computed: Whether what they are about has run for sure, so that they need not wait for later launches.
+            is_computed: Whether the orders are about results that are certainly there, so that they need not wait.
         """
         if not orders.is_empty():
             self._loop.submit(orders, at_once if is_computed else self._mark())
 
     def retract(self, request_ids: set[str]) -> None:
-        """The requests lose their blocks: when this returns, nobody accepts bytes of them any more."""
+        """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks."""
         if taken := self.outcomes.take_open(request_ids):
             self._loop.retract(taken, _RETRACT_TIMEOUT_S)
 
@@ -137,7 +138,6 @@ class HandoffWorker:
 
     Args:
         transport: Fresh. It belongs to this object from now on.
-        address: Where to listen; empty lets the transport choose.
     """
 
     def __init__(
@@ -145,18 +145,16 @@ class HandoffWorker:
         config: EngineConfig,
         kv_cache_config: KVCacheConfig,
         transport: Transport,
-        address: str,
-        handoff: HandoffConfig,
+        options: ConnectorOptions,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._transport = transport
-        self._address = address
-        self._handoff = handoff
+        self._options = options
         self._arenas: list[Arena] = []
         self._memory: list[torch.Tensor] = []  # peers read it until the transport is closed
         self._running: RunningHandoffs | None = None
-        self._report = Report()
+        self._report = KVConnectorOutput()
 
     @property
     def failure(self) -> str:
@@ -165,7 +163,7 @@ class HandoffWorker:
 
     @property
     def warning(self) -> str:
-        """What kept a handoff from working within the last minute although this half can hand over; else empty."""
+        """What kept a handoff from working within the last minute, although this half can hand over; empty if nothing."""
         return self._running.warning if self._running is not None else ""
 
     # -- memory --------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ class HandoffWorker:
         import torch
 
         if device.type == "cuda":
-            # PyTorch's own: all that the transport needs to know of it, CUDA's driver tells.
+            # Memory of PyTorch's own: the transport asks CUDA's driver for all that it needs to know about it.
             return torch.zeros(num_bytes, dtype=torch.int8, device=device)
         if device.type != "cpu":
             raise ConfigurationError(
@@ -197,7 +195,7 @@ class HandoffWorker:
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], host_fields: Mapping[str, str] = NO_FIELDS
     ) -> None:
-        """Learn where each layer's cache is, begin to listen, and start the handoff thread.
+        """Learn where each layer's cache is, start to listen, and start the handoff thread.
 
         Args:
             host_fields: What else must be equal on a peer; see `describe_caches`.
@@ -205,7 +203,7 @@ class HandoffWorker:
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
             ConfigurationError: a cache cannot be served, or the address cannot be bound. Nothing was started.
-            BackendUnavailableError: serving a GPU's memory needs what is not installed here. Nothing was started.
+            BackendUnavailableError: something that is needed to serve a GPU's memory is not installed. Nothing was started.
         """
         if self._running is not None:
             raise KVTransferStateError("the KV caches are registered already")
@@ -213,17 +211,17 @@ class HandoffWorker:
         registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas, host_fields)
         self._memory.extend(kv_caches.values())
         mark = partial(mark_computed, self._memory[0].device)
-        self._running = RunningHandoffs(
-            self._config, registration, self._transport, self._address, self._handoff, mark
-        )
+        self._running = RunningHandoffs(self._config, registration, self._transport, self._options, mark)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """As `register_kv_caches`, for one tensor with the layers along axis 0.
+        """Register one tensor that holds the caches of all layers; see `register_kv_caches`.
 
-        Row `i` is the cache of the layers that share tensor `i` of the configuration.
+        Args:
+            kv_cache: `(num_tensors, ...)`: row `i` is the cache of the layers that share tensor `i` of the configuration.
 
         Raises:
-            ConfigurationError: the tensor has another number of layers than the configuration; or as above.
+            ConfigurationError: the tensor has another number of rows than the configuration has tensors; or as for
+                `register_kv_caches`.
         """
         tensors = self._kv_cache_config.kv_cache_tensors
         if len(kv_cache) != len(tensors):
@@ -232,48 +230,53 @@ class HandoffWorker:
         self.register_kv_caches({name: row for tensor, row in rows for name in tensor.shared_by})
 
     def get_handshake_metadata(self) -> WorkerAddress:
-        """Where peers reach this worker half."""
+        """Return where peers reach this worker half."""
         return self._handoffs().address
 
     # -- one step ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
-        """End the open offers of requests that lose their blocks, before these can be overwritten."""
+        """End the open offers of requests that lose their blocks, before the blocks can be overwritten."""
         if self._running is not None:
             self._running.retract(preempted_req_ids)
 
     def start_load_kv(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
-        """Have the step's orders carried out; returns at once.
+        """Have the step's orders carried out; return at once.
 
-        On a GPU, once all has run that this thread launched before: only then are the blocks that are offered written,
-        and those that are loaded into no longer in use.
+        On a GPU they wait until all has run that this thread launched before. Only then are the offered blocks written,
+        and the blocks that are loaded into no longer in use.
 
         Args:
-            is_computed: Do not wait for that. Only for orders without loads, whose offers are written for sure.
+            is_computed: Do not wait. Only for orders without loads, whose offered blocks are certainly written.
         """
         self._handoffs().submit(orders, is_computed=is_computed)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
-        """Report a load as failed that could not even be ordered; once, like any load."""
+        """Report as failed a load that could not even be ordered. It is reported once, like any load."""
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Take what ended; `get_block_ids_with_load_errors` and `take_load_errors` then tell of the same handoffs."""
+        """Take what ended: requests whose offer ended, and requests whose load ended.
+
+        `get_block_ids_with_load_errors` and `take_load_errors` then tell about the same loads.
+        """
+        # One report for all three calls. If each of them asked the outcomes itself, a load that fails between two calls
+        # would be reported without its blocks, and the engine would use what is in them.
         self._report = self._handoffs().outcomes.take_report()
         return self._report.finished_sending, self._report.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks of failed loads of the last `get_finished`."""
+        """Take the blocks of the failed loads of the last `get_finished`."""
         block_ids, self._report.invalid_block_ids = self._report.invalid_block_ids, set()
         return block_ids
 
     def take_load_errors(self) -> dict[str, str]:
-        """Take the reasons of failed loads of the last `get_finished`."""
+        """Take the reasons of the failed loads of the last `get_finished`."""
         errors, self._report.load_errors = self._report.load_errors, {}
         return errors
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Take the figures of the interval since the last call, or None."""
+        """Take the figures since the last call; None if there are none."""
         return self._running.outcomes.take_stats() if self._running is not None else None
 
     def shutdown(self) -> None:
@@ -286,6 +289,7 @@ class HandoffWorker:
             self._running.close()
         else:
             self._transport.close()
+        # Only after the transport is closed: until then peers may read this memory.
         self._memory.clear()
 
     def _handoffs(self) -> RunningHandoffs:

@@ -230,8 +230,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
         engine_config(vllm_config, pool, ranks.rank_in_group, epoch, model_identity(vllm_config)),
         pool,
         create_transport(options.transport, options.connector.transport),
-        options.connector.address,
-        options.connector.handoff,
+        options.connector,
     )
     return WorkerSide(vllm_config, config, half)
 

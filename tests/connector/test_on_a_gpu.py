@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvferry.connector.computed import mark_computed
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.registration import describe_caches
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.connector.worker_half import RunningHandoffs
@@ -45,7 +45,7 @@ class Side:
         in_main_memory = describe_caches(config, POOL, {LAYER: self.cache}, [])
         registration = replace(in_main_memory, pool=Pool([arena.segment]))
         self.handoffs = RunningHandoffs(
-            config, registration, SharedMemoryTransport(), "", HandoffConfig(), self.mark
+            config, registration, SharedMemoryTransport(), ConnectorOptions(), self.mark
         )
         address = self.handoffs.address
         self.offer = RemoteOffer(

@@ -375,7 +375,7 @@ class TestRecurrentState:
 def test_the_design_has_each_state_and_each_step_between_states() -> None:
     design = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
     section = design.split("### Scheduler half, one request")[1].split("###")[0]
-    states, steps = (table.splitlines()[2:] for table in section.split("\n\n") if table.startswith("|"))
+    states, steps, *_ = (table.splitlines()[2:] for table in section.split("\n\n") if table.startswith("|"))
     assert {row.split("|")[1].strip() for row in states} == {state.value for state in RequestState}
     drawn = {
         (before, after)

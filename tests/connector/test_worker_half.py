@@ -14,11 +14,11 @@ import torch
 
 from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.params import parse_transfer_params
 from kvferry.connector.planning.slots import Shard, SlotArray
 from kvferry.connector.registration import describe_caches, layout_name
@@ -89,7 +89,7 @@ def transport() -> FaultyTransport:
 def worker(transport: FaultyTransport) -> Iterator[HandoffWorker]:
     """A worker half with registered caches."""
     config = SHAPE.kv_cache_config()
-    made = HandoffWorker(engine_config("inproc"), config, transport, "", HandoffConfig())
+    made = HandoffWorker(engine_config("inproc"), config, transport, ConnectorOptions())
     memory = made.allocate_kv_memory(sum(t.size for t in config.kv_cache_tensors), CPU).view(SHAPE.dtype)
     made.register_cross_layers_kv_cache(
         memory.view(SHAPE.num_blocks, SHAPE.num_layers, *SHAPE.logical_page).transpose(0, 1)
@@ -100,18 +100,14 @@ def worker(transport: FaultyTransport) -> Iterator[HandoffWorker]:
 
 class TestLife:
     def test_memory_is_zeroed_and_in_the_transports_arena(self) -> None:
-        worker = HandoffWorker(
-            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
-        )
+        worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
         memory = worker.allocate_kv_memory(4096, CPU)
         assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((4096,), torch.int8, True)
         assert not memory.any()
         worker.shutdown()
 
     def test_memory_of_another_device_is_refused(self) -> None:
-        worker = HandoffWorker(
-            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
-        )
+        worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
         with pytest.raises(ConfigurationError, match="not on meta"):
             worker.allocate_kv_memory(4096, torch.device("meta"))
         with pytest.raises(ConfigurationError, match="is on meta; only main memory"):
@@ -119,9 +115,7 @@ class TestLife:
         worker.shutdown()
 
     def test_nothing_works_before_the_caches_are_registered(self) -> None:
-        worker = HandoffWorker(
-            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
-        )
+        worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
         for call in (worker.get_handshake_metadata, worker.get_finished):
             with pytest.raises(KVTransferStateError, match="register the KV caches first"):
                 call()
@@ -374,9 +368,7 @@ class TestRegistration:
             describe_caches(engine_config("inproc"), cache_config(), {"odd": torch.zeros(8, 4)}, [])
 
     def test_a_uniform_cache_of_other_layers_is_refused(self) -> None:
-        worker = HandoffWorker(
-            engine_config("inproc"), cache_config(), InProcTransport(), "", HandoffConfig()
-        )
+        worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
         with pytest.raises(ConfigurationError, match="a cache of 3 layers for 2 cache tensors"):
             worker.register_cross_layers_kv_cache(torch.zeros(3, 8, *SHAPE.logical_page))
         worker.shutdown()

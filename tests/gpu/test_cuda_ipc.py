@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from kvferry.connector.computed import mark_computed
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata
+from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.base import Connected, Event, PeerLost, TransferEnded
@@ -158,7 +158,7 @@ def test_a_load_never_races_a_forward_pass(device: str, start: Start) -> None:
     """Neither the producer's, which is still computing what it offers, nor ours, which still writes those blocks."""
     told = start("offer", device)[1]
     config = SHAPE.kv_cache_config()
-    worker = HandoffWorker(engine_config("shm"), config, SharedMemoryTransport(), "", HandoffConfig())
+    worker = HandoffWorker(engine_config("shm"), config, SharedMemoryTransport(), ConnectorOptions())
     try:
         num_bytes = sum(tensor.size for tensor in config.kv_cache_tensors)
         pool = worker.allocate_kv_memory(num_bytes, torch.device("cuda:0")).view(SHAPE.dtype)

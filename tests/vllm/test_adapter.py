@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.content import content_digest
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
@@ -230,8 +230,7 @@ def test_only_main_memory_is_to_be_the_transports(device_type, is_wanted):
         EngineConfig(ModelConfig("m", "float32", 64)),
         KVCacheConfig(8, (), ()),
         create_transport("shm", {}),
-        "",
-        HandoffConfig(),
+        ConnectorOptions(),
     )
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type))
     tensors = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=4096)])

@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 import torch
 
-from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports import Pool, Segment
@@ -49,7 +49,7 @@ def serve_pool(device: torch.device) -> None:
 def offer_blocks(device: torch.device) -> None:
     config = SHAPE.kv_cache_config()
     worker = HandoffWorker(
-        engine_config("shm", engine_id="producer"), config, SharedMemoryTransport(), "", HandoffConfig()
+        engine_config("shm", engine_id="producer"), config, SharedMemoryTransport(), ConnectorOptions()
     )
     num_bytes = sum(tensor.size for tensor in config.kv_cache_tensors)
     pool = worker.allocate_kv_memory(num_bytes, device).view(SHAPE.dtype)
