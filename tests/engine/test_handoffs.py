@@ -1,9 +1,10 @@
-"""The scheduler's side of a connector, by itself."""
+"""The engine's side of a connector's scheduler half, by itself."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,12 @@ from kvferry.connector.kv_cache_specs import KVCacheConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.testing import engine_config
 from reference.engine.handoffs import Handoffs
+from reference.engine.request import Request
+from reference.engine.types import GenerationRequest, SamplingParams
 
 
 class Chronicler(InProcConnector):
-    """Has something to tell once."""
+    """Has events to report once."""
 
     events: Iterable[str] = ("block 7 arrived",)
 
@@ -31,3 +34,36 @@ def test_what_a_connector_tells_is_taken(caplog: pytest.LogCaptureFixture) -> No
         handoffs.apply(KVConnectorOutput(), {})
         handoffs.apply(KVConnectorOutput(), {})
     assert caplog.messages == ["the connector reports block 7 arrived"]
+
+
+class OffersAll(InProcConnector):
+    """Offers each request's blocks, even those of one that was aborted while it was loading."""
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return True, None
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [KVConnectorOutput(finished_recving={"r"}), KVConnectorOutput(finished_sending={"r"})],
+        [KVConnectorOutput(finished_sending={"r"}), KVConnectorOutput(finished_recving={"r"})],
+        [KVConnectorOutput(finished_sending={"r"}, finished_recving={"r"})],
+    ],
+)
+def test_blocks_that_drain_and_are_offered_wait_for_both_ends(reports: list[KVConnectorOutput]) -> None:
+    handoffs = Handoffs(
+        OffersAll(engine_config("inproc"), KVConnectorRole.SCHEDULER, KVCacheConfig(2, (), ()))
+    )
+    source = GenerationRequest("r", (1, 2, 3), SamplingParams(), None)
+    request = Request("r", source, lambda request: [], 0.0)
+    handoffs.on_load_started(request)
+    assert handoffs.loading == {"r": request}
+    assert handoffs.on_finished(request, [[1]])[0]
+    assert (handoffs.loading, handoffs.num_offered) == ({}, 1)
+    *early, last = reports
+    for report in early:
+        assert not handoffs.apply(report, {}).released
+    assert handoffs.is_pending
+    assert handoffs.apply(last, {}).released == {"r"}
+    assert not handoffs.is_pending

@@ -299,7 +299,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),
-            num_offered=len(scheduler.handoffs.offered),
+            num_offered=scheduler.handoffs.num_offered,
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
             prefix_cache_hit_rate=manager.metrics.hit_rate,

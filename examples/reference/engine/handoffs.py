@@ -1,10 +1,12 @@
-"""The scheduler's side of the connector: who loads, whose blocks are kept for another node, what failed."""
+"""The engine's side of the connector's scheduler half: which requests load, which blocks are kept, what failed."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, SchedulerOutput
@@ -24,7 +26,7 @@ class EndedLoads:
         loaded: Requests whose tokens are in place.
         failed: Requests whose load failed, and why.
         invalid_block_ids: Blocks whose contents are undefined; nothing writes there any more.
-        released: Ids of finished requests whose blocks nobody needs any more.
+        released: Ids of finished requests whose blocks are no longer needed.
     """
 
     loaded: list[Request] = field(default_factory=list)
@@ -33,22 +35,44 @@ class EndedLoads:
     released: set[str] = field(default_factory=set)
 
 
+class TransferState(Enum):
+    """What a request's blocks are used for beside computing."""
+
+    #: The request waits until its blocks are filled.
+    LOADING = "loading"
+    #: The request ended while it was loading; its blocks may still be written to.
+    DRAINING = "draining"
+    #: The request has finished; its blocks are kept for another node.
+    OFFERED = "offered"
+
+
+@dataclass
+class _Transfer:
+    """A transfer that is under way.
+
+    Attributes:
+        is_offered: Of a `DRAINING` one: the connector offers the blocks all the same, so both ends are waited for.
+    """
+
+    request: Request
+    state: TransferState
+    is_offered: bool = False
+
+
 class Handoffs:
-    """Speaks to the scheduler half of the connector, or stands for its absence.
+    """Calls the scheduler half of the connector; without a connector it does nothing.
 
-    What a hook raises about one request is passed on, and ends that request alone. What the connector raises about a
-    whole step ends nothing, unless it does so twice.
-
-    Every transfer that is under way is in exactly one of three places: `loading` (a live request), `draining` (the
-    request was aborted, its blocks may still be written), `offered` (a finished request's blocks, for another node).
+    If a hook raises about one request, the exception is passed on and ends that request alone. If the connector raises
+    about a whole step, nothing ends, unless it raises twice in a row.
     """
 
     def __init__(self, connector: KVConnectorBase | None) -> None:
         self._connector = connector
-        self.loading: dict[str, Request] = {}
-        self.draining: set[str] = set()
-        self.offered: set[str] = set()
+        self._transfers: dict[str, _Transfer] = {}
         self._invalid_while_loading: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Handoffs: {dict(Counter(transfer.state.value for transfer in self._transfers.values()))}>"
 
     @property
     def has_connector(self) -> bool:
@@ -57,10 +81,27 @@ class Handoffs:
     @property
     def is_pending(self) -> bool:
         """Whether steps must go on even if there is nothing to compute."""
-        return bool(self.loading or self.draining or self.offered)
+        return bool(self._transfers)
+
+    @property
+    def loading(self) -> dict[str, Request]:
+        """Requests that wait until their blocks are filled, by id."""
+        return {
+            request_id: transfer.request
+            for request_id, transfer in self._transfers.items()
+            if transfer.state is TransferState.LOADING
+        }
+
+    @property
+    def num_offered(self) -> int:
+        """Finished requests whose blocks are kept for another node."""
+        return sum(
+            transfer.is_offered or transfer.state is TransferState.OFFERED
+            for transfer in self._transfers.values()
+        )
 
     def on_new_request(self, request: Request) -> None:
-        """Tell the connector of a request before anything is allocated.
+        """Hand a new request to the connector, before anything is allocated.
 
         Raises:
             ConnectorError: its `kv_transfer_params` are malformed.
@@ -69,13 +110,17 @@ class Handoffs:
             self._connector.on_new_request(request)
 
     def num_loadable_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the node's own prefix hit that can be loaded, and whether asynchronously; None: ask later."""
+        """Return how many tokens beyond the node's own prefix hit can be loaded, and whether asynchronously.
+
+        None instead of a number means that the connector is to be asked again in the next step.
+        """
         if self._connector is None or not request.may_load:
             return 0, False
         num_tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_local_tokens)
         if num_tokens is None:
             return None, False
-        # A step must compute something; a request that only loads is not part of one.
+        # A request that loads synchronously is part of the step, so at least one token must be left to compute. A request
+        # that loads asynchronously is not part of it.
         num_wanted = request.num_tokens - num_local_tokens - (0 if is_async else 1)
         num_tokens = max(0, min(num_tokens, num_wanted))
         return num_tokens, is_async and num_tokens > 0
@@ -83,25 +128,33 @@ class Handoffs:
     def on_allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """Tell the connector which blocks the request has, and how many tokens to load into them."""
+        """Give the connector the request's blocks, and the number of tokens to load into them."""
         if num_external_tokens:
             request.may_load = False
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
+    def on_load_started(self, request: Request) -> None:
+        """Wait for the end of the request's asynchronous load."""
+        self._transfers[request.request_id] = _Transfer(request, TransferState.LOADING)
+
     def on_progress(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Mapping[str, Any] | None:
-        """Part of the prompt was computed; returns what another node needs to begin with it, if that is news."""
+        """Note that part of the prompt was computed.
+
+        Returns:
+            What another node needs to start loading, the first time that it can; otherwise None.
+        """
         return None if self._connector is None else self._connector.request_progressed(request, block_ids)
 
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """What the worker half must do in this step."""
+        """Take what the worker half must do in this step."""
         if self._connector is None:
             return None
         try:
             return self._connector.build_connector_meta(output)
         except Exception:
-            # A step cannot run without it. What was ordered is still with the connector, so the second call tells it.
-            logger.exception("the connector's build_connector_meta failed; it is asked once more")
+            # A step cannot run without it. The connector still has the orders, so the second call returns them.
+            logger.exception("the connector's build_connector_meta failed; calling it once more")
         try:
             return self._connector.build_connector_meta(output)
         except Exception as error:
@@ -112,60 +165,80 @@ class Handoffs:
     def on_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, Mapping[str, Any] | None, Exception | None]:
-        """The request is over.
+        """End the request.
 
         Returns:
-            `(keep_blocks, kv_transfer_params, error)`. Blocks that are kept are needed until `apply` releases them.
+            `(keep_blocks, kv_transfer_params, error)`. If the blocks are kept, they are needed until `apply` releases them.
             `error` is what the connector raised instead of an answer; then nothing is offered.
         """
-        is_loading = self.loading.pop(request.request_id, None) is not None
-        if is_loading:
-            self.draining.add(request.request_id)
+        transfer = self._transfers.get(request.request_id)
+        if transfer is not None:
+            transfer.state = TransferState.DRAINING
         if self._connector is None:
             return False, None, None
         try:
             is_offered, params = self._connector.request_finished(request, block_ids)
         except Exception as error:
-            logger.exception("%s: the connector's request_finished failed; nothing of it is offered", request)
-            return is_loading, None, error
+            logger.exception("%s: the connector's request_finished failed; nothing is offered", request)
+            return transfer is not None, None, error
         if is_offered and any(block_ids):
-            self.offered.add(request.request_id)
-        return request.request_id in self.draining | self.offered, params, None
+            if transfer is None:
+                self._transfers[request.request_id] = _Transfer(request, TransferState.OFFERED)
+            else:
+                transfer.is_offered = True
+        return request.request_id in self._transfers, params, None
 
     def apply(self, report: KVConnectorOutput, block_ids_of: Mapping[str, Iterable[int]]) -> EndedLoads:
         """Take in what the worker half reported.
 
         Args:
-            block_ids_of: Blocks of each request that is loading; see `loading`.
+            block_ids_of: The blocks of each request in `loading`.
         """
         if self._connector is not None:
-            self._tell_outcomes(self._connector, report)
-        ended = EndedLoads(released=self._take_released(report))
+            self._pass_on(self._connector, report)
+        ended = EndedLoads()
         invalid = report.invalid_block_ids | self._invalid_while_loading
-        for request_id in report.finished_recving & self.loading.keys():
-            request = self.loading.pop(request_id)
-            if (invalid & set(block_ids_of[request_id])) or request_id in report.load_errors:
-                ended.failed.append((request, report.load_errors.get(request_id, "the load failed")))
-            else:
-                ended.loaded.append(request)
-        # A connector may name blocks before their request; until then the load may still write into the others.
+        for request_id in report.finished_sending & self._transfers.keys():
+            self._offer_ended(request_id, ended)
+        for request_id in report.finished_recving & self._transfers.keys():
+            transfer = self._transfers[request_id]
+            if transfer.state is TransferState.LOADING:
+                del self._transfers[request_id]
+                if (invalid & set(block_ids_of[request_id])) or request_id in report.load_errors:
+                    reason = report.load_errors.get(request_id, "the load failed")
+                    ended.failed.append((transfer.request, reason))
+                else:
+                    ended.loaded.append(transfer.request)
+            elif transfer.state is TransferState.DRAINING:
+                self._drained(request_id, ended)
+        # A connector may name failed blocks before it reports their request. Until it does, the load may still write into
+        # the request's other blocks, so none of them may be reused.
         still_loading = {block for request_id in self.loading for block in block_ids_of[request_id]}
         self._invalid_while_loading = invalid & still_loading
         ended.invalid_block_ids.update(invalid - still_loading)
         return ended
 
-    def _tell_outcomes(self, connector: KVConnectorBase, report: KVConnectorOutput) -> None:
+    def _pass_on(self, connector: KVConnectorBase, report: KVConnectorOutput) -> None:
         try:
             connector.update_connector_output(report)
             for event in connector.take_events():
                 logger.debug("the connector reports %s", event)
         except Exception:
-            # The transfers have ended whatever the connector makes of it, so their requests go on.
-            logger.exception("the connector failed to take in a step's report")
+            # The transfers have ended even if the connector cannot take note of it, so their requests go on.
+            logger.exception("the connector failed to take in a step's report; the requests go on")
 
-    def _take_released(self, report: KVConnectorOutput) -> set[str]:
-        released = (self.offered & report.finished_sending) | (self.draining & report.finished_recving)
-        self.offered -= report.finished_sending
-        self.draining -= report.finished_recving
-        # A request can be in both: it was loading, was aborted, and its blocks are offered all the same.
-        return released - self.offered - self.draining
+    def _offer_ended(self, request_id: str, ended: EndedLoads) -> None:
+        transfer = self._transfers[request_id]
+        if transfer.state is TransferState.OFFERED:
+            del self._transfers[request_id]
+            ended.released.add(request_id)
+        else:
+            transfer.is_offered = False
+
+    def _drained(self, request_id: str, ended: EndedLoads) -> None:
+        transfer = self._transfers[request_id]
+        if transfer.is_offered:
+            transfer.state, transfer.is_offered = TransferState.OFFERED, False
+        else:
+            del self._transfers[request_id]
+            ended.released.add(request_id)

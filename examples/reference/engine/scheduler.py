@@ -248,7 +248,7 @@ class Scheduler:
         request.figures.num_loaded_tokens += num_external
         if num_new_tokens == 0:
             request.status = RequestStatus.LOADING
-            self.handoffs.loading[request.request_id] = request
+            self.handoffs.on_load_started(request)
             return
         request.num_computed_tokens += num_external
         self._run(request)
