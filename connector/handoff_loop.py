@@ -1,20 +1,40 @@
-"""The thread that owns a node's transport and drives its handoff protocol."""
+"""The thread that owns a node's transport: it carries out orders, and drives the handoff protocol.
+
+`HandoffLoop` is the thread with its queue of orders, and decides when it ends. `_Driver` is what one turn does: orders and
+events go into the protocol, and the protocol's actions go to the transport.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
-from ..transports.base import Connected, Endpoint, Event, MessageReceived, PeerLost, TransferEnded, Transport
+from ..transports._limited_log import LimitedLog
+from ..transports.base import (
+    Connected,
+    Endpoint,
+    Event,
+    GuardTable,
+    MessageReceived,
+    PeerLost,
+    Route,
+    TransferEnded,
+    Transport,
+)
 from ..transports.errors import (
+    ConfigurationError,
+    ForeignTransportError,
     KVTransferError,
+    KVTransferStateError,
     TransferTimeoutError,
     TransportClosedError,
     UnexpectedError,
@@ -22,27 +42,47 @@ from ..transports.errors import (
 from .computed import at_once
 from .handoff.events import (
     Action,
+    ClearGuard,
+    Connect,
+    Disconnect,
+    LoadEnded,
     LocalBlocks,
+    OfferCompleted,
     OfferEnded,
+    PeerDiffers,
+    Send,
+    SetGuard,
+    StartRead,
 )
+from .handoff.messages import encode
 from .handoff.node import NodeProtocol
-from .handoff_actions import FatalError, HandoffActions
 from .metadata import HandoffMetadata, OfferOrder, OpenOrder
 from .outcomes import Outcomes
 from .unexpected import Unexpected
 
 logger = logging.getLogger(__name__)
 
-#: Longest single wait for events. `wake` ends every wait, but nobody wakes us when the interpreter ends.
+T = TypeVar("T")
+
+#: Longest single wait for events. `wake` ends every wait, but nothing calls it when the interpreter ends.
 _MAX_WAIT_S = 1.0
-#: Between two looks whether a GPU has computed what an order is about.
+#: How often the thread checks whether a GPU has computed what the next order is about.
 _DUE_POLL_S = 1e-3
-#: Between two looks whether the thread still lives, while it is waited for.
+#: How often `retract` checks whether the thread still runs, while it waits for it.
 _RETRACT_POLL_S = 0.1
-#: Turns in a row in which the transport or the protocol as a whole fails, before the thread ends; after each it rests,
-#: for a time that doubles. Together 1.3 s: long enough for a shortage to pass, short enough to tell the operator.
+#: The thread ends after this many consecutive turns in which the transport or the protocol as a whole failed. It rests
+#: after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and short enough that the
+#: operator learns of it soon.
 _MAX_FAILED_TURNS = 8
 _FIRST_REST_S = 0.01
+#: How long a read may continue if it began although starting it raised. Its peer is dropped, which ends reads soon.
+_DOUBT_S = 1.0
+#: How long a node warns after the last peer that it could not connect to.
+_WARNING_S = 60.0
+
+
+class _FatalError(UnexpectedError):
+    """Something failed that cannot be ended by itself: only closing the transport makes the blocks safe to reuse."""
 
 
 def _cannot_refuse(error: KVTransferError) -> None:
@@ -51,10 +91,10 @@ def _cannot_refuse(error: KVTransferError) -> None:
 
 @dataclass(frozen=True)
 class _Order:
-    """What the thread shall do, and whether it may yet; later ones wait for it.
+    """Something that the thread is to do. Later orders wait until it is due, so that orders keep their sequence.
 
     Attributes:
-        refuse: What it does instead if it cannot be told whether it may.
+        refuse: Called instead of `carry_out` if `is_due` raises.
     """
 
     carry_out: Callable[[], None]
@@ -63,19 +103,19 @@ class _Order:
 
 
 class HandoffLoop:
-    """Carries out orders and answers peers, in one thread, until `close`, or until the main thread ends without it.
+    """Carries out orders and answers peers in one thread, until `close`, or until the main thread ends without it.
 
-    An unexpected exception ends what it was about: one load, one offer or one peer. It ends the thread if that is not
+    An unexpected exception ends what it was about: one load, one offer or one peer. The thread itself ends if that is not
     enough: if the transport as a whole fails again and again, if a guard cannot be cleared, or if a failure cannot be
-    dealt with. Then peers are shut out, every handoff, also of later orders, ends as failed, and `failure` says why:
-    the engine goes on without handing over, and nothing waits for ever.
+    dealt with. Then peers are shut out, every handoff ends as failed, those of later orders as well, and `failure` says
+    why. The engine goes on without handing over, and nothing waits forever.
 
     Args:
-        transport: Its pool is registered; from now on only the thread calls it and its endpoint.
+        transport: With its pool registered; from now on only the thread calls it and its endpoint.
         endpoint: The transport's, listening.
         protocol: This node's; from now on only the thread calls it.
-        outcomes: Where the ends of handoffs are put down.
-        address: Where the transport listens.
+        outcomes: Where the ends of handoffs are noted.
+        address: Where the endpoint listens.
     """
 
     def __init__(
@@ -90,10 +130,7 @@ class HandoffLoop:
         self._endpoint = endpoint
         self._outcomes = outcomes
         self._unexpected = Unexpected()
-        self._actions = HandoffActions(
-            transport.guards, endpoint, protocol, outcomes, address, self._unexpected
-        )
-        self._driver = _Driver(endpoint, protocol, self._actions, self._unexpected)
+        self._driver = _Driver(transport.guards, endpoint, protocol, outcomes, address, self._unexpected)
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._orders: deque[_Order] = deque()
@@ -109,25 +146,27 @@ class HandoffLoop:
 
     @property
     def warning(self) -> str:
-        """What kept a handoff from working within the last minute although this node can hand over; else empty."""
-        return self._actions.warning
+        """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
+        return self._driver.warning
 
     def submit(self, orders: HandoffMetadata, is_computed: Callable[[], bool]) -> None:
-        """Have one step's orders carried out; returns at once.
+        """Have one step's orders carried out; return at once.
 
         Args:
-            is_computed: Whether all that was launched before them has run. Until then what they offer may not be
-                there yet, and what they load into may still be written to.
+            is_computed: Whether all that was launched before the orders has run. Until then the offered blocks may not be
+                written yet, and the blocks that are loaded into may still be in use.
         """
+        # Before the thread can see the orders: otherwise it could report the end of a load that is not expected yet.
         self._outcomes.expect(orders, _now())
         carry_out, refuse = partial(self._driver.carry_out, orders), partial(self._driver.refuse, orders)
         self._orders.append(_Order(carry_out, is_computed, refuse))
         self._wake()
-        if self._has_ended.is_set():  # set before its last look at what is owed, so one of us two sees these
+        # The thread sets this before it ends all that is expected. So whichever of the two comes later ends these orders.
+        if self._has_ended.is_set():
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
 
     def retract(self, request_ids: set[str], timeout_s: float) -> None:
-        """End offers now; when this returns, no bytes of their blocks are accepted by anybody any more.
+        """End offers now. When this returns, no peer accepts bytes of their blocks any more.
 
         Raises:
             UnexpectedError: their guards cannot be cleared. The blocks must not be reused.
@@ -138,25 +177,30 @@ class HandoffLoop:
             self._driver.abort(request_ids)
             is_done.set()
 
+        # Through the queue, because the open of these offers may still be in it.
         self._orders.append(_Order(retract))
         self._wake()
         deadline = _now() + timeout_s
         while not is_done.wait(_RETRACT_POLL_S) and not self._has_ended.is_set():
             if _now() > deadline:
-                logger.error("the handoff thread does not answer; every offer of this node ends")
-                self._is_unsafe = not self._actions.clear_guards()
+                # The engine's step cannot wait longer. Guards are plain memory words, so this thread can clear them.
+                logger.error(
+                    "the handoff thread has not ended open offers within %g s; ending every offer of this node",
+                    timeout_s,
+                )
+                self._is_unsafe = not self._driver.clear_guards()
                 break
         if self._is_unsafe:
             raise UnexpectedError(
-                f"the guards of open offers cannot be cleared: peers would accept what is written into the blocks of "
-                f"{', '.join(sorted(request_ids))} next; restart the node"
+                f"the guards of open offers cannot be cleared: peers would accept what is written next into the blocks of "
+                f"{', '.join(sorted(request_ids))}; restart the node"
             )
 
     def close(self, timeout_s: float) -> None:
         """End every handoff, close the transport and wait for the thread. Idempotent.
 
         Raises:
-            TransferTimeoutError: a read could not be stopped in time. The thread still runs, and ends with it.
+            TransferTimeoutError: a read could not be stopped in time. The thread still runs, and ends with the read.
         """
         self._is_closing.set()
         self._wake()
@@ -165,7 +209,7 @@ class HandoffLoop:
             raise TransferTimeoutError(f"the handoff thread has not ended within {timeout_s} s")
 
     def _wake(self) -> None:
-        # If that fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail for it.
+        # If this fails, the thread wakes up by itself after `_MAX_WAIT_S`; the engine's step must not fail because of it.
         with self._unexpected.logged("waking the handoff thread"):
             self._endpoint.wake()
 
@@ -176,15 +220,16 @@ class HandoffLoop:
         try:
             self._serve()
             self._drain()
-        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread for ever
+        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread forever
             error = self._die(bug)
         try:
             self._transport.close()
-        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread for ever
+        except Exception as bug:  # noqa: BLE001 - whatever it is, nothing may wait for this thread forever
             self._unexpected.log("closing the transport", bug)
-            # It did not say that it stopped writing, so the engine must not reuse the blocks of these loads.
-            self._outcomes.forget_loads(self._actions.loads_in_transfer)
+            # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks of these loads.
+            self._outcomes.forget_loads(self._driver.loads_in_transfer)
         finally:
+            # In this order; see `submit`. After the close, because a failed load's blocks may be reused at once.
             self._has_ended.set()
             self._outcomes.fail_all(error)
 
@@ -196,7 +241,7 @@ class HandoffLoop:
         reason = str(bug) if isinstance(bug, UnexpectedError) else f"{type(bug).__name__}: {bug}"
         self._failure = f"this node's handoff thread died: {reason}; restart the node"
         self._outcomes.count("handoff_thread_deaths_total")
-        if not self._actions.clear_guards():
+        if not self._driver.clear_guards():
             # Peers would still accept what they read of these blocks, so the engine must not reuse them.
             self._is_unsafe = True
             self._outcomes.forget_offers()
@@ -206,17 +251,18 @@ class HandoffLoop:
         main_thread = threading.main_thread()
         while not self._is_closing.is_set() and main_thread.is_alive():
             self._carry_out_due()
-            # A peer can only claim what our engine answered, and the order behind that answer was submitted before it.
-            # So with the orders first, no claim ever meets an offer that is not known here yet.
+            # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
+            # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
             self._driver.turn(_DUE_POLL_S if self._orders else _MAX_WAIT_S, self._carry_out_due)
 
     def _carry_out_due(self) -> None:
         while self._orders and (carry_out := self._due(self._orders[0])):
+            # Before it is carried out: an order that ends the thread must not be met again.
             self._orders.popleft()
             carry_out()
 
     def _due(self, order: _Order) -> Callable[[], None] | None:
-        """What is to be done about an order now; None: it is not due."""
+        """Return what to do about an order now; None if it is not due."""
         try:
             with self._unexpected.typed("asking whether a step has run"):
                 return order.carry_out if order.is_due() else None
@@ -224,30 +270,72 @@ class HandoffLoop:
             return partial(order.refuse, error)
 
     def _drain(self) -> None:
-        """Say goodbye to every peer, and wait for transfers: until then their blocks are not the engine's."""
+        """Drop every peer, and wait for reads: until they have ended, their blocks are not the engine's."""
         self._driver.shut_down()
-        while self._actions.num_transfers:
+        while self._driver.num_reads:
             self._driver.turn(_MAX_WAIT_S)
 
 
 class _Driver:
-    """Orders and events into the protocol, its actions to `HandoffActions`."""
+    """Passes orders and events to the protocol and does its actions; owns the reads that they started.
+
+    Each call to the outside has one owner of its failure, which ends what the call was about: `Unexpected` turns every
+    exception into a `KVTransferError`, and the protocol deals with it as with the errors that the call documents.
+
+    Args:
+        address: Where the endpoint listens.
+    """
 
     def __init__(
-        self, endpoint: Endpoint, protocol: NodeProtocol, actions: HandoffActions, unexpected: Unexpected
+        self,
+        guards: GuardTable,
+        endpoint: Endpoint,
+        protocol: NodeProtocol,
+        outcomes: Outcomes,
+        address: str,
+        unexpected: Unexpected,
     ) -> None:
+        self._guards = guards
         self._endpoint = endpoint
         self._protocol = protocol
-        self._actions = actions
+        self._outcomes = outcomes
+        self._address = address
         self._unexpected = unexpected
-        self._do = actions.do
+        self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
+        self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
+        self._bugs: dict[
+            str, KVTransferError
+        ] = {}  # by request: the error that its load will be reported with
+        self._num_doubts = 0
         self._num_failed_turns = 0
+        self._unreachable = _Unreachable()
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that have not ended."""
+        return len(self._reads)
+
+    @property
+    def loads_in_transfer(self) -> set[str]:
+        """Requests whose blocks the transport may still write to."""
+        return {read.request_id for read, _ in self._reads.values()}
+
+    @property
+    def warning(self) -> str:
+        """What kept a load from being connected within the last minute; empty if nothing did."""
+        return self._unreachable.warning
+
+    # -- orders --------------------------------------------------------------------------------------
 
     def carry_out(self, orders: HandoffMetadata) -> None:
-        """Turn one step's orders into calls of the protocol. A bug met by one of them fails that request alone."""
+        """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone."""
         producer, consumer = self._protocol.producer, self._protocol.consumer
+        # A request's announcement, offer and abort, or claim, load and drop, may come in one step. So the kinds are carried
+        # out in the order in which a request goes through them.
         for request_id, lease in orders.announcements.items():
-            with self._unexpected.logged("announcing an offer"):  # it costs the claims that come too early
+            with self._unexpected.logged(
+                "announcing an offer"
+            ):  # only claims that come too early are lost by it
                 self._do(producer.announce(request_id, lease))
         for request_id, order in orders.offers.items():
             with self._failing_offer(request_id, order.lease):
@@ -259,7 +347,7 @@ class _Driver:
             with self._failing_offer(request_id):
                 self._do(producer.complete(request_id, block_ids, _now()))
         for lease in orders.withdrawals:
-            self._do(self._actions.must("withdrawing an offer", partial(producer.withdraw, lease)))
+            self._do(self._must("withdrawing an offer", partial(producer.withdraw, lease)))
         self.abort(orders.aborts)
         for request_id, lease in orders.releases:
             self._do(producer.give_up(request_id, lease))
@@ -272,12 +360,12 @@ class _Driver:
         for request_id in orders.drops:
             with self._failing_load(request_id):
                 self._do(consumer.drop(request_id, _now()))
-            self._actions.forget_load(request_id)
+            self._bugs.pop(request_id, None)  # the load will not be asked for any more
 
     def refuse(self, orders: HandoffMetadata, error: KVTransferError) -> None:
-        """Fail one step's orders that are about memory, because it cannot be told whether that is written or free.
+        """Fail one step's orders that are about memory, because it is not known whether the memory is written or free.
 
-        What is offered would be read too early, and what is loaded into might still be in use by the engine.
+        Otherwise offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
         """
         leases = [order.lease for order in orders.offers.values()]
         aborts = (*orders.aborts, *orders.extensions, *orders.completions)
@@ -287,45 +375,19 @@ class _Driver:
         )
         self.carry_out(memoryless)
         for request_id in orders.offers:
-            self._actions.end_offer(OfferEnded(request_id, "aborted", str(error)))
+            self._end_offer(OfferEnded(request_id, "aborted", str(error)))
         for request_id, blocks in orders.loads.items():
-            self._actions.fail_load(request_id, blocks, error)
-
-    @contextmanager
-    def _failing_offer(self, request_id: str, lease: int = 0) -> Iterator[None]:
-        """Carry out an order about an offer; if the protocol has a bug there, end the offer as aborted.
-
-        Args:
-            lease: Of an offer that is made just now: whoever claims it is to be denied.
-        """
-        try:
-            with self._unexpected.typed("an order about an offer"):
-                yield
-        except FatalError:
-            raise
-        except KVTransferError as error:
-            producer = self._protocol.producer
-            ended = producer.abort(request_id, _now())
-            # Without actions there is nothing to take back: no guard was set, so no peer can have read.
-            self._do(ended or [OfferEnded(request_id, "aborted", str(error))])
-            self._do(producer.withdraw(lease))
-
-    @contextmanager
-    def _failing_load(self, request_id: str, blocks: LocalBlocks | None = None) -> Iterator[None]:
-        """Carry out an order about a load; if the protocol has a bug there, end the load as failed."""
-        try:
-            with self._unexpected.typed("an order about a load"):
-                yield
-        except FatalError:
-            raise
-        except KVTransferError as error:
-            self._actions.fail_load(request_id, blocks, error)
+            self._fail_load(request_id, blocks, error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End offers that are still there."""
+        """End those of these requests' offers that have not ended."""
         abort = self._protocol.producer.abort
         for request_id in request_ids:
-            self._do(self._actions.must("aborting an offer", partial(abort, request_id, _now())))
+            self._do(self._must("aborting an offer", partial(abort, request_id, _now())))
+
+    def shut_down(self) -> None:
+        """End every handoff that is not reading, and drop every peer."""
+        self._do(self._protocol.shutdown(_now()))
 
     def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
         producer = self._protocol.producer
@@ -339,11 +401,43 @@ class _Driver:
             )
         self._do(actions)
 
-    def turn(self, timeout_s: float, before_events: Callable[[], None] = lambda: None) -> None:
-        """Wait for what happens next, at most until the next deadline, and deal with it.
+    @contextmanager
+    def _failing_offer(self, request_id: str, lease: int = 0) -> Iterator[None]:
+        """Carry out an order about an offer. If the protocol has a bug there, end the offer as aborted.
 
         Args:
-            before_events: Called when the wait is over, before any event is dealt with.
+            lease: Of an offer that is being made: claims of it are to be denied.
+        """
+        try:
+            with self._unexpected.typed("an order about an offer"):
+                yield
+        except _FatalError:
+            raise
+        except KVTransferError as error:
+            producer = self._protocol.producer
+            ended = producer.abort(request_id, _now())
+            # Without actions there is nothing to take back: no guard was set, so no peer can have read.
+            self._do(ended or [OfferEnded(request_id, "aborted", str(error))])
+            self._do(producer.withdraw(lease))
+
+    @contextmanager
+    def _failing_load(self, request_id: str, blocks: LocalBlocks | None = None) -> Iterator[None]:
+        """Carry out an order about a load. If the protocol has a bug there, end the load as failed."""
+        try:
+            with self._unexpected.typed("an order about a load"):
+                yield
+        except _FatalError:
+            raise
+        except KVTransferError as error:
+            self._fail_load(request_id, blocks, error)
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float, before_events: Callable[[], None] = lambda: None) -> None:
+        """Wait for events, at most until the next deadline, and deal with them and with what is due.
+
+        Args:
+            before_events: Called after the wait, before any event is dealt with.
 
         Raises:
             KVTransferError: the transport or the protocol as a whole has failed too many times in a row.
@@ -352,13 +446,15 @@ class _Driver:
         failure: KVTransferError | None = None
         try:
             with self._unexpected.typed("waiting for events"):
-                due = min(self._protocol.next_deadline(), self._actions.next_deadline())
+                settled = min((end for end, _ in self._doubts.values()), default=math.inf)
+                due = min(self._protocol.next_deadline(), settled)
                 events = self._endpoint.wait_events(max(min(due - _now(), timeout_s), 0.0))
         except KVTransferError as error:
             failure = error
         before_events()
-        for event in (*events, *self._actions.settled_doubts()):
+        for event in (*events, *self._settled_doubts()):
             self._handle(event)
+        # Deadlines after events: a message that has arrived in time must not meet its own timeout.
         try:
             with self._unexpected.typed("doing what is due"):
                 actions = self._protocol.advance(_now())
@@ -369,25 +465,20 @@ class _Driver:
         self._judge(failure)
 
     def _judge(self, failure: KVTransferError | None) -> None:
-        """Rest after a turn that failed as a whole, which no single peer or load is to blame for; give up in the end."""
+        """Rest after a turn that failed as a whole, for which no single peer or load is to blame; give up in the end."""
         if failure is None:
             self._num_failed_turns = 0
             return
         self._num_failed_turns += 1
         if self._num_failed_turns >= _MAX_FAILED_TURNS:
             raise failure
-        time.sleep(_FIRST_REST_S * 2 ** (self._num_failed_turns - 1))  # it may fail at once: never spin
-
-    def shut_down(self) -> None:
-        """End every handoff that is not reading, and drop every peer."""
-        self._do(self._protocol.shutdown(_now()))
-
-    # -- events --------------------------------------------------------------------------------------
+        # The next wait may fail at once as well, so without a rest this would be a busy loop.
+        time.sleep(_FIRST_REST_S * 2 ** (self._num_failed_turns - 1))
 
     def _handle(self, event: Event) -> None:
-        """Deal with one event. A bug on the way ends the peer that it came from."""
+        """Deal with one event. A bug on the way ends the peer that the event came from."""
         if isinstance(event, TransferEnded):
-            self._do(self._actions.end_transfer(event))
+            self._do(self._end_transfer(event))
             return
         try:
             actions = self._react(event)
@@ -404,6 +495,263 @@ class _Driver:
                 return self._protocol.message_received(peer_id, message, _now())
             case PeerLost(peer_id, error):
                 return self._protocol.peer_lost(peer_id, error, _now())
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        """Do actions in order, and after them what the protocol wants done because of how they went.
+
+        The order matters: the protocol puts each `ClearGuard` before the `OfferEnded` that lets blocks be reused.
+
+        Raises:
+            _FatalError: one of them failed in a way that only the end of the thread makes safe.
+        """
+        todo = deque(actions)
+        while todo:
+            action = todo.popleft()
+            try:
+                todo.extend(self._perform(action))
+            except _FatalError:
+                raise
+            except Exception as bug:  # noqa: BLE001 - a bug of the protocol: `_perform` handles the action's own failure
+                error = self._unexpected.as_typed(f"the protocol, after {type(action).__name__},", bug)
+                if isinstance(action, Connect):
+                    todo.extend(self._protocol.consumer.connect_failed(action.address, error, _now()))
+                    continue
+                if not isinstance(action, Send | StartRead):
+                    raise _FatalError(str(error)) from error
+                todo.extend(self._protocol.peer_failed(action.peer_id, error, _now()))
+
+    def _perform(self, action: Action) -> list[Action]:
+        """Do one action.
+
+        Returns:
+            What the protocol wants done because of how it went.
+        """
+        match action:
+            case SetGuard(index, value):
+                return self._set_guard(index, value)
+            case ClearGuard(index):
+                self._clear_guard(index)
+            case Send():
+                return self._send(action)
+            case Connect():
+                return self._connect(action)
+            case StartRead():
+                return self._start_read(action)
+            case Disconnect(peer_id):
+                self._disconnect(peer_id)
+            case PeerDiffers():
+                logger.warning("%s", action)
+            case OfferEnded():
+                self._end_offer(action)
+            case OfferCompleted(request_id):
+                with self._unexpected.logged("noting that an offer is complete"):
+                    self._outcomes.offer_completed(request_id, _now())
+            case LoadEnded():
+                self._end_load(action)
+        return []
+
+    def _must(self, what: str, call: Callable[[], T]) -> T:
+        """Make a call without whose success nothing can go on. The call can be repeated, and is repeated once.
+
+        Raises:
+            _FatalError: it failed twice.
+        """
+        with suppress(KVTransferError), self._unexpected.typed(what):
+            return call()
+        try:
+            with self._unexpected.typed(what):
+                return call()
+        except KVTransferError as error:
+            raise _FatalError(f"{error}, twice") from error
+
+    def _set_guard(self, index: int, value: int) -> list[Action]:
+        try:
+            with self._unexpected.typed("setting a guard"):
+                self._guards.set(index, value)
+        except KVTransferError as error:
+            return self._protocol.producer.guard_failed(index, str(error))
+        return []
+
+    def _clear_guard(self, index: int) -> None:
+        # The next action lets the engine reuse the blocks under this guard, and while the guard holds, peers accept what
+        # they read there. So this must succeed; if it cannot, the end of the thread keeps the blocks from being reused.
+        self._must("clearing a guard", partial(self._guards.clear, index))
+
+    def clear_guards(self) -> bool:
+        """Clear every guard, whatever state the protocol is in: no peer accepts what it reads from now on.
+
+        Returns:
+            Whether that worked; False if a guard could not be cleared.
+        """
+        is_done = True
+        for index in range(self._guards.num_guards):
+            try:
+                self._clear_guard(index)
+            except KVTransferError:
+                is_done = False
+        return is_done
+
+    def _send(self, send: Send) -> list[Action]:
+        try:
+            with self._unexpected.typed("sending a message"):
+                self._endpoint.send(send.peer_id, encode(send.message))
+        except KVTransferError as error:
+            return self._protocol.peer_failed(send.peer_id, error, _now())
+        return []
+
+    def _connect(self, connect: Connect) -> list[Action]:
+        consumer = self._protocol.consumer
+        try:
+            with self._unexpected.typed("connecting to a peer"):
+                peer_id = self._endpoint.start_connect(connect.address, timeout_s=connect.timeout_s)
+        except KVTransferError as error:
+            return consumer.connect_failed(connect.address, self._as_foreign(connect.address, error), _now())
+        return consumer.connecting(connect.address, peer_id, _now())
+
+    def _as_foreign(self, address: str, error: KVTransferError) -> KVTransferError:
+        """Tell the two reasons for refusing an address apart: it is malformed, or it is of another transport."""
+        schemes = [text.partition(":")[0] for text in (address, self._address)]
+        if not isinstance(error, ConfigurationError) or schemes[0] == schemes[1]:
+            return error
+        foreign = ForeignTransportError(local=self._address, remote=address)
+        self._outcomes.count("unreachable_peers_total")
+        self._unreachable.note(schemes[0], str(foreign))
+        return foreign
+
+    def _disconnect(self, peer_id: int) -> None:
+        try:
+            with self._unexpected.typed("dropping a peer"):
+                self._endpoint.disconnect(peer_id)
+        except KVTransferError:
+            # A peer that stays connected can do no harm: it cannot write here, and its messages are ignored.
+            with self._unexpected.logged("dropping a peer once more"):
+                self._endpoint.disconnect(peer_id)
+
+    # -- reads ---------------------------------------------------------------------------------------
+
+    def _start_read(self, read: StartRead) -> list[Action]:
+        actions: list[Action] = []
+        route = Route(self._endpoint.scheme, "")
+        try:
+            with self._unexpected.typed("starting a read"):
+                transfer_id = self._endpoint.start_read(
+                    read.peer_id, read.pairs, read.guard, timeout_s=read.timeout_s
+                )
+        except UnexpectedError as error:
+            transfer_id, actions = self._doubt(read.peer_id, error)
+        except KVTransferError as error:
+            return self._protocol.consumer.read_ended(read, error, _now())
+        else:
+            # Now, because after the read's end the peer may be lost, and its route with it.
+            route = self._route_of(read)
+        self._reads[transfer_id] = read, route
+        return actions
+
+    def _route_of(self, read: StartRead) -> Route:
+        route = Route(self._endpoint.scheme, "")
+        with self._unexpected.logged("asking for a peer's route"):
+            route = self._endpoint.route_of(read.peer_id)
+        return route
+
+    def _doubt(self, peer_id: int, error: KVTransferError) -> tuple[int, list[Action]]:
+        """Note a read that may have begun although starting it raised, so that its end comes after a while.
+
+        An exception that the transport does not document does not say what the transport did before it raised, and the
+        blocks must not be reused while something may still be copied into them. So the peer is dropped, and the end comes
+        after `_DOUBT_S`.
+
+        Returns:
+            The read's id, and what is to be done now.
+        """
+        self._num_doubts += 1
+        transfer_id = -self._num_doubts  # no transport gives a negative id
+        self._doubts[transfer_id] = (_now() + _DOUBT_S, error)
+        return transfer_id, self._protocol.peer_failed(peer_id, error, _now())
+
+    def _settled_doubts(self) -> list[TransferEnded]:
+        now = _now()
+        over = [(number, error) for number, (end, error) in self._doubts.items() if end <= now]
+        return [TransferEnded(number, error, 0, 0.0, "") for number, error in over]
+
+    def _end_transfer(self, ended: TransferEnded) -> list[Action]:
+        self._doubts.pop(ended.transfer_id, None)
+        if ended.transfer_id in self._reads:
+            return self._end_read(ended)
+        # A read that began although starting it raised. Its load still waits for `_DOUBT_S`, because this id is not known.
+        logger.error("the transport ended a transfer that was never started: %d", ended.transfer_id)
+        return []
+
+    def _end_read(self, ended: TransferEnded) -> list[Action]:
+        read, route = self._reads.pop(ended.transfer_id)
+        # Before the protocol hears of it: the protocol may end the load, whose record needs this read's figures.
+        with self._unexpected.logged("recording a read"):
+            self._outcomes.read_ended(read, ended, route, _now())
+        consumer = self._protocol.consumer
+        try:
+            with self._unexpected.typed("the protocol, with the end of a read,"):
+                return consumer.read_ended(read, ended.error, _now())
+        except KVTransferError as bug:
+            error = bug
+        # The second call raises `KVTransferStateError` if the bug came after the protocol had noted the end of the read.
+        with suppress(KVTransferStateError):
+            self._do(consumer.read_ended(read, error, _now()))
+        self._fail_load(read.request_id, None, error)
+        return []
+
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def _fail_load(self, request_id: str, blocks: LocalBlocks | None, error: KVTransferError) -> None:
+        """End a load that met a bug. If something writes into its blocks, its end is reported after that.
+
+        Args:
+            blocks: What it was to fill, if it has not begun; None if the protocol knows, or its order is yet to come.
+        """
+        # First, because the drop may end the load, and `_end_load` takes the error from here.
+        self._bugs[request_id] = error
+        self._do(self._protocol.consumer.drop(request_id, _now()))
+        if blocks is not None and request_id in self._bugs and request_id not in self.loads_in_transfer:
+            self._end_load(LoadEnded(request_id, "failed", error, blocks))
+
+    def _end_offer(self, ended: OfferEnded) -> None:
+        level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO
+        logger.log(level, "offer of request %s ended: %s", ended.request_id, ended.reason)
+        self._must("reporting the end of an offer", partial(self._outcomes.offer_ended, ended))
+
+    def _end_load(self, ended: LoadEnded) -> None:
+        if bug := self._bugs.pop(ended.request_id, None):
+            ended = replace(ended, outcome="failed", error=bug)
+        if ended.outcome == "failed":
+            # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once for all.
+            level = logging.DEBUG if isinstance(ended.error, ForeignTransportError) else logging.WARNING
+            # As text: a log record that lives on must not keep the error's frames alive, and with them the pool.
+            logger.log(level, "load of request %s failed: %s", ended.request_id, str(ended.error))
+        self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, _now()))
+
+
+class _Unreachable:
+    """Warns about peers that listen on another transport than this node: once, because no request to them can succeed."""
+
+    #: Schemes that have a log line of their own. The number is bounded, because anyone can invent schemes.
+    _MAX_SCHEMES = 8
+
+    def __init__(self) -> None:
+        self._log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
+        self._schemes: set[str] = set()
+        self._latest = ("", 0.0)  # the warning, and until when it is shown
+
+    @property
+    def warning(self) -> str:
+        text, until = self._latest
+        return text if _now() < until else ""
+
+    def note(self, scheme: str, text: str) -> None:
+        """Note that a peer could not be connected to."""
+        self._latest = text, _now() + _WARNING_S
+        if len(self._schemes) < self._MAX_SCHEMES:
+            self._schemes.add(scheme)
+        self._log.warning("%s", text, key=scheme if scheme in self._schemes else "")
 
 
 def _now() -> float:

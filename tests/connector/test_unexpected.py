@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector import handoff_actions, worker_half
+from kvferry.connector import handoff_loop, worker_half
 from kvferry.connector.handoff import node as handoff_node
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
@@ -178,7 +178,7 @@ class TestTransport:
 
 #: What the thread calls of this project, by where it is looked up, and how many loads may end.
 CALLS: list[tuple[Any, str, list[int]]] = [
-    (handoff_actions, "encode", [0, 1]),
+    (handoff_loop, "encode", [0, 1]),
     (handoff_node, "decode", [0, 1]),
     (ConsumerProtocol, "claim", [1]),
     (ConsumerProtocol, "load", [1]),
