@@ -1,12 +1,12 @@
-"""`KVConnectorBase`: what an author subclasses.
+"""The two halves of a connector, and `KVConnectorBase`, the class that authors subclass.
 
-A connector exists twice on a node, once for each role. The *scheduler* half decides which blocks of which
-request cross; the *worker* half, one per rank, moves them. They talk only through the metadata that
-`build_connector_meta` returns each step, and through what `get_finished` and its siblings report back.
+A connector runs in two places on a node. The *scheduler half* sits beside the engine's scheduler and decides which blocks
+of which request cross between nodes. The *worker half*, one per rank, moves them. They communicate only through the
+metadata that `build_connector_meta` returns in each step, and through what `get_finished` and the methods after it report.
 
 Order of calls, scheduler half, for one request
     `on_new_request` → `get_num_new_matched_tokens` (any number of times) → `update_state_after_alloc` →
-    `build_connector_meta` (every step) → `request_progressed` (where its prompt takes several steps) → … →
+    `build_connector_meta` (every step) → `request_progressed` (if its prompt takes several steps) → … →
     `request_finished` (exactly once).
 
 Order of calls, worker half
@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..transports.errors import KVTransferStateError
+from ..transports.errors import ConfigurationError, KVTransferStateError
 
 if TYPE_CHECKING:
     import torch
@@ -42,15 +42,15 @@ class KVConnectorRole(enum.Enum):
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024 - a marker: each connector has its own contents
-    """What the scheduler half tells the worker halves in one step."""
+    """One step's orders from the scheduler half to the worker halves."""
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - a marker: each connector has its own contents
-    """What a worker half tells the scheduler half once, when its caches are registered."""
+    """What a worker half sends the scheduler half, once, after its caches are registered."""
 
 
 class ContentItem(Protocol):
-    """An image, a sound, or vectors: placeholder tokens whose meaning is not in their ids."""
+    """An image, a sound, or vectors: placeholder tokens whose ids do not say what they stand for."""
 
     @property
     def identifier(self) -> str:
@@ -65,7 +65,7 @@ class ContentItem(Protocol):
 
 
 class ConnectorRequest(Protocol):
-    """What a connector reads of an engine's request. It changes nothing of it."""
+    """The part of an engine's request that a connector reads. A connector changes nothing in it."""
 
     @property
     def request_id(self) -> str: ...
@@ -75,23 +75,23 @@ class ConnectorRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are in the request's blocks."""
+        """Number of tokens whose keys and values are in the request's blocks."""
 
     @property
     def cache_salt(self) -> str | None:
-        """Keeps the cache of those who know it apart from all others'."""
+        """Separates caches: requests with different salts never share one."""
 
     @property
     def lora_id(self) -> str | None:
-        """Name of the adapter that the request runs with."""
+        """Name of the LoRA adapter that the request runs with."""
 
     @property
     def mm_features(self) -> Sequence[ContentItem]:
-        """Items in the prompt whose contents the token ids do not tell."""
+        """Items in the prompt whose contents the token ids do not determine."""
 
     @property
     def prompt_embeds(self) -> torch.Tensor | None:
-        """`(num_prompt_tokens, hidden_size)`: vectors in the place of the whole prompt's tokens, or None."""
+        """`(num_prompt_tokens, hidden_size)`: vectors that replace all of the prompt's tokens, or None."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
@@ -101,7 +101,7 @@ class ConnectorRequest(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """What a connector and the mixin read of an engine's step."""
+    """The part of an engine's step that a connector and the runner mixin read."""
 
     @property
     def kv_connector_metadata(self) -> KVConnectorMetadata | None: ...
@@ -115,73 +115,120 @@ class SchedulerOutput(Protocol):
     def total_num_scheduled_tokens(self) -> int: ...
 
 
-class KVConnectorBase(ABC):
-    """A connector in one of its two roles.
+class SchedulerHalf(ABC):
+    """Decide which blocks of which request cross between nodes.
 
-    Args:
-        config: The node's configuration; `config.kv_transfer` is set.
-        role: Which half this is. Methods of the other half are not called.
-        kv_cache_config: The pool's blocks, tensors and groups.
-
-    Raises:
-        KVTransferStateError: `config.kv_transfer` is None.
-        ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value.
+    One per node, beside the engine's scheduler. It sees requests and touches no memory. A subclass must implement
+    `get_num_new_matched_tokens`, `update_state_after_alloc` and `build_connector_meta`; everything else has a default.
     """
 
-    @classmethod  # noqa: B027 - a connector need not know its options before it is made
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options that the constructor would refuse, as far as that can be told before there is a pool.
+    def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:  # noqa: B027
+        """Receive what the worker halves sent, by rank. Called once, before the first request."""
 
-        An engine asks before it loads a model. A connector that does not override this is asked nothing.
+    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
+        """Return whether params that name no connector can be meant for this one.
 
-        Args:
-            options: `kv_connector_extra_config`.
+        Called only if several connectors share a node.
+        """
+        return True
+
+    def on_new_request(self, request: ConnectorRequest) -> None:  # noqa: B027
+        """Take note of a request that the engine accepted; no blocks are allocated yet.
 
         Raises:
-            ConfigurationError: an option is unknown or has a bad value.
+            ConnectorError: the request's `kv_transfer_params` are malformed, or its id belongs to an earlier request
+                whose transfer is not over. The engine refuses the request and does not call `request_finished` for it.
         """
 
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        if config.kv_transfer is None:
-            raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
-        self.config = config
-        self.kv_transfer_config = config.kv_transfer
-        self.kv_cache_config = kv_cache_config
-        self.role = role
-        self._connector_metadata: KVConnectorMetadata | None = None
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: ConnectorRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond `num_computed_tokens` this connector can load. Has no side effects.
 
-    # -- either half ---------------------------------------------------------------------------------
+        Args:
+            num_computed_tokens: Tokens that the node's own prefix cache already holds, a multiple of the block size.
 
-    def get_kv_connector_stats(self) -> Any:
-        """Take the figures of the interval since the last call, or None."""
+        Returns:
+            `(num_tokens, is_async)`. If `num_tokens` is None, the engine asks again later. If `is_async`, the request
+            waits and holds its blocks until a worker half names it in `finished_recving`.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Take note of the blocks that were allocated for the request.
+
+        Args:
+            block_ids: The request's whole block table, one list per KV cache group.
+            num_external_tokens: Tokens to load, as `get_num_new_matched_tokens` returned; 0 if the load is over or
+                there was nothing to load.
+        """
+
+    def request_progressed(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not its end.
+
+        Called after each such step. If the request loses its blocks, it is computed again and this is called from the
+        beginning again; the next `build_connector_meta` gets its id in `preempted_req_ids`.
+
+        Args:
+            block_ids: The request's block table so far, one list per KV cache group. The engine still owns the
+                blocks: the request may lose them in any step.
+
+        Returns:
+            `kv_transfer_params` with which a consumer can already begin, at most once per request; otherwise None.
+        """
         return None
 
-    @property
-    def failure(self) -> str:
-        """Why the worker half transfers nothing any more, in words for operators; empty while it does.
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Take the orders for the worker halves in this step. Called every step; must not change its argument."""
 
-        An engine asks after every step and while it is idle, and then reports it in its health check: requests that need a
-        transfer fail until the node is restarted. It never becomes empty again.
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027
+        """Take note of the worker halves' report, before the engine acts on it."""
+
+    def request_finished(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Take note that the request is over and that its blocks are about to be freed. Called once per request.
+
+        Returns:
+            `(delay_free, kv_transfer_params)`. If `delay_free`, the engine keeps the blocks until a worker half names
+            the request in `finished_sending`. The params go to the client, which passes them to the consumer.
         """
-        return ""
+        return False, None
 
-    @property
-    def warning(self) -> str:
-        """What keeps some transfers from working although the worker half works, e.g. a peer that it cannot reach.
+    def take_events(self) -> Iterable[Any]:
+        """Take what happened to the cache since the last call."""
+        return ()
 
-        Asked as often as `failure`; empty again once it is over.
-        """
-        return ""
+    def shutdown(self) -> None:  # noqa: B027 - a half may have nothing to free
+        """Free everything. Idempotent."""
 
-    def shutdown(self) -> None:  # noqa: B027 - nothing to free is a fine default
-        """Free everything. Idempotent. Handoffs that are not over end as aborted."""
 
-    # -- worker half: memory -------------------------------------------------------------------------
+class WorkerHalf(ABC):
+    """Move the blocks that the scheduler half ordered.
+
+    One per rank, beside the model runner. It sees caches and decides nothing. A subclass must implement
+    `start_load_kv`; everything else has a default.
+    """
+
+    _connector_metadata: KVConnectorMetadata | None = None
+
+    # -- memory --------------------------------------------------------------------------------------
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """Whether one block of all layers should be one contiguous run of bytes."""
         return False
+
+    @property
+    def allocates_memory(self) -> bool:
+        """Whether this half overrides `allocate_kv_memory`, so that it matters where the pool lies."""
+        return type(self).allocate_kv_memory is not WorkerHalf.allocate_kv_memory
 
     def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Allocate the memory of the whole KV cache pool where this connector moves bytes best.
@@ -194,34 +241,40 @@ class KVConnectorBase(ABC):
         return torch.zeros(num_bytes, dtype=torch.int8, device=device)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
-        """Learn where each layer's cache is. Called once, when the caches are bound.
+        """Receive each layer's cache. Called once, when the caches are bound.
 
         Args:
-            kv_caches: Layer name → the layer's cache in logical order, axis 0 being kernel blocks. Layers
+            kv_caches: Layer name → the layer's cache in logical order; axis 0 is kernel blocks. Layers
                 that share a cache appear under each name. The logical order of attention is (kernel block,
                 key or value, slot, head, element); of attention with one latent (kernel block, slot, element).
         """
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
-        """Learn the uniform cache, instead of `register_kv_caches`, when cross-layer blocks are in use.
+        """Receive the uniform cache. Called instead of `register_kv_caches` if cross-layer blocks are in use.
 
         Args:
             kv_cache: `(num_layers, *backend shape)` in logical order; physically block-major.
             attn_backend: The backend whose shape and stride order were used.
         """
-        raise NotImplementedError(f"{type(self).__name__} prefers per-layer caches")
+        raise NotImplementedError(
+            "this connector cannot register a cross-layer cache: it implements register_kv_caches only; "
+            "either implement register_cross_layers_kv_cache or return False from prefer_cross_layer_blocks"
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler half must know of this rank, after registration. Called once."""
+        """Return what the scheduler half must know about this rank. Called once, after registration."""
         return None
 
-    # -- worker half: one step -----------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:  # noqa: B027
-        """First call of a step with preemptions, before any of their blocks can be overwritten."""
+        """Stop using the blocks of requests that lose them.
+
+        The first call of a step with preemptions, before any of these blocks can be overwritten.
+        """
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Set what the scheduler half said for this step."""
+        """Set the scheduler half's orders for this step."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
@@ -229,42 +282,41 @@ class KVConnectorBase(ABC):
         self._connector_metadata = None
 
     def has_connector_metadata(self) -> bool:
-        """Whether a step is under way."""
+        """Return whether a step is under way."""
         return self._connector_metadata is not None
 
     @property
     def connector_metadata(self) -> KVConnectorMetadata:
-        """What the scheduler half said for this step.
+        """The scheduler half's orders for this step.
 
         Raises:
             KVTransferStateError: no step is under way.
         """
         if self._connector_metadata is None:
-            raise KVTransferStateError("no connector metadata is bound: no step is under way")
+            raise KVTransferStateError(
+                "no connector metadata is bound: no step is under way; call bind_connector_metadata first"
+            )
         return self._connector_metadata
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the loads of this step. Returns at once; called every step, also with nothing to compute."""
+        """Start the loads of this step. Returns at once; called in every step, even one that computes nothing."""
 
-    @abstractmethod
-    def wait_for_layer_load(self, layer_name: str) -> None:
+    def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
         """Block until the layer's part of this step's *synchronous* loads is in place."""
 
-    @abstractmethod
-    def save_kv_layer(
+    def save_kv_layer(  # noqa: B027
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """The layer's cache of this step has been written; start to save it, or do nothing."""
+        """Start to save the layer's cache, which this step has written; by default do nothing."""
 
-    @abstractmethod
-    def wait_for_save(self) -> None:
-        """Block until what `save_kv_layer` started may be overwritten."""
+    def wait_for_save(self) -> None:  # noqa: B027
+        """Block until what `save_kv_layer` started to save may be overwritten."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Take the requests whose asynchronous transfers ended: `(finished_sending, finished_recving)`.
 
-        Each request is named once per direction. A load that failed is named as well: see
+        Each request is named once per direction, including one whose load failed; see
         `get_block_ids_with_load_errors`.
 
         Args:
@@ -277,88 +329,266 @@ class KVConnectorBase(ABC):
         return set()
 
     def take_load_errors(self) -> dict[str, str]:
-        """Take why loads failed, by request, in words for the client; with the `get_finished` that names it."""
+        """Take the reasons of failed loads, by request, for the client; with the `get_finished` that names it."""
         return {}
+
+    def get_kv_connector_stats(self) -> Any:
+        """Take the figures of the interval since the last call, or None."""
+        return None
+
+    # -- health and end ------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str:
+        """Why this half can transfer nothing any more, for operators; empty while it can.
+
+        An engine asks after every step and while it is idle, and shows the answer in its health check. Requests that
+        need a transfer fail until the node is restarted: once set, this never becomes empty again.
+        """
+        return ""
+
+    @property
+    def warning(self) -> str:
+        """Why some transfers fail although this half works, for example a peer that it cannot reach.
+
+        Asked as often as `failure`; empty again as soon as the cause is gone.
+        """
+        return ""
+
+    def shutdown(self) -> None:  # noqa: B027 - a half may have nothing to free
+        """Free everything. Idempotent. Handoffs that are not over end as aborted."""
+
+
+class KVConnectorBase(SchedulerHalf, WorkerHalf):
+    """A connector in one of its two roles.
+
+    Each instance holds one half and passes that half's methods on to it. There are two ways to subclass:
+
+    - Write a `SchedulerHalf` and a `WorkerHalf`, and return them from `make_scheduler_half` and `make_worker_half`.
+    - As in vLLM, implement the methods of both halves on the subclass itself. An instance then uses those of its role.
+
+    Args:
+        config: The node's configuration; `config.kv_transfer` is set.
+        role: Which half this is. Calling a method of the other half raises `KVTransferStateError`.
+        kv_cache_config: The pool's blocks, tensors and groups.
+
+    Raises:
+        KVTransferStateError: `config.kv_transfer` is None.
+        ConfigurationError: an option in `kv_connector_extra_config` is unknown or has a bad value, or the subclass
+            implements a half in neither way.
+    """
+
+    def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if config.kv_transfer is None:
+            raise KVTransferStateError("cannot make a connector: EngineConfig.kv_transfer is None; set it")
+        self.config = config
+        self.kv_transfer_config = config.kv_transfer
+        self.kv_cache_config = kv_cache_config
+        self.role = role
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._half: SchedulerHalf | WorkerHalf = (
+            self.make_scheduler_half() if is_scheduler else self.make_worker_half()
+        )
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that the constructor would refuse, as far as this is known before there is a pool.
+
+        An engine calls this before it loads a model. By default nothing is checked.
+
+        Args:
+            options: `kv_connector_extra_config`.
+
+        Raises:
+            ConfigurationError: an option is unknown or has a bad value.
+        """
+
+    def make_scheduler_half(self) -> SchedulerHalf:
+        """Make the half for `KVConnectorRole.SCHEDULER`. The constructor calls this once, after it set its attributes.
+
+        Override it unless the subclass implements the scheduler half's methods itself.
+        """
+        self._require_methods_of(SchedulerHalf, "make_scheduler_half")
+        return _DefaultScheduler()
+
+    def make_worker_half(self) -> WorkerHalf:
+        """Make the half for `KVConnectorRole.WORKER`. The constructor calls this once, after it set its attributes.
+
+        Override it unless the subclass implements the worker half's methods itself.
+        """
+        self._require_methods_of(WorkerHalf, "make_worker_half")
+        return _DefaultWorker()
+
+    def _require_methods_of(self, half: type[SchedulerHalf | WorkerHalf], make: str) -> None:
+        cls, inherited = type(self), KVConnectorBase
+        missing = [
+            name
+            for name in sorted(half.__abstractmethods__)
+            if getattr(cls, name) is getattr(inherited, name)
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"{cls.__qualname__} does not implement {', '.join(missing)}; implement them or override {make}",
+                key="kv_connector",
+                value=cls.__qualname__,
+            )
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        if isinstance(self._half, SchedulerHalf):
+            return self._half
+        raise self._wrong_half("scheduler", "worker")
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        if isinstance(self._half, WorkerHalf):
+            return self._half
+        raise self._wrong_half("worker", "scheduler")
+
+    def _wrong_half(self, wanted: str, present: str) -> KVTransferStateError:
+        return KVTransferStateError(
+            f"a method of the {wanted} half was called on a {present} half: this {type(self).__name__} was made with "
+            f"{self.role}; call it on the one that was made with KVConnectorRole.{wanted.upper()}"
+        )
+
+    # -- either half ---------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        return self._half.get_kv_connector_stats() if isinstance(self._half, WorkerHalf) else None
+
+    @property
+    def failure(self) -> str:
+        return self._half.failure if isinstance(self._half, WorkerHalf) else ""
+
+    @property
+    def warning(self) -> str:
+        return self._half.warning if isinstance(self._half, WorkerHalf) else ""
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
 
     # -- scheduler half ------------------------------------------------------------------------------
 
-    def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:  # noqa: B027
-        """Learn what the workers said of themselves, by rank. Once, before the first request."""
+    def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.set_handshake_metadata(metadata)
 
     def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
-        """Whether params that name no connector can be for this one. Asked where several connectors share a node."""
-        return True
+        return self._scheduler.recognizes_params(kv_transfer_params)
 
-    def on_new_request(self, request: ConnectorRequest) -> None:  # noqa: B027
-        """The engine accepted the request; nothing is allocated yet.
+    def on_new_request(self, request: ConnectorRequest) -> None:
+        self._scheduler.on_new_request(request)
 
-        Raises:
-            ConnectorError: the request's `kv_transfer_params` are malformed, or its id is that of an earlier one
-                whose transfer is not over; the engine refuses the request, and `request_finished` is not
-                called for it.
-        """
-
-    @abstractmethod
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens` that this connector can load. Free of side effects.
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-        Args:
-            num_computed_tokens: Tokens that the node's own prefix cache already holds, a multiple of the block.
-
-        Returns:
-            `(num_tokens, is_async)`. `None` tokens: ask again later. Asynchronous: the request waits, holding
-            its blocks, until a worker half names it in `finished_recving`.
-        """
-
-    @abstractmethod
     def update_state_after_alloc(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """Blocks were allocated for the request.
-
-        Args:
-            block_ids: The request's whole block table, one list per KV cache group.
-            num_external_tokens: Tokens to load, as `get_num_new_matched_tokens` said; 0 when the load is over,
-                or when there was nothing to load.
-        """
+        self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def request_progressed(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """A step computed a part of the request's prompt, and not its end: `request.num_computed_tokens` says how much.
+        return self._scheduler.request_progressed(request, block_ids)
 
-        Called after each such step, and again from the beginning if the request lost its blocks and is computed once
-        more; that it lost them, the next `build_connector_meta` tells.
-
-        Args:
-            block_ids: The request's block table so far, one list per KV cache group. The blocks stay the engine's:
-                the request may lose them at any step.
-
-        Returns:
-            `kv_transfer_params` with which a consumer can begin already; at most once per request. None otherwise.
-        """
-        return None
-
-    @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Take what the worker halves must do in this step. Called every step; changes nothing of its argument."""
+        return self._scheduler.build_connector_meta(scheduler_output)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027
-        """See what the worker halves reported, before the engine acts on it."""
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request is over, and its blocks are about to be freed. Exactly once per request.
-
-        Returns:
-            `(delay_free, kv_transfer_params)`. With `delay_free` the engine keeps the blocks until a worker half
-            names the request in `finished_sending`. The params go to the client, for the consumer.
-        """
-        return False, None
+        return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
-        """Take what happened to the cache since the last call."""
-        return ()
+        return self._scheduler.take_events()
+
+    # -- worker half ---------------------------------------------------------------------------------
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return self._worker.prefer_cross_layer_blocks
+
+    @property
+    def allocates_memory(self) -> bool:
+        is_overridden = type(self).allocate_kv_memory is not KVConnectorBase.allocate_kv_memory
+        return is_overridden or self._worker.allocates_memory
+
+    def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return self._worker.allocate_kv_memory(num_bytes, device)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
+        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.get_handshake_metadata()
+
+    def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
+        self._worker.handle_preemptions(preempted_req_ids)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._worker.bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        self._worker.clear_connector_metadata()
+
+    def has_connector_metadata(self) -> bool:
+        return self._worker.has_connector_metadata()
+
+    @property
+    def connector_metadata(self) -> KVConnectorMetadata:
+        return self._worker.connector_metadata
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._worker.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        self._worker.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._worker.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    def take_load_errors(self) -> dict[str, str]:
+        return self._worker.take_load_errors()
+
+
+class _DefaultScheduler(SchedulerHalf):
+    """The defaults for a connector that implements the scheduler half's methods itself, the abstract ones included."""
+
+    def get_num_new_matched_tokens(
+        self, request: ConnectorRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        raise NotImplementedError
+
+    def update_state_after_alloc(
+        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        raise NotImplementedError
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        raise NotImplementedError
+
+
+class _DefaultWorker(WorkerHalf):
+    """The defaults for a connector that implements the worker half's methods itself, the abstract one included."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..transports._limited_log import LimitedLog
 from ..transports.errors import ConfigurationError, KVTransferStateError
+from .base import KVConnectorHandshakeMetadata, SchedulerHalf
 from .content import content_digest
 from .errors import ConnectorError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
@@ -20,7 +20,7 @@ from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, Worke
 from .params import TransferWish, offer_params, parse_transfer_params
 
 if TYPE_CHECKING:
-    from .base import ConnectorRequest
+    from .base import ConnectorRequest, SchedulerOutput
     from .config import KVTransferConfig
     from .kv_cache_specs import KVCacheConfig, KVCacheSpec
     from .output import KVConnectorOutput
@@ -106,8 +106,8 @@ class _Request:
         return f"<request {self.request_id!r}, {self.state.value}>"
 
 
-class HandoffScheduler:
-    """Decides about each request; the methods are those of `KVConnectorBase`'s scheduler half.
+class HandoffScheduler(SchedulerHalf):
+    """Decide about each request.
 
     A request id stands for one request until its handoff is over: it is refused while the worker halves still owe a
     report about its offer or its load.
@@ -148,15 +148,16 @@ class HandoffScheduler:
         """Requests whose handoff is not over."""
         return sum(request.state is not RequestState.ENDED for request in self._requests.values())
 
-    def set_handshake_metadata(self, metadata: Mapping[int, WorkerAddress]) -> None:
+    def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Learn where the worker halves can be reached, by rank.
 
         Raises:
             ConfigurationError: the workers are not all of one start of one node. Nothing was learnt.
         """
-        if len(epochs := {worker.epoch for worker in metadata.values()}) != 1:
+        workers = cast(Mapping[int, WorkerAddress], metadata)
+        if len(epochs := {worker.epoch for worker in workers.values()}) != 1:
             raise ConfigurationError(f"the workers of one node share one epoch, got {len(epochs)}")
-        self._workers = tuple(metadata[rank] for rank in sorted(metadata))
+        self._workers = tuple(workers[rank] for rank in sorted(workers))
 
     def on_new_request(self, request: ConnectorRequest) -> None:
         """Read what the request asks for; announce its offer, and claim the offer that it is to load.
@@ -258,14 +259,15 @@ class HandoffScheduler:
         self._move(record, RequestState.OPEN)
         return offer_params(offer)
 
-    def build_connector_meta(self, preempted_req_ids: AbstractSet[str] = frozenset()) -> HandoffMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
 
         Args:
-            preempted_req_ids: Requests that lost their blocks. The worker halves end those of their open offers that they
-                know of; an open that they have not been told of is withdrawn here, and claims of it are denied.
+            scheduler_output: Names the requests that lost their blocks; None if no request did. The worker halves end
+                those of their open offers that they know of; an open that they have not been told of is withdrawn here,
+                and claims of it are denied.
         """
-        for request_id in preempted_req_ids:
+        for request_id in scheduler_output.preempted_req_ids if scheduler_output is not None else ():
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OPEN:
                 self._take_back_open(record)

@@ -7,12 +7,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
+from .base import WorkerHalf
 from .computed import at_once, mark_computed
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
@@ -133,8 +135,8 @@ class RunningHandoffs:
         self._loop.close(self._close_timeout_s)
 
 
-class HandoffWorker:
-    """Allocates and registers the pool, then hands over; the methods are those of `KVConnectorBase`'s worker half.
+class HandoffWorker(WorkerHalf):
+    """Allocates and registers the pool, then hands over.
 
     Args:
         transport: Fresh. It belongs to this object from now on.
@@ -213,7 +215,9 @@ class HandoffWorker:
         mark = partial(mark_computed, self._memory[0].device)
         self._running = RunningHandoffs(self._config, registration, self._transport, self._options, mark)
 
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor) -> None:
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[Any] | None = None
+    ) -> None:
         """Register one tensor that holds the caches of all layers; see `register_kv_caches`.
 
         Args:
@@ -240,8 +244,12 @@ class HandoffWorker:
         if self._running is not None:
             self._running.retract(preempted_req_ids)
 
-    def start_load_kv(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
-        """Have the step's orders carried out; return at once.
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Have the orders of the step's metadata carried out; return at once."""
+        self.submit(cast(HandoffMetadata, self.connector_metadata))
+
+    def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
+        """Have orders carried out; return at once.
 
         On a GPU they wait until all has run that this thread launched before. Only then are the offered blocks written,
         and the blocks that are loaded into no longer in use.
@@ -255,7 +263,7 @@ class HandoffWorker:
         """Report as failed a load that could not even be ordered. It is reported once, like any load."""
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
-    def get_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
         """Take what ended: requests whose offer ended, and requests whose load ended.
 
         `get_block_ids_with_load_errors` and `take_load_errors` then tell about the same loads.

@@ -1,4 +1,4 @@
-"""Several connectors on one node, in order: the first that can serve a load loads, all of them save."""
+"""Several connectors on one node, in order: the first that can serve a load does so, and all of them save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who of a `MultiConnector`'s children loads and who holds a request's blocks: each end is reported once."""
+"""Which of a `MultiConnector`'s children loads a request, and which hold its blocks, so that each end is reported once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..output import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
-_NOBODY: frozenset[str] = frozenset()
+_NO_CHILDREN: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class MultiMetadata(KVConnectorMetadata):
 
     Attributes:
         children: Each child's own metadata, by child.
-        loads: Request → the child whose asynchronous load begins in this step.
-        holds: Request → the children that hold its blocks from this step on.
+        loads: By request, the child whose asynchronous load begins in this step.
+        holds: By request, the children that hold its blocks from this step on.
     """
 
     children: Mapping[str, KVConnectorMetadata]
@@ -31,13 +31,13 @@ class MultiMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What the children of one worker half say of themselves; a child that says nothing is absent."""
+    """The handshake metadata of one worker half's children; without those that have none."""
 
     children: Mapping[str, KVConnectorHandshakeMetadata]
 
 
 class Ledger:
-    """The scheduler half's side: what was ordered of which child and is not over."""
+    """The scheduler half's account of what each child was ordered to do and is not over."""
 
     def __init__(self) -> None:
         self._loads: dict[str, str] = {}
@@ -46,27 +46,27 @@ class Ledger:
         self._new_holds: dict[str, frozenset[str]] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a report of this request is still owed."""
+        """Return whether a report about this request is still owed."""
         return request_id in self._loads or request_id in self._holds
 
     def load(self, request_id: str, child: str) -> None:
-        """`child` loads the request, and will say when that is over."""
+        """Note that `child` loads the request, and will report the end of the load."""
         self._loads[request_id] = self._new_loads[request_id] = child
 
     def hold(self, request_id: str, children: frozenset[str]) -> None:
-        """`children`, one at least, hold the request's blocks, and will each say when that is over."""
+        """Note that `children`, at least one, hold the request's blocks, and will each report when they release them."""
         self._holds[request_id] = self._new_holds[request_id] = children
 
     def take_metadata(self, children: Mapping[str, KVConnectorMetadata]) -> MultiMetadata:
-        """Put what was ordered since the last call beside the children's own orders."""
+        """Take the orders since the last call, together with the children's own orders."""
         metadata = MultiMetadata(children, self._new_loads, self._new_holds)
         self._new_loads, self._new_holds = {}, {}
         return metadata
 
     def share_of(self, child: str, output: KVConnectorOutput) -> KVConnectorOutput:
-        """The part of a report that is about what `child` was ordered to do."""
+        """Return the part of a report that is about what `child` was ordered to do."""
         recving = {r for r in output.finished_recving if self._loads.get(r) == child}
-        sending = {r for r in output.finished_sending if child in self._holds.get(r, _NOBODY)}
+        sending = {r for r in output.finished_sending if child in self._holds.get(r, _NO_CHILDREN)}
         return KVConnectorOutput(
             finished_sending=sending,
             finished_recving=recving,
@@ -76,7 +76,7 @@ class Ledger:
         )
 
     def settle(self, output: KVConnectorOutput) -> None:
-        """Forget what is over, on every rank."""
+        """Forget what a report says is over. It is over on every rank: reports of ranks are combined before."""
         for request_id in output.finished_recving:
             self._loads.pop(request_id, None)
         for request_id in output.finished_sending:
@@ -84,10 +84,10 @@ class Ledger:
 
 
 class OwedReports:
-    """A worker half's side: an end that is not owed, or no longer, is never passed on.
+    """A worker half's account of the ends that its children owe; an end that is not owed is never passed on.
 
-    An engine frees blocks, or ends, by what it is told here, so a child that says something twice, or of a request
-    that is another child's, must not be believed.
+    The engine frees blocks as soon as an end is reported. If a child reports an end twice, or that of a request which
+    another child transfers, blocks that are still in use would be freed. So such a report is dropped and logged.
     """
 
     def __init__(self) -> None:
@@ -96,19 +96,19 @@ class OwedReports:
 
     @property
     def num_owed(self) -> int:
-        """Loads and holds that are not over."""
+        """Number of loads and holds that are not over."""
         return len(self._loads) + len(self._holds)
 
     def expect(self, metadata: MultiMetadata) -> None:
-        """Learn of the loads and holds that begin in this step."""
+        """Add the loads and holds that begin in this step."""
         self._loads.update(metadata.loads)
         self._holds.update((request_id, set(names)) for request_id, names in metadata.holds.items())
 
     def finish_recving(self, child: str, request_ids: Iterable[str]) -> set[str]:
-        """Take in what `child` says it has loaded.
+        """Take note of the loads that `child` reports as over.
 
         Returns:
-            The requests whose load is over with that.
+            Those that were owed, and are now over.
         """
         over = set()
         for request_id in request_ids:
@@ -116,20 +116,29 @@ class OwedReports:
                 del self._loads[request_id]
                 over.add(request_id)
             else:
-                logger.warning("%s reports a load of %s that it does not owe", child, request_id)
+                logger.warning(
+                    "ignoring a report of connector %r: it did not load request %r, or has reported this already",
+                    child,
+                    request_id,
+                )
         return over
 
     def finish_sending(self, child: str, request_ids: Iterable[str]) -> set[str]:
-        """Take in which requests' blocks `child` needs no more.
+        """Take note of the requests whose blocks `child` releases.
 
         Returns:
-            The requests whose blocks nobody needs any more with that.
+            The requests whose blocks no child holds any more.
         """
         over = set()
         for request_id in request_ids:
             holders = self._holds.get(request_id, set())
             if child not in holders:
-                logger.warning("%s releases blocks of %s that it does not hold", child, request_id)
+                logger.warning(
+                    "ignoring a report of connector %r: it does not hold blocks of request %r, or has released them "
+                    "already",
+                    child,
+                    request_id,
+                )
                 continue
             holders.discard(child)
             if not holders:

@@ -1,4 +1,4 @@
-"""`kv_transfer_params` of a node with several connectors: one section for each beside what others understand."""
+"""`kv_transfer_params` of a node with several connectors: one section per connector, beside the first one's keys."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidTransferParamsError
 
 if TYPE_CHECKING:
-    from ..base import ConnectorRequest, KVConnectorBase
+    from ..base import ConnectorRequest, SchedulerHalf
 
-#: Where each child's own params stand, by the child's name.
+#: The key of the children's own params, by the child's name.
 SECTIONS = "connectors"
 
 
 class ChildRequest:
-    """An engine's request as one child sees it: with the params that are for this child."""
+    """An engine's request as one child sees it, with that child's own params."""
 
     def __init__(self, request: ConnectorRequest, kv_transfer_params: Mapping[str, Any] | None) -> None:
         self._request = request
@@ -46,9 +46,9 @@ class ChildRequest:
 
 
 def join_params(of_children: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Make one answer of what the children say to the consumer, by child; None if they say nothing.
+    """Join the params that children have for the consumer, by child; None if there are none.
 
-    The first child's keys also stand at the top, for a consumer with that connector alone.
+    The first child's keys also appear at the top level, for a consumer that has only that connector.
     """
     if not of_children:
         return None
@@ -57,21 +57,22 @@ def join_params(of_children: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] 
 
 
 def split_params(
-    params: Mapping[str, Any] | None, children: Mapping[str, KVConnectorBase]
+    params: Mapping[str, Any] | None, children: Mapping[str, SchedulerHalf]
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Find out what each child is told of a request's params.
+    """Return the part of a request's params that is for each child.
 
-    Its own section, if there is one. Params without a section for any child, such as those of a node with one
-    connector, go to each child that recognizes them; to the first one if none does, so that the failure is seen.
+    A child with a section of its own gets that section. If no child has one, for example because the params come from a
+    node with one connector, they go to each child that recognizes them. If no child does, they go to the first, so that
+    its error is reported.
 
     Raises:
-        InvalidTransferParamsError: `connectors` is no mapping of mappings.
+        InvalidTransferParamsError: `connectors` is not a mapping of mappings.
     """
     if not isinstance(params, Mapping):
-        return dict.fromkeys(children, params)  # None, or malformed: each child's parser says so
+        return dict.fromkeys(children, params)  # None, or malformed: then the child's parser raises
     sections = dict(_sections(params))
     if own := children.keys() & sections.keys():
-        # A router that releases an offer says so once, for the sections of all children.
+        # A router that releases an offer writes this once, at the top level, for the sections of all children.
         wish = {"do_remote_prefill": False, "do_release": True} if params.get("do_release") is True else {}
         return {name: {**sections[name], **wish} if name in own else None for name in children}
     flat = {key: value for key, value in params.items() if key != SECTIONS}
@@ -93,7 +94,7 @@ def _sections(params: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 def _error(value: object) -> InvalidTransferParamsError:
     kind = type(value).__name__
     return InvalidTransferParamsError(
-        f"kv_transfer_params: {SECTIONS} must map connectors to objects, but there is a {kind}",
+        f"malformed kv_transfer_params: {SECTIONS!r} must map connector names to objects, but contains a {kind}",
         key=SECTIONS,
         value=kind,
     )

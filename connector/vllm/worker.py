@@ -97,12 +97,12 @@ class WorkerSide:
         if metadata is not self._carried_out:
             self._carried_out = metadata
             orders = replace(metadata.orders, loads={})
-            self._half.start_load_kv(orders, is_computed=self._offers_are_computed)
+            self._half.submit(orders, is_computed=self._offers_are_computed)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Have the whole step carried out. Call it once the model runner has zeroed and copied the step's blocks."""
         self.carry_out(metadata)
-        self._half.start_load_kv(HandoffMetadata(loads=metadata.orders.loads))
+        self._half.submit(HandoffMetadata(loads=metadata.orders.loads))
         for request_id, load in metadata.refused.items():
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 

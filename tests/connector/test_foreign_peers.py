@@ -114,6 +114,6 @@ def test_several_connectors_say_whose_words_these_are(nodes: Nodes) -> None:
     assert isinstance(multi.worker, MultiConnector)
     assert (multi.worker.failure, multi.worker.warning) == ("", "")
     first = next(iter(multi.worker.children.values()))
-    loop = first._half._running._loop  # type: ignore[attr-defined]
+    loop = first._half._running._loop  # type: ignore[union-attr]
     loop._failure = "it broke"
     assert multi.worker.failure == "SharedMemoryConnector: it broke"

@@ -239,8 +239,10 @@ class TestOrders:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         lease = scheduler.build_connector_meta().announcements["p"]
         self.progressed(scheduler, request, 8)
-        assert scheduler.build_connector_meta({"p"}) == HandoffMetadata(withdrawals=(lease,))
-        assert scheduler.build_connector_meta({"p"}).is_empty()
+        assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})) == HandoffMetadata(
+            withdrawals=(lease,)
+        )
+        assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})).is_empty()
 
     def test_who_claims_what_was_aborted_at_once_is_told(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))

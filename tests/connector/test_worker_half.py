@@ -151,7 +151,7 @@ class TestLife:
                 node.scheduler.get_finished(set())
 
     def test_shutdown_ends_what_is_under_way_and_can_be_repeated(self, worker: HandoffWorker) -> None:
-        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
         worker.shutdown()
         worker.shutdown()
         assert worker.get_finished() == ({"p"}, set())
@@ -159,7 +159,7 @@ class TestLife:
 
     def test_orders_after_the_end_end_at_once(self, worker: HandoffWorker) -> None:
         worker.shutdown()
-        worker.start_load_kv(
+        worker.submit(
             HandoffMetadata(
                 offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}, loads={"d": (GroupBlocks(0, (3, 4)),)}
             )
@@ -178,7 +178,7 @@ class TestThreadThatDies:
         with ModelFreeNode(engine_config("inproc"), SHAPE) as other:
             offer = parse_transfer_params(other.prefill("theirs", 8)[1]).load_from
             assert offer is not None
-            worker.start_load_kv(
+            worker.submit(
                 HandoffMetadata(
                     offers={"ours": OfferOrder(1, ((1, 2),), 8, "of p")},
                     claims={"d": offer},
@@ -203,7 +203,7 @@ class TestThreadThatDies:
     def test_orders_after_that_end_at_once(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
         transport.endpoint.break_down()
         wait_until(lambda: worker.failure != "")
-        worker.start_load_kv(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
+        worker.submit(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
         wait_until(lambda: "d" in worker.get_finished()[1])
         assert worker.take_load_errors()["d"] != ""
 
@@ -218,7 +218,7 @@ class TestThreadThatDies:
         def is_any_guard_set() -> bool:
             return any(ctypes.string_at(transport.guards.address, 8 * transport.guards.num_guards))
 
-        worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
         deadline = time.monotonic() + 10
         while not is_any_guard_set():
             assert time.monotonic() < deadline

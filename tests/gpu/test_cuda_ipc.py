@@ -169,7 +169,7 @@ def test_a_load_never_races_a_forward_pass(device: str, start: Start) -> None:
         offer = RemoteOffer(
             "producer", told["epoch"], "p", 1, (told["address"],), 2 * SHAPE.block_size, ((1, 2),)
         )
-        worker.start_load_kv(HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, (3, 4)),)}))
+        worker.submit(HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, (3, 4)),)}))
         deadline = time.monotonic() + 60
         while "d" not in worker.get_finished()[1]:
             assert time.monotonic() < deadline

@@ -57,7 +57,7 @@ def offer_blocks(device: torch.device) -> None:
     worker.register_cross_layers_kv_cache(cache)
     torch.cuda._sleep(ABOUT_A_SECOND)
     cache[:, 1:3] = 7.0
-    worker.start_load_kv(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 2 * SHAPE.block_size)}))
+    worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 2 * SHAPE.block_size)}))
     print(json.dumps(asdict(worker.get_handshake_metadata())), flush=True)
     sys.stdin.read()
     worker.shutdown()
