@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvferry.connector.base import KVConnectorBase, KVConnectorRole
+from kvferry.connector.base import KVConnectorRole, SchedulerHalf
 from kvferry.connector.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from kvferry.connector.factory import KVConnectorFactory
 from kvferry.connector.kv_cache_specs import KVCacheConfig
@@ -116,7 +116,7 @@ def _start(
 
 def _scheduler_half(
     config: EngineConfig, pool: KVCacheConfig, executor: Executor, resources: ExitStack
-) -> KVConnectorBase | None:
+) -> SchedulerHalf | None:
     if config.kv_transfer is None:
         return None
     connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, pool)

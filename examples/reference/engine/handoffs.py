@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, SchedulerOutput
+from kvferry.connector.base import KVConnectorMetadata, SchedulerHalf, SchedulerOutput
 from kvferry.connector.output import KVConnectorOutput
 
 from .errors import EngineDeadError, reason_of
@@ -66,7 +66,7 @@ class Handoffs:
     about a whole step, nothing ends, unless it raises twice in a row.
     """
 
-    def __init__(self, connector: KVConnectorBase | None) -> None:
+    def __init__(self, connector: SchedulerHalf | None) -> None:
         self._connector = connector
         self._transfers: dict[str, _Transfer] = {}
         self._invalid_while_loading: set[int] = set()
@@ -218,7 +218,7 @@ class Handoffs:
         ended.invalid_block_ids.update(invalid - still_loading)
         return ended
 
-    def _pass_on(self, connector: KVConnectorBase, report: KVConnectorOutput) -> None:
+    def _pass_on(self, connector: SchedulerHalf, report: KVConnectorOutput) -> None:
         try:
             connector.update_connector_output(report)
             for event in connector.take_events():

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.base import KVConnectorBase
+from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import EngineConfig
 from kvferry.connector.errors import ConnectorError
 from kvferry.connector.output import KVConnectorOutput
@@ -43,7 +43,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: KVConnectorBase | None
+        self, config: EngineConfig, manager: KVCacheManager, connector: SchedulerHalf | None
     ) -> None:
         self._limits = config.scheduler
         self._fails_on_load_error = (
