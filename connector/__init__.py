@@ -15,7 +15,9 @@ from .base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    SchedulerHalf,
     SchedulerOutput,
+    WorkerHalf,
 )
 from .config import (
     AttentionLayerConfig,
@@ -97,12 +99,14 @@ __all__ = [
     "ParallelConfig",
     "PeerToPeerConnector",
     "SchedulerConfig",
+    "SchedulerHalf",
     "SchedulerOutput",
     "SharedMemoryConnector",
     "SlidingWindowSpec",
     "TransferRecord",
     "UCXConnector",
     "UniformTypeKVCacheSpecs",
+    "WorkerHalf",
     "ZeroMQConnector",
 ]
 

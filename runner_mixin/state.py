@@ -1,7 +1,9 @@
-"""The connector of this process: one slot, which only the mixin, the allocation and the layer hook read.
+"""The worker half of this process's connector, in one slot.
 
-The slot is process-wide because an attention layer has no handle to its runner. It remembers the process
-that filled it: after a `fork` the child has the connector's object, but none of its threads and sockets.
+The mixin, the allocation of caches and the layer hook read it; a host fills and empties it, and may ask the half in it for
+what the mixin does not pass on, such as its handshake metadata. The slot is process-wide because an attention layer has no
+handle to its runner. It remembers the process that filled it: after a `fork` the child has the connector's object, but none
+of its threads and sockets.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..connector.base import KVConnectorBase, KVConnectorRole
+from ..connector.base import KVConnectorBase, KVConnectorRole, WorkerHalf
 from ..transports.errors import KVTransferStateError
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Slot:
-    connector: KVConnectorBase
+    connector: WorkerHalf
     pid: int
 
 
@@ -30,7 +32,7 @@ _slot: _Slot | None = None
 
 
 def has_kv_transfer_group() -> bool:
-    """Tell whether this process has a connector.
+    """Return whether this process has a connector.
 
     Raises:
         KVTransferStateError: the connector belongs to the process that this one was forked from.
@@ -38,7 +40,7 @@ def has_kv_transfer_group() -> bool:
     return _own_slot() is not None
 
 
-def get_kv_transfer_group() -> KVConnectorBase:
+def get_kv_transfer_group() -> WorkerHalf:
     """Return this process's connector.
 
     Raises:
@@ -47,13 +49,13 @@ def get_kv_transfer_group() -> KVConnectorBase:
     slot = _own_slot()
     if slot is None:
         raise KVTransferStateError(
-            "this process has no KV connector: call ensure_kv_transfer_initialized first"
+            "this process has no KV connector; call ensure_kv_transfer_initialized first"
         )
     return slot.connector
 
 
-def install_kv_transfer_group(connector: KVConnectorBase) -> None:
-    """Make `connector` this process's; again with the same one does nothing.
+def install_kv_transfer_group(connector: WorkerHalf) -> None:
+    """Make `connector` this process's connector. Calling this again with the same one does nothing.
 
     Raises:
         KVTransferStateError: another connector is installed. It stays.
@@ -62,16 +64,16 @@ def install_kv_transfer_group(connector: KVConnectorBase) -> None:
     slot = _own_slot()
     if slot is not None and slot.connector is not connector:
         raise KVTransferStateError(
-            f"a {type(slot.connector).__name__} is installed in this process already; "
-            "shut it down with ensure_kv_transfer_shutdown first"
+            f"cannot install a {type(connector).__name__}: a {type(slot.connector).__name__} is installed in this "
+            "process already; shut it down with ensure_kv_transfer_shutdown first"
         )
     _slot = _Slot(connector, os.getpid())
 
 
 def ensure_kv_transfer_initialized(config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Create and install the worker half that `config.kv_transfer` names; nothing without one.
+    """Create and install the worker half that `config.kv_transfer` names; do nothing if it is None.
 
-    Called again with equal arguments it does nothing.
+    Calling this again with equal arguments does nothing.
 
     Raises:
         KVTransferStateError: a connector with other settings is installed. It stays.
@@ -83,7 +85,7 @@ def ensure_kv_transfer_initialized(config: EngineConfig, kv_cache_config: KVCach
     if slot is not None:
         _require_same(slot.connector, config, kv_cache_config)
         return
-    # Imported here so that the seam itself loads no registry.
+    # Imported here so that importing this module does not load the registry of connectors.
     from ..connector.factory import KVConnectorFactory
 
     install_kv_transfer_group(
@@ -94,7 +96,7 @@ def ensure_kv_transfer_initialized(config: EngineConfig, kv_cache_config: KVCach
 def ensure_kv_transfer_shutdown() -> None:
     """Shut this process's connector down, if there is one, and empty the slot.
 
-    In a forked child it only empties the slot: the connector is its parent's. The slot is empty also when
+    In a forked child this only empties the slot, because the connector is its parent's. The slot is empty even if
     the connector's `shutdown` raises.
     """
     global _slot
@@ -104,8 +106,8 @@ def ensure_kv_transfer_shutdown() -> None:
 
 
 @contextmanager
-def kv_transfer_group(connector: KVConnectorBase) -> Iterator[KVConnectorBase]:
-    """Install `connector` for the length of a `with`, then put back what was there. Shuts nothing down."""
+def kv_transfer_group(connector: WorkerHalf) -> Iterator[WorkerHalf]:
+    """Install `connector` for the duration of a `with`, then restore what was there. Shuts nothing down."""
     global _slot
     before, _slot = _slot, _Slot(connector, os.getpid())
     try:
@@ -124,9 +126,14 @@ def _own_slot() -> _Slot | None:
     return slot
 
 
-def _require_same(connector: KVConnectorBase, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-    if connector.config != config or connector.kv_cache_config != kv_cache_config:
+def _require_same(connector: WorkerHalf, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+    # A bare `WorkerHalf` does not know its settings, so nothing shows that they are the same.
+    if (
+        not isinstance(connector, KVConnectorBase)
+        or connector.config != config
+        or connector.kv_cache_config != kv_cache_config
+    ):
         raise KVTransferStateError(
-            f"a {type(connector).__name__} with other settings is installed in this process already; "
+            f"cannot initialize the KV connector: a {type(connector).__name__} with other settings is installed already; "
             "shut it down with ensure_kv_transfer_shutdown first"
         )

@@ -19,7 +19,7 @@ import pytest
 
 import reference.engine.batch
 import reference.engine.runner
-from kvferry.connector.base import KVConnectorBase
+from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import KVTransferConfig
 from kvferry.runner_mixin import state
 from reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
@@ -226,7 +226,7 @@ def forward_pass(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_forward", raising)
 
 
-def connector_of(core: EngineCore) -> KVConnectorBase:
+def connector_of(core: EngineCore) -> SchedulerHalf:
     connector = core.parts.scheduler.handoffs._connector
     assert connector is not None
     return connector

@@ -11,9 +11,8 @@ import torch
 
 from kvferry.connector.base import (
     ConnectorRequest,
-    KVConnectorBase,
     KVConnectorMetadata,
-    KVConnectorRole,
+    SchedulerHalf,
     SchedulerOutput,
 )
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
@@ -30,11 +29,10 @@ from reference.engine.types import GenerationRequest, SamplingParams
 BLOCK = 4
 
 
-class ScriptedConnector(KVConnectorBase):
+class ScriptedConnector(SchedulerHalf):
     """Answers as the test says: `loads` by request id, `offers` for those that finish with blocks to keep."""
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+    def __init__(self) -> None:
         self.loads: dict[str, tuple[int | None, bool]] = {}
         self.offers: set[str] = set()
         self.calls: list[tuple[str, str, int]] = []
@@ -64,20 +62,6 @@ class ScriptedConnector(KVConnectorBase):
         self.calls.append(("finished", request.request_id, len(block_ids[0])))
         return request.request_id in self.offers, {"of": request.request_id}
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
-
 
 class Node:
     """A scheduler with its pool, and a runner that answers every request with token 7."""
@@ -92,7 +76,7 @@ class Node:
             scheduler=SchedulerConfig(budget, max_num_seqs),
             kv_transfer=KVTransferConfig("scripted", "kv_both", kv_load_failure_policy=policy),
         )
-        self.connector = ScriptedConnector(config, pool)
+        self.connector = ScriptedConnector()
         self.manager = KVCacheManager(pool, 256)
         self.scheduler = Scheduler(config, self.manager, self.connector)
         self._hasher = get_request_block_hasher(BLOCK, sha256)

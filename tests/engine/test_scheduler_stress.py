@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from kvferry.connector.base import KVConnectorMetadata, SchedulerHalf
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from kvferry.connector.kv_cache_specs import (
     FullAttentionSpec,
@@ -35,11 +35,10 @@ class Metadata(KVConnectorMetadata):
     """Nothing to tell."""
 
 
-class RandomConnector(KVConnectorBase):
+class RandomConnector(SchedulerHalf):
     """Loads and offers at random; remembers what is under way, and ends each of it once."""
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, dice: random.Random) -> None:
-        super().__init__(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+    def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         self.loading: dict[str, set[int]] = {}
         self.offered: set[str] = set()
@@ -81,18 +80,6 @@ class RandomConnector(KVConnectorBase):
                 out.finished_sending.add(request_id)
         return out
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
-
 
 def _pool(num_groups: int) -> KVCacheConfig:
     full = FullAttentionSpec(BLOCK, 1, 8, torch.float32)
@@ -112,7 +99,7 @@ def test_everybody_ends_and_every_block_comes_back(seed: int, num_groups: int) -
         kv_transfer=KVTransferConfig("random", "kv_both"),
     )
     manager = KVCacheManager(pool, 60)
-    connector = RandomConnector(config, pool, dice)
+    connector = RandomConnector(dice)
     scheduler = Scheduler(config, manager, connector)
     hasher = get_request_block_hasher(BLOCK, sha256)
     wanted: dict[str, int] = {}

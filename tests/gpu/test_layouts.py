@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.base import KVConnectorBase, KVConnectorRole
+from kvferry.connector.base import WorkerHalf
 from kvferry.connector.kv_cache_specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,26 +31,18 @@ POOL = KVCacheConfig(
 GROUP = AttentionGroup(TorchAttentionBackend, NAMES, SPEC, 0)
 
 
-class OnDevice(KVConnectorBase):
-    """A connector that takes the pool wherever it is."""
+class OnDevice(WorkerHalf):
+    """A worker half that takes the pool wherever it is."""
 
     prefer_cross_layer_blocks = True
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None: ...
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
-    def get_num_new_matched_tokens(self, *args: Any) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, *args: Any) -> None: ...
-    def build_connector_meta(self, *args: Any) -> Any: ...
 
 
 @pytest.mark.parametrize("kernel_block_size", [4, 2])
 def test_a_block_of_all_layers_is_one_run(kernel_block_size: int) -> None:
-    connector = OnDevice(engine_config("shm"), KVConnectorRole.WORKER, POOL)
+    connector = OnDevice()
     device = torch.device("cuda")
     with kv_transfer_group(connector):
         assert use_uniform_kv_cache([[GROUP]], "auto")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from kvferry.connector.base import KVConnectorMetadata, WorkerHalf
 from kvferry.connector.config import (
     AttentionLayerConfig,
     CacheConfig,
@@ -40,11 +40,10 @@ class Step:
     total_num_scheduled_tokens: int = 0
 
 
-class RecordingConnector(KVConnectorBase):
+class RecordingConnector(WorkerHalf):
     """Writes each call into `calls`; a call named in `raises` raises."""
 
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(config, role, kv_cache_config)
+    def __init__(self) -> None:
         self.calls: list[str] = []
         self.raises: set[str] = set()
         self.cross_layers = False
@@ -118,16 +117,6 @@ class RecordingConnector(KVConnectorBase):
     def shutdown(self) -> None:
         self._record("shutdown")
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False
-
-    def update_state_after_alloc(
-        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> None: ...
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata()
-
 
 @pytest.fixture
 def config() -> EngineConfig:
@@ -154,9 +143,9 @@ def make_step() -> type[Step]:
 
 
 @pytest.fixture
-def make_connector(config: EngineConfig, kv_cache_config: KVCacheConfig) -> Callable[[], RecordingConnector]:
+def make_connector() -> Callable[[], RecordingConnector]:
     """Make a worker half that is not installed."""
-    return lambda: RecordingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+    return RecordingConnector
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The process slot: one connector a process, and never somebody else's."""
+"""The process slot: one connector per process, which a forked child does not use."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.connector.base import KVConnectorBase
 from kvferry.connector.config import KVTransferConfig
 from kvferry.runner_mixin import (
     KVConnectorModelRunnerMixin,
@@ -26,9 +27,14 @@ from kvferry.transports.errors import KVTransferStateError
 
 @pytest.fixture
 def out_of_tree(config, make_connector, monkeypatch):
-    """A configuration that names the recording connector by its module."""
+    """A configuration that names a connector with a recording worker half by its module."""
+
+    class Recording(KVConnectorBase):
+        def make_worker_half(self):
+            return make_connector()
+
     module = types.ModuleType("recording_connector")
-    module.Recording = type(make_connector())
+    module.Recording = Recording
     monkeypatch.setitem(sys.modules, "recording_connector", module)
     transfer = KVTransferConfig("Recording", "kv_both", kv_connector_module_path="recording_connector")
     yield replace(config, kv_transfer=transfer)
