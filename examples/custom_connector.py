@@ -1,9 +1,9 @@
-"""A connector of your own, complete: it keeps finished prompts in a folder, and loads them when they come again.
+"""A complete connector of your own. It keeps finished prompts in a folder, and loads them when they come again.
 
     python examples/serve.py --role both --connector FileConnector --connector-module custom_connector \\
         --connector-option folder=/tmp/prompts
 
-The scheduler half decides and the worker half copies; what the one orders of the other in a step is `Orders`. Loads are
+The scheduler half decides and the worker half copies. `Orders` are what the one sends the other in each step. Loads are
 synchronous here: they are done when `start_load_kv` returns, before the step computes anything.
 """
 
@@ -28,41 +28,27 @@ Tables = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Orders(kv.KVConnectorMetadata):
-    """One step's work: files and blocks to load, and to save for requests."""
+    """One step's work: the files and blocks to load, and those to save, by request."""
 
     loads: list[tuple[Path, list[int]]] = field(default_factory=list)
     saves: dict[str, tuple[Path, list[int]]] = field(default_factory=dict)
 
 
-class FileConnector(kv.KVConnectorBase):
-    """Saves the whole blocks of each finished prompt to a file, and loads them for the next request with that prompt."""
+class FileScheduler(kv.SchedulerHalf):
+    """Decides which prompts are loaded and which are saved."""
 
-    def __init__(self, config: kv.EngineConfig, role: kv.KVConnectorRole, caches: kv.KVCacheConfig) -> None:
-        super().__init__(config, role, caches)
-        options = self.kv_transfer_config.kv_connector_extra_config
-        if set(options) != {"folder"}:
-            raise ConfigurationError(f"FileConnector has one option, folder: {dict(options)}", key="folder")
-        specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
-        # By the end of an answer a window has let go of the prompt's blocks, and a state has moved on.
-        is_full = [type(spec) for spec in specs] == [kv.FullAttentionSpec]
-        if not is_full or config.parallel.world_size != 1:
-            raise ConfigurationError("FileConnector knows one group of full attention, and one rank")
-        self._folder = Path(str(options["folder"]))
-        self._spec = specs[0]
-        identity = config.model.identity
-        self._model = (config.model.model, identity.configuration, identity.weights, identity.adapters)
-        self._orders = Orders()  # scheduler half
-        self._kv_caches: dict[str, torch.Tensor] = {}  # worker half, as all that follows
-        self._saved: set[str] = set()
-        self._failed_blocks: set[int] = set()
-
-    # -- scheduler half: requests ----------------------------------------------------------------------
+    def __init__(self, folder: Path, model: kv.ModelConfig, spec: kv.KVCacheSpec) -> None:
+        self._folder = folder
+        identity = model.identity
+        self._model = (model.model, identity.configuration, identity.weights, identity.adapters)
+        self._spec = spec
+        self._orders = Orders()
 
     def _file(self, request: Request) -> tuple[Path, int]:
-        """Where a prompt is kept, and how many whole blocks of it. The last token is never loaded: it gives the logits."""
+        """Return a prompt's file and its number of whole blocks. The last token is never loaded: it gives the logits."""
         num_blocks = (request.num_prompt_tokens - 1) // self._spec.block_size
         tokens = list(request.prompt_token_ids[: num_blocks * self._spec.block_size])
-        # All that the bytes depend on, and whose they are. An engine without one of these has no such attribute.
+        # Everything that the bytes depend on, and whose they are. An engine without one of these has no such attribute.
         names = ("lora_id", "lora_request", "mm_features", "cache_salt")
         more = [getattr(request, name, None) or None for name in names]
         key = repr((self._model, self._spec, more, tokens)).encode()
@@ -90,7 +76,15 @@ class FileConnector(kv.KVConnectorBase):
         self._orders.saves[request.request_id] = path, list(block_ids[0][:num_blocks])
         return True, None  # the engine keeps the blocks until `get_finished` names the request
 
-    # -- worker half: caches ---------------------------------------------------------------------------
+
+class FileWorker(kv.WorkerHalf):
+    """Copies blocks from files into the caches, and back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._saved: set[str] = set()
+        self._failed_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._kv_caches = dict(kv_caches)
@@ -103,15 +97,19 @@ class FileConnector(kv.KVConnectorBase):
                 pages = load_file(path)
                 for name, cache in self._kv_caches.items():
                     cache[blocks] = pages[name][-len(blocks) :].to(cache.device)
-            except (OSError, SafetensorError, RuntimeError, KeyError):  # gone, damaged, or not what we saved
+            except (OSError, SafetensorError, RuntimeError, KeyError):  # gone, damaged, or not a file of ours
                 self._failed_blocks.update(blocks)
         for request_id, (path, blocks) in orders.saves.items():
-            with contextlib.suppress(OSError, SafetensorError):  # a full disk costs later loads, no answer
+            with contextlib.suppress(
+                OSError, SafetensorError
+            ):  # a full disk costs later loads, but no answer
                 self._save(path, {name: cache[blocks] for name, cache in self._kv_caches.items()})
             self._saved.add(request_id)
 
     def _save(self, path: Path, pages: Mapping[str, torch.Tensor]) -> None:
-        with TemporaryDirectory(dir=self._folder) as unfinished:  # nobody ever finds half a file
+        with TemporaryDirectory(
+            dir=self._folder
+        ) as unfinished:  # the rename makes a file appear only when complete
             save_file({name: page.contiguous() for name, page in pages.items()}, f"{unfinished}/pages")
             Path(unfinished, "pages").rename(path)
 
@@ -123,6 +121,30 @@ class FileConnector(kv.KVConnectorBase):
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, *rest: Any, **kwargs: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
+
+class FileConnector(kv.KVConnectorBase):
+    """Saves the whole blocks of each finished prompt to a file, and loads them for the next request with that prompt."""
+
+    def make_scheduler_half(self) -> FileScheduler:
+        folder, spec = self._settings()
+        return FileScheduler(folder, self.config.model, spec)
+
+    def make_worker_half(self) -> FileWorker:
+        folder, _ = self._settings()
+        return FileWorker(folder)
+
+    def _settings(self) -> tuple[Path, kv.KVCacheSpec]:
+        options = self.kv_transfer_config.kv_connector_extra_config
+        if set(options) != {"folder"}:
+            raise ConfigurationError(
+                f"FileConnector needs one option, folder, and no other; it was given {dict(options)}",
+                key="folder",
+            )
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        # At the end of an answer, a sliding window has freed blocks of the prompt and a recurrent state is past it.
+        is_full = [type(spec) for spec in specs] == [kv.FullAttentionSpec]
+        if not is_full or self.config.parallel.world_size != 1:
+            raise ConfigurationError(
+                "FileConnector supports only one group of full attention on one rank; use another connector"
+            )
+        return Path(str(options["folder"])), specs[0]

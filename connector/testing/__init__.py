@@ -1,12 +1,13 @@
-"""The suites that every connector passes, ours and yours, and nodes without a model to try it on.
+"""The suites that every connector passes, ours and yours, and nodes without a model on which to run it.
 
     class TestMine(ConnectorConformance):
         @pytest.fixture
         def transfer(self, tmp_path):
             return {"kv_connector": "MyConnector", "kv_connector_extra_config": {"folder": str(tmp_path)}}
 
-Each test of `ConnectorConformance` states a promise of `connector/base.py`; what a connector does not offer by its own
-word (`prefer_cross_layer_blocks`) is skipped. `HandoffConformance` adds what the handoff protocol promises.
+Each test of `ConnectorConformance` states a promise of `connector/base.py`. A test of something optional is skipped if the
+connector does not offer it, as the uniform layout by `prefer_cross_layer_blocks`. `HandoffConformance` adds the promises of
+the handoff protocol.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Half of the suite for connectors between nodes (see `suite`): what ends before its time."""
+"""Part of the suite for connectors between nodes (see `suite`): handoffs that end early."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .node import CacheShape, ModelFreeNode, Request
 
 SHORT_LEASE = {"lease_s": 0.2, "heartbeat_s": 0.05}
 
-#: Without a deadline of the protocol: all of those are longer.
+#: Shorter than any deadline of the protocol: what ends within this time ended without waiting for one.
 AT_ONCE_S = 8.0
 
 
 class FailurePromises:
-    """Peers that are gone, or are others: the load fails, in time and with the reason, and touches no block."""
+    """If a peer is gone or is not the one expected, the load fails in time, gives the reason and touches no block."""
 
     def test_malformed_params_are_refused_when_the_request_comes(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
@@ -63,7 +63,7 @@ class FailurePromises:
         _, params = producer.prefill("p", 10)
         producer.step_until(is_freed(producer))
         assert producer.stats.counters == {"offers_expired_total": 1}
-        producer.fill(range(1, 32), seed=66)  # the blocks are another request's now
+        producer.fill(range(1, 32), seed=66)  # the blocks now belong to another request
         before = consumer.contents(range(32))
         request = Request("d", 10, params)
         blocks = load(consumer, producer, request)
@@ -75,7 +75,7 @@ class FailurePromises:
         assert_whole(consumer)
 
     def test_a_claim_keeps_the_lease_alive(self, make_node: MakeNode) -> None:
-        # Its heartbeats must come in time also when this process has to wait for a core.
+        # Long enough that heartbeats arrive in time even if this process has to wait for a core.
         options = {"lease_s": 1.5, "heartbeat_s": 0.1}
         producer, consumer = make_node(options=options), make_node(options=options)
         offered, params = producer.prefill("p", 10, seed=7)
@@ -101,7 +101,7 @@ class FailurePromises:
         load(second, producer, Request("d", 10, params))
         assert "claimed by another" in second.load_error("d")
 
-    def test_nobody_at_the_address(self, make_node: MakeNode) -> None:
+    def test_no_node_at_the_address(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 10)
         producer.worker.shutdown()
@@ -181,7 +181,7 @@ class FailurePromises:
 
 
 class AbortPromises:
-    """The consumer's client goes away; both sides are whole again."""
+    """If the consumer's client goes away, both nodes get all their blocks back."""
 
     def nodes(self, make_node: MakeNode) -> tuple[ModelFreeNode, ModelFreeNode, Request]:
         producer, consumer = make_node(), make_node()

@@ -1,4 +1,4 @@
-"""A connector on which things go wrong by a script."""
+"""A connector on which things go wrong as a script says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport"
 
 
 class FaultyConnector(PeerToPeerConnector):
-    """Handoff over a transport that is late and goes wrong as its options say: see `transports.testing`."""
+    """Hand over through a transport that delays and fails as its options say; see `transports.testing`."""
 
     transport_scheme: ClassVar[str] = "faulty"

@@ -1,4 +1,4 @@
-"""Half of the suite for connectors between nodes (see `suite`): what arrives, and what is said of it."""
+"""Part of the suite for connectors between nodes (see `suite`): what arrives, and what is reported about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .node import CacheShape, Request
 
 
 class DeliveryPromises:
-    """Every byte of a prompt, into the right blocks, whatever the two nodes look like."""
+    """Every byte of a prompt arrives in the right blocks, whatever the layouts of the two nodes."""
 
     @pytest.mark.parametrize(
         "consumer_shape", [UNIFORM, PER_LAYER, FOREIGN], ids=lambda shape: f"to-{shape.layout}"
@@ -133,7 +133,7 @@ class DeliveryPromises:
 
 
 class FigurePromises:
-    """What a connector says of what it did."""
+    """A connector's figures match what it did."""
 
     def test_neighbours_in_the_uniform_layout_are_one_region(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()

@@ -1,4 +1,4 @@
-"""What the conformance suites drive, beside nodes."""
+"""Shapes, steps and checks that the conformance suites share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MakeNode = Callable[..., ModelFreeNode]
 def load(
     consumer: ModelFreeNode, producer: ModelFreeNode, request: Request, local_blocks: Sequence[int] = ()
 ) -> list[int]:
-    """Run a request's load to its end, good or bad; return the request's block table.
+    """Run a request's load until it succeeds or fails; return the request's block table.
 
     Args:
-        producer: Is stepped too.
-        local_blocks: What the consumer has of the prompt already.
+        producer: Stepped together with the consumer.
+        local_blocks: Blocks of the prompt that the consumer already has.
     """
     consumer.scheduler.on_new_request(request)
     num_here = len(local_blocks) * consumer.shape.block_size
@@ -38,16 +38,16 @@ def load(
 
 
 def by_token(node: ModelFreeNode, blocks: Sequence[int]) -> torch.Tensor:
-    """What blocks hold: `(num_layers, 2, num_tokens, num_kv_heads, head_size)`."""
+    """Return the contents of blocks: `(num_layers, 2, num_tokens, num_kv_heads, head_size)`."""
     return node.contents(blocks).transpose(1, 2).flatten(2, 3)
 
 
 def assert_whole(node: ModelFreeNode) -> None:
-    """Nothing is held any more, and every block is free once."""
+    """Check that no block is held any more, and that every block is free exactly once."""
     assert not node.held
     assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
 
 
 def is_freed(producer: ModelFreeNode) -> Callable[[], bool]:
-    """Whether every offer has ended, as a question for `step_until`."""
+    """Return a function that returns whether every offer has ended, for `step_until`."""
     return lambda: not producer.held

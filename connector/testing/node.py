@@ -1,6 +1,6 @@
-"""A node without a model, for tests of connectors: it makes an engine's calls, in an engine's order.
+"""A node without a model, for tests of connectors: it makes the same calls as an engine, in the same order.
 
-The caches hold random numbers instead of keys and values; what a connector must do with them is the same.
+The caches hold random numbers instead of keys and values; a connector handles both in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any, Literal, Self
 
 import torch
 
-from ..base import ContentItem, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from ..base import (
+    ContentItem,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SchedulerHalf,
+    WorkerHalf,
+)
 from ..config import CacheConfig, EngineConfig, KVRole, KVTransferConfig, ModelConfig
 from ..factory import KVConnectorFactory
 from ..kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -57,8 +64,8 @@ class CacheShape:
     """A small pool of one group of equal layers.
 
     Attributes:
-        layout: `"uniform"`, `"per-layer"`, both in the connector's memory; or `"foreign"`: per layer, in memory
-            of the node's own.
+        layout: `"uniform"` or `"per-layer"`, both in memory that the connector allocates; or `"foreign"`: per layer, in
+            memory that the node allocates.
     """
 
     num_layers: int = 3
@@ -75,7 +82,7 @@ class CacheShape:
 
     @property
     def logical_page(self) -> tuple[int, ...]:
-        """Keys and values, slot, head, element."""
+        """Shape of one layer's page: key or value, slot, head, element."""
         return (2, self.block_size, self.num_kv_heads, self.head_size)
 
     def kv_cache_config(self) -> KVCacheConfig:
@@ -88,7 +95,7 @@ class CacheShape:
 def engine_config(
     connector: str, *, role: KVRole = "kv_both", model: str = "tiny", block_size: int = 4, **transfer: Any
 ) -> EngineConfig:
-    """A node's configuration; `transfer` are fields of `KVTransferConfig`."""
+    """Return a node's configuration; `transfer` are fields of `KVTransferConfig`."""
     return EngineConfig(
         model=ModelConfig(model=model, dtype="float32", max_model_len=128),
         cache=CacheConfig(block_size=block_size),
@@ -101,21 +108,21 @@ class ModelFreeNode:
 
     Attributes:
         cache: `(num_layers, num_blocks, 2, block_size, num_kv_heads, head_size)`, in logical order.
-        outputs: What the worker half reported, by step, where it reported something.
+        outputs: The worker half's reports, of the steps in which it reported something.
     """
 
     def __init__(self, config: EngineConfig, shape: CacheShape) -> None:
+        self.config = config
         self.shape = shape
-        kv_cache_config = shape.kv_cache_config()
-        self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.kv_cache_config = shape.kv_cache_config()
+        create = KVConnectorFactory.create_connector
+        self.worker: WorkerHalf = create(config, KVConnectorRole.WORKER, self.kv_cache_config)
         try:
-            self.cache = self._register(kv_cache_config)
+            self.cache = self._register(self.kv_cache_config)
         except BaseException:
             self.worker.shutdown()
             raise
-        self.scheduler = KVConnectorFactory.create_connector(
-            config, KVConnectorRole.SCHEDULER, kv_cache_config
-        )
+        self.scheduler: SchedulerHalf = create(config, KVConnectorRole.SCHEDULER, self.kv_cache_config)
         handshake = self.worker.get_handshake_metadata()
         self.scheduler.set_handshake_metadata(_by_rank(handshake))
         self.free_blocks = list(range(1, shape.num_blocks))
@@ -128,7 +135,7 @@ class ModelFreeNode:
     def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
-        del self.worker, self.scheduler, self.cache  # descriptors are closed with the last view of the memory
+        del self.worker, self.scheduler, self.cache  # the last view of the memory closes its descriptors
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -157,13 +164,13 @@ class ModelFreeNode:
             self.cache[:, block] = page.to(self.shape.dtype)
 
     def contents(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A copy of blocks: `(num_layers, num_block_ids, 2, block_size, num_kv_heads, head_size)`."""
+        """Return a copy of blocks: `(num_layers, num_block_ids, 2, block_size, num_kv_heads, head_size)`."""
         return self.cache[:, list(block_ids)].clone()
 
     # -- an engine's calls ---------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int) -> list[int]:
-        """Take blocks for tokens, highest first."""
+        """Take free blocks for tokens, the highest first."""
         num_blocks = -(-num_tokens // self.shape.block_size)
         taken, self.free_blocks = self.free_blocks[-num_blocks:][::-1], self.free_blocks[:-num_blocks]
         return taken
@@ -171,26 +178,26 @@ class ModelFreeNode:
     def prefill(
         self, request_id: str, num_tokens: int, *, seed: int = 0
     ) -> tuple[list[int], dict[str, Any] | None]:
-        """Run a request that is to be handed over, up to its end.
+        """Run a request that is to be handed over, until it ends.
 
         Returns:
-            Its blocks, and what goes to the client.
+            Its blocks, and the `kv_transfer_params` for the client.
         """
         request = Request(request_id, num_tokens, {"do_remote_decode": True})
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         blocks = self.allocate(num_tokens)
         self.scheduler.update_state_after_alloc(request, [blocks], 0)
-        self.step()  # in which the prompt is computed
+        self.step()  # the step that computes the prompt
         self.fill(blocks, seed)
         request.num_computed_tokens = num_tokens
         return blocks, self.finish(request, blocks, "length")
 
     def start_load(self, request: Request, local_blocks: Sequence[int] = ()) -> tuple[list[int], int]:
-        """Ask what can be loaded beyond blocks that are here already, and order the load.
+        """Ask how much can be loaded beyond `local_blocks`, and order the load.
 
         Returns:
-            The request's whole block table, and the number of tokens that are to be loaded.
+            The request's whole block table, and the number of tokens to load.
         """
         num_here = len(local_blocks) * self.shape.block_size
         num_tokens, _ = self.scheduler.get_num_new_matched_tokens(request, num_here)
@@ -200,7 +207,7 @@ class ModelFreeNode:
         return blocks, num_tokens
 
     def finish(self, request: Request, blocks: list[int], reason: str) -> dict[str, Any] | None:
-        """End a request; its blocks are freed now, or when the connector says so."""
+        """End a request; its blocks are freed now, or as soon as the connector releases them."""
         request.finish_reason = reason
         delay_free, params = self.scheduler.request_finished(request, [blocks])
         if delay_free:
@@ -229,33 +236,33 @@ class ModelFreeNode:
             self.outputs.append(output)
         return output
 
-    # -- what came of it -----------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------
 
     def step_until(self, done: Callable[[], bool], *others: ModelFreeNode, timeout_s: float = 20.0) -> None:
-        """Step, and step other nodes of this process with it, until something holds.
+        """Step this node, and other nodes of this process with it, until `done` returns True.
 
         Raises:
-            TimeoutError: it did not.
+            TimeoutError: `done` did not return True within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {timeout_s} s; reported so far: {self.outputs}")
+                raise TimeoutError(f"timed out after {timeout_s} s of steps; reported so far: {self.outputs}")
             for node in (self, *others):
                 node.step()
             time.sleep(_POLL_S)
 
     def num_reports(self, request_id: str, direction: Literal["sending", "recving"]) -> int:
-        """How often a request was named as finished."""
+        """Return how often a request was named as finished."""
         return sum(request_id in getattr(output, f"finished_{direction}") for output in self.outputs)
 
     def load_error(self, request_id: str) -> str:
-        """Why a load failed; empty if it did not."""
+        """Return why a load failed; empty if it did not."""
         return "".join(output.load_errors.get(request_id, "") for output in self.outputs)
 
     @property
     def invalid_block_ids(self) -> set[int]:
-        """Every block that was reported as failed."""
+        """All blocks that were reported as failed."""
         return set().union(*(output.invalid_block_ids for output in self.outputs))
 
     @property

@@ -1,4 +1,4 @@
-"""What any connector owes (see `suite`): the contract of `connector/base.py`, whatever is behind it."""
+"""The promises of any connector (see `suite`): the contract of `connector/base.py`, however it is implemented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .node import CacheShape, Request, Step
 
 
 class ConnectorPromises:
-    """A prompt that one node computed is loaded by another: its bytes, once, and nothing else."""
+    """A prompt that one node computed is loaded by another: exactly its bytes, and once."""
 
     def test_what_one_node_computed_another_loads(self, make_node: MakeNode) -> None:
         _assert_loads(make_node, PER_LAYER)
@@ -49,7 +49,7 @@ class ConnectorPromises:
         others = [block for block in range(consumer.shape.num_blocks) if block not in table[2:]]
         assert torch.equal(consumer.contents(others), before[:, others])
 
-    def test_a_prompt_that_nobody_computed_is_not_loaded(self, make_node: MakeNode) -> None:
+    def test_a_prompt_that_no_node_computed_is_not_loaded(self, make_node: MakeNode) -> None:
         node = make_node(PER_LAYER)
         request = Request("d", 18)
         node.scheduler.on_new_request(request)
@@ -113,10 +113,8 @@ class ConnectorPromises:
         node = make_node(PER_LAYER)
         node.prefill("p", 18)
         for role in KVConnectorRole:
-            half = KVConnectorFactory.create_connector(
-                node.scheduler.config, role, node.scheduler.kv_cache_config
-            )
-            half.shutdown()  # nothing was registered
+            fresh = KVConnectorFactory.create_connector(node.config, role, node.kv_cache_config)
+            fresh.shutdown()  # nothing was registered
         for half in (node.worker, node.scheduler):
             half.shutdown()
             half.shutdown()
@@ -141,6 +139,6 @@ def _assert_loads(make_node: MakeNode, shape: CacheShape) -> None:
 
 
 def _num_equal_tokens(loaded: torch.Tensor, expected: torch.Tensor) -> int:
-    """Tokens from the beginning that are the same; both by token."""
+    """Return how many tokens from the beginning are equal; see `by_token` for the axes."""
     is_equal = (loaded == expected).transpose(0, 2).flatten(1).all(dim=1)
     return int(is_equal.cumprod(0).sum())

@@ -1,4 +1,4 @@
-"""All promises, in a class for any connector and one for connectors between nodes."""
+"""All promises: one class for any connector, and one for connectors between nodes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .promises import ConnectorPromises
 
 
 class ConnectorConformance(ConnectorPromises):
-    """What any connector owes. A backend overrides `transfer`."""
+    """The promises of any connector. A subclass overrides the fixture `transfer`."""
 
     @pytest.fixture
     def transfer(self) -> Mapping[str, Any]:
-        """Fields of `KVTransferConfig` that name the connector, and its options."""
+        """Return fields of `KVTransferConfig`: the connector's name and its options."""
         raise NotImplementedError("override the fixture `transfer`")
 
     @pytest.fixture
     def make_node(self, transfer: Mapping[str, Any]) -> Iterator[MakeNode]:
-        """Makes nodes of a shape, which are shut down after the test.
+        """Return a function that makes a node; the nodes are shut down after the test.
 
-        `options` are added to the connector's; `fields` go to `engine_config`.
+        `options` are added to the connector's options; `fields` are passed to `engine_config`.
         """
         with ExitStack() as stack:
 
@@ -51,4 +51,4 @@ class ConnectorConformance(ConnectorPromises):
 class HandoffConformance(
     ConnectorConformance, DeliveryPromises, FigurePromises, FailurePromises, AbortPromises
 ):
-    """What a connector owes that carries caches between nodes by the handoff protocol (`PeerToPeerConnector`)."""
+    """The promises of a connector that uses the handoff protocol between nodes (`PeerToPeerConnector`)."""

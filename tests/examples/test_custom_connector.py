@@ -130,7 +130,7 @@ def test_a_missing_folder_and_an_unknown_option_are_refused(options: dict[str, s
     config = engine_config(
         "FileConnector", kv_connector_module_path="custom_connector", kv_connector_extra_config=options
     )
-    with pytest.raises(ConfigurationError, match="one option, folder"), ModelFreeNode(config, SHAPE):
+    with pytest.raises(ConfigurationError, match="needs one option, folder"), ModelFreeNode(config, SHAPE):
         pass
 
 
@@ -148,5 +148,5 @@ def test_what_is_gone_when_an_answer_ends_is_not_kept(spec: KVCacheSpec, tmp_pat
         kv_connector_extra_config={"folder": str(tmp_path)},
     )
     caches = KVCacheConfig(8, (), (KVCacheGroupSpec(("layers.0",), spec),))
-    with pytest.raises(ConfigurationError, match="one group of full attention"):
+    with pytest.raises(ConfigurationError, match="only one group of full attention"):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)

@@ -15,7 +15,6 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheGroupSpec,
     KVCacheTensor,
 )
-from kvferry.connector.testing import engine_config
 from kvferry.runner_mixin import allocate_uniform_kv_caches, kv_transfer_group, use_uniform_kv_cache
 from kvferry.runner_mixin.attention.backend import AttentionGroup
 from kvferry.runner_mixin.attention.torch_backend import TorchAttentionBackend
