@@ -44,7 +44,6 @@ class PeerToPeerConnector(KVConnectorBase):
         self._options = ConnectorOptions.from_mapping(transfer.kv_connector_extra_config if transfer else {})
         super().__init__(config, role, kv_cache_config)
 
-
     def make_scheduler_half(self) -> HandoffScheduler:
         return HandoffScheduler(self.kv_transfer_config, self.kv_cache_config)
 

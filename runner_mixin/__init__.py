@@ -1,4 +1,7 @@
-"""WHEN: the seam to a model runner: the lifecycle of one step, cache allocation and binding."""
+"""WHEN: the seam to a model runner: the lifecycle of one step, cache allocation and binding.
+
+`kv_cache/` is an engine part beside the seam, which the seam does not need: the block manager of a scheduler.
+"""
 
 from __future__ import annotations
 

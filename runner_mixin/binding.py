@@ -1,4 +1,4 @@
-"""Bring each layer its cache, and let layers share one."""
+"""Give each layer its cache, and let layers share one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def extract_layer_index(layer_name: str, num_attn_module: int = 1) -> int:
     """Parse a layer's index from its name, e.g. 3 from `model.layers.3.self_attn`.
 
-    With several attention modules a decoder layer, `model.layers.3.attn.1` is `3 * num_attn_module + 1`.
+    With several attention modules per decoder layer, `model.layers.3.attn.1` is `3 * num_attn_module + 1`.
 
     Raises:
-        ConfigurationError: the name has no number, or more than it may.
+        ConfigurationError: the name has no number, or more numbers than allowed.
     """
     numbers = [int(part) for part in layer_name.split(".") if re.fullmatch(r"[0-9]+", part)]
     if len(numbers) == 1:
@@ -44,24 +44,30 @@ def bind_kv_cache(
     runner_kv_caches: list[torch.Tensor],
     num_attn_module: int = 1,
 ) -> None:
-    """Give the runner all caches in the order of its layers, and each layer its own.
+    """Give the runner all caches in the order of its layers, and each layer its own cache.
 
     Args:
         kv_caches: Layer name → cache.
         forward_context: Layer name → layer; its `kv_cache` becomes `[cache]`.
-        runner_kv_caches: The runner's list, empty; filled in the order of the layer indices. Layers with one
-            index (an encoder-decoder's) appear one after another.
-        num_attn_module: Attention modules a decoder layer.
+        runner_kv_caches: The runner's list, empty; filled in the order of the layer indices. Layers with the
+            same index, as in an encoder-decoder model, appear one after another.
+        num_attn_module: Attention modules per decoder layer.
 
     Raises:
         KVTransferStateError: `runner_kv_caches` is not empty. Nothing was bound.
-        ConfigurationError: a layer has no index in its name, or no layer in `forward_context`. Nothing was bound.
+        ConfigurationError: a cache's layer has no index in its name, or is not in `forward_context`. Nothing was
+            bound.
     """
     if runner_kv_caches:
-        raise KVTransferStateError(f"KV caches are bound already: {len(runner_kv_caches)} in the runner")
+        raise KVTransferStateError(
+            f"cannot bind KV caches: the runner has {len(runner_kv_caches)} bound already; pass an empty list"
+        )
     unknown = sorted(kv_caches.keys() - forward_context.keys())
     if unknown:
-        raise ConfigurationError(f"no layer to bind a cache to: {', '.join(unknown)}", key="layers")
+        raise ConfigurationError(
+            f"cannot bind KV caches: no layer in the forward context is called {', '.join(unknown)}",
+            key="layers",
+        )
     ordered = sorted(kv_caches, key=lambda name: extract_layer_index(name, num_attn_module))
     runner_kv_caches.extend(kv_caches[name] for name in ordered)
     for name, kv_cache in kv_caches.items():
@@ -69,7 +75,7 @@ def bind_kv_cache(
 
 
 def get_kv_sharing_layers(config: EngineConfig) -> dict[str, str]:
-    """Layer name → the layer whose cache it reads, for all layers without a cache of their own."""
+    """Map each layer without a cache of its own to the layer whose cache it reads."""
     return {layer.name: layer.kv_sharing_target for layer in config.model.layers if layer.kv_sharing_target}
 
 
@@ -78,12 +84,12 @@ def add_kv_sharing_layers_to_kv_cache_groups(
     groups: Sequence[KVCacheGroupSpec],
     runner_only_attn_layers: set[str] | None = None,
 ) -> tuple[KVCacheGroupSpec, ...]:
-    """Let each sharing layer join its target's group.
+    """Add each layer that shares a cache to its target's group.
 
     Args:
-        shared_layers: Sharing layer → target.
+        shared_layers: By layer without a cache of its own, its target: the layer whose cache it reads.
         groups: The groups without them.
-        runner_only_attn_layers: The sharing layers are added to it, if given: the runner knows them, the
+        runner_only_attn_layers: If given, the layers that share are added to it: the runner knows them, the
             cache manager does not.
 
     Returns:
@@ -115,12 +121,12 @@ def initialize_kv_cache_for_kv_sharing(
     groups: Sequence[KVCacheGroupSpec],
     kv_caches: MutableMapping[str, torch.Tensor],
 ) -> tuple[KVCacheGroupSpec, ...]:
-    """Let each sharing layer join its target's group and have its very tensor.
+    """Add each layer that shares a cache to its target's group, and give it the same tensor.
 
     Args:
-        shared_layers: Sharing layer → target.
+        shared_layers: By layer without a cache of its own, its target: the layer whose cache it reads.
         groups: The groups without them.
-        kv_caches: Layer name → cache; gains the sharing layers.
+        kv_caches: Layer name → cache; the layers that share are added.
 
     Returns:
         The groups with them.
@@ -131,6 +137,8 @@ def initialize_kv_cache_for_kv_sharing(
     joined = add_kv_sharing_layers_to_kv_cache_groups(shared_layers, groups)
     missing = sorted(set(shared_layers.values()) - kv_caches.keys())
     if missing:
-        raise ConfigurationError(f"no cache to share: {', '.join(missing)}", key="kv_sharing_target")
+        raise ConfigurationError(
+            f"layers without a cache cannot share one: {', '.join(missing)}", key="kv_sharing_target"
+        )
     kv_caches.update({sharer: kv_caches[target] for sharer, target in shared_layers.items()})
     return joined

@@ -1,6 +1,6 @@
-"""Which block size the attention kernels work with, when it is not the manager's.
+"""The block size that the attention kernels work with, which may be smaller than the manager's.
 
-A manager's block may be cut into several *kernel blocks*: manager block `b` is kernel blocks
+A manager's block may be divided into several *kernel blocks*: manager block `b` is kernel blocks
 `b * n … b * n + n - 1`. A slot has the same number either way.
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def layer_spec(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
-    """Return the spec of one layer of `group`, its own where the group's is composite.
+    """Return the spec of one layer of `group`: its own spec if the group's spec is composite.
 
-    A layer that shares another's cache, and so has no spec of its own, has the first member's.
+    A layer that shares another's cache has no spec of its own; it gets the first member's.
     """
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
@@ -43,7 +43,7 @@ def representative_spec(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> Iterator[tuple[int, KVCacheGroupSpec]]:
-    """Yield index and group of all groups that keep a cache: encoder-only ones do not."""
+    """Yield index and group of all groups that keep a cache. Encoder-only groups do not."""
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not isinstance(representative_spec(group.kv_cache_spec), EncoderOnlyAttentionSpec):
             yield index, group
@@ -59,8 +59,8 @@ def prepare_kernel_block_sizes(
         attn_groups: For each of them, its attention groups; empty for one without attention.
 
     Returns:
-        One size in tokens per group that keeps a cache, encoder-only groups being left out: for attention the
-        common size of its backends, for others the spec's own.
+        One size in tokens per group that keeps a cache; encoder-only groups are left out. For attention it is the
+        common size of the group's backends, for other groups the spec's own.
 
     Raises:
         ValueError: the backends of a group have no size in common.
@@ -78,11 +78,11 @@ def prepare_kernel_block_sizes(
 def select_common_block_size(kv_manager_block_size: int, attn_groups: Sequence[AttentionGroup]) -> int:
     """Choose the kernel block size that all backends of a group support.
 
-    That is the manager's own if they can; else the largest integer that some backend lists, that divides
-    the manager's, and that all support.
+    If all support the manager's block size, that is it. If not, it is the largest integer that some backend lists,
+    that divides the manager's block size, and that all support.
 
     Args:
-        kv_manager_block_size: Tokens a block of the manager.
+        kv_manager_block_size: Tokens per block of the manager.
         attn_groups: The group's attention groups.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a layer may know of the step it runs in, without a handle to the runner."""
+"""The part of a step that a layer can see, without a handle to the runner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerWithCache(Protocol):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """One step.
+    """One step, as its layers see it.
 
     Attributes:
         layers: Layer name → layer.
@@ -50,7 +50,7 @@ _current: ContextVar[ForwardContext] = ContextVar("kvferry_forward_context")
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make `context` the current one, in this thread, for the length of a `with`."""
+    """Make `context` the current one in this thread, for the duration of a `with`."""
     token = _current.set(context)
     try:
         yield context
@@ -62,11 +62,11 @@ def get_forward_context() -> ForwardContext:
     """Return the current step.
 
     Raises:
-        KVTransferStateError: this thread is in no step.
+        KVTransferStateError: this thread is not running a step.
     """
     try:
         return _current.get()
     except LookupError:
         raise KVTransferStateError(
-            "no forward context: run the step inside `with set_forward_context(...)`"
+            "this thread has no forward context: run the step inside `with set_forward_context(...)`"
         ) from None

@@ -11,10 +11,10 @@ from .forward_context import get_forward_context
 
 @contextmanager
 def maybe_transfer_kv_layer(layer_name: str) -> Iterator[None]:
-    """Wait for the layer's loads before the body, offer its cache to be saved after it.
+    """Wait for the layer's loads before the body, and save its cache after the body.
 
-    A context manager, and a decorator for a function that is one layer. Nothing happens without a
-    connector, or outside a step of it (no metadata bound, e.g. while the engine profiles). When the
+    Works as a context manager, and as a decorator of a function that is one layer. Does nothing without a
+    connector, or outside a step (no metadata is bound, for example while the engine profiles). If the
     body raises, nothing is saved.
 
     Raises:

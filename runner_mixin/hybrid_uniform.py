@@ -1,26 +1,26 @@
 """The uniform layout for several groups.
 
 Groups of a hybrid model share one pool: a block belongs to one group at a time, and tensor `i` of the pool
-holds the `i`-th layer of every group. Laid out block by block,
+holds the `i`-th layer of every group. The layout is block by block:
 
     block b: [tensor 0][tensor 1]…[tensor n - 1]
 
-whichever group owns block `b`, its layers lie in it one after another: one run of bytes. (A group with fewer
-layers than there are tensors uses the front of the run.)
+Whichever group owns block `b`, its layers lie one after another in it: one run of bytes. A group with fewer
+layers than there are tensors uses the front of the run.
 
 This applies exactly when
 - the process has a connector that prefers cross-layer blocks;
-- all tensors of the pool have one size and all groups one page size, which is what makes a page of one group
-  fit where another's was. Composite groups, whose layers differ in page size, are therefore excluded;
-- no group has two layers in one tensor, so that a block's run is the layers of its group once each;
-- each attention group's backend has an order in memory of blocks first, layers second. Any other order would
-  spread a block of one group over several blocks of another, which would overwrite each other.
+- all tensors of the pool have the same size and all groups the same page size, so that a page of one group
+  fits where another's was. Composite groups, whose layers differ in page size, are therefore excluded;
+- no group has two layers in one tensor, so that a block's run contains each layer of its group once;
+- the backend of each attention group puts blocks first and layers second in memory. Any other order would
+  spread a block of one group over several blocks of another, and they would overwrite each other.
 
-Else the per-layer layout is used: it asks for nothing but whole pages.
+Otherwise the per-layer layout is used, which needs only whole pages.
 
-A single group qualifies too, but `use_uniform_kv_cache` comes first: its one tensor tells a connector more.
-Kernel blocks may differ from group to group: `k` kernel blocks of all layers fill the same run of bytes as the
-block that they are parts of. Recurrent layers join with their opaque pages.
+A single group qualifies as well, but `use_uniform_kv_cache` is tried first, because one tensor tells a connector more.
+Kernel blocks may differ between groups: `k` kernel blocks of all layers fill the same run of bytes as the
+block that they are parts of. Recurrent layers take part with their opaque pages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def use_hybrid_uniform_kv_cache(
     kv_cache_config: KVCacheConfig, attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str
 ) -> bool:
-    """Tell whether the pool of several groups can, and should, be laid out block by block (see the module).
+    """Return whether the pool of several groups can and should be laid out block by block; see the module.
 
     Args:
         kv_cache_config: Tensors and groups.
@@ -84,13 +84,13 @@ def allocate_hybrid_uniform_kv_caches(
         kv_cache_config: Groups for which `use_hybrid_uniform_kv_cache` holds.
         attn_groups: For each of them, its attention groups; empty for recurrent layers.
         cache_dtype: Name of the stored dtype, or `"auto"`.
-        device: Where.
+        device: Where the pool is allocated.
         kernel_block_sizes: As `prepare_kernel_block_sizes` returns them.
 
     Returns:
         Layer name → cache in logical order, axis 0 being kernel blocks; for recurrent layers
-        `(num_blocks, page_size_bytes)` int8. The views of a group's layers never overlap; those of different groups
-        do, in blocks that the manager gives to one group at a time.
+        `(num_blocks, page_size_bytes)` int8. The views of one group's layers never overlap. Those of different groups
+        do; the manager gives each block to one group at a time.
 
     Raises:
         ConfigurationError: tensors differ in size or are not whole pages. Nothing was allocated.
@@ -117,14 +117,14 @@ def _group_view(
     kernel_block_size: int,
     cache_dtype: str,
 ) -> torch.Tensor:
-    """View the whole pool as one group sees it: `(num_tensors, num kernel blocks, …)`."""
+    """View the whole pool as one group's: `(num_tensors, num kernel blocks, …)`."""
     if not isinstance(spec, AttentionSpec):
         return raw.view(-1, num_tensors, spec.page_size_bytes).transpose(0, 1)
     return layers_view(raw, num_tensors, spec, attentions[0].backend, kernel_block_size, cache_dtype)
 
 
 def _owners(kv_cache_config: KVCacheConfig) -> Iterator[list[int]]:
-    """For each tensor, the group of each layer that uses it."""
+    """Yield, for each tensor, the groups of the layers that use it."""
     group_of = _group_of(kv_cache_config.kv_cache_groups)
     for tensor in kv_cache_config.kv_cache_tensors:
         yield [group_of[name] for name in tensor.shared_by]

@@ -1,11 +1,11 @@
 """From the model's layers to caches in place: specs, backends, memory, views, binding.
 
     specs = get_kv_cache_spec(config, dtype)                    what each layer keeps
-    kv_cache_config = …                                         how many blocks (runner_mixin.kv_cache)
+    kv_cache_config = …                                         how many blocks there are (runner_mixin.kv_cache)
     attention = init_attn_backend(kv_cache_config, config, device)
     kv_caches = init_kv_cache(runner_kv_caches, layers, kv_cache_config, attention, device)
 
-`layouts.py` has the last line for a runner with a connector, which may prefer another layout.
+For a runner with a connector, which may prefer another layout, `layouts.py` replaces the last line.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig, KVCacheGroupSpec
     from .forward_context import LayerWithCache
 
-#: Each tensor of the pool begins at a multiple of it, so that a page of memory never serves two of them.
+#: Each tensor of the pool begins at a multiple of this, so that no page of memory holds parts of two tensors.
 _ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """What computes attention on this rank.
+    """The attention of this rank: backends, groups and builders.
 
     Attributes:
         attn_backends: Layer name → backend.
-        attn_groups: For each KV cache group, its attention groups: one, as a rule; none without attention.
+        attn_groups: For each KV cache group, its attention groups: usually one; none without attention.
         kernel_block_sizes: As `prepare_kernel_block_sizes` returns them.
         metadata_builders: One per attention group that keeps a cache.
-        shared_layers: Layer without a cache of its own → the layer whose cache it reads.
+        shared_layers: By layer without a cache of its own, the layer whose cache it reads.
     """
 
     attn_backends: dict[str, type[AttentionBackend]]
@@ -66,7 +66,7 @@ class AttentionSetup:
 
 
 def resolve_kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the element type of the cache: `config.cache.cache_dtype`, or the model's when that is `"auto"`.
+    """Return the element type of the cache: `config.cache.cache_dtype`, or the model's type if that is `"auto"`.
 
     Raises:
         ConfigurationError: torch has no floating-point type of this name.
@@ -79,18 +79,22 @@ def resolve_kv_cache_dtype(config: EngineConfig) -> torch.dtype:
 def _floating_dtype(key: str, name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"{key}={name!r} is no floating-point type of torch", key=key, value=name)
+        raise ConfigurationError(
+            f"{key}={name!r} is not a floating-point type of torch; use one such as 'bfloat16'",
+            key=key,
+            value=name,
+        )
     return dtype
 
 
 def get_kv_cache_spec(config: EngineConfig, kv_cache_dtype: torch.dtype) -> dict[str, KVCacheSpec]:
-    """Say what each decoder layer keeps: everything, a window, its chunk, or a state.
+    """Return what each decoder layer keeps: everything, a window, its chunk, or a state.
 
     Layers of an encoder, and layers that read another's cache, keep nothing and are left out.
 
     Returns:
-        Layer name → `FullAttentionSpec`, or `SlidingWindowSpec` when the layer has a window, or
-        `ChunkedLocalAttentionSpec` when it has chunks, or `MambaSpec` when it is recurrent.
+        Layer name → `SlidingWindowSpec` if the layer has a window, `ChunkedLocalAttentionSpec` if it has chunks,
+        `MambaSpec` if it is recurrent, otherwise `FullAttentionSpec`.
 
     Raises:
         ConfigurationError: a recurrent layer's state does not fit a page of the attention layers.
@@ -117,12 +121,12 @@ def init_attn_backend(
 ) -> AttentionSetup:
     """Choose the attention backend, and make one metadata builder per group.
 
-    Layers of a composite group whose specs differ make an attention group each, so that a builder serves
-    layers of one shape. One workspace is shared by all builders that need one.
+    Layers of a composite group are divided into attention groups by spec, so that each builder serves
+    layers of one shape. All builders that need a workspace share one.
 
     Raises:
-        ConfigurationError: the backend is unknown, a block size suits no kernel, or a layer shares the cache
-            of an unknown one.
+        ConfigurationError: the backend is unknown, no kernel supports the block size, or a layer shares the cache
+            of an unknown layer.
         BackendUnavailableError: the backend cannot work on `device`.
     """
     shared_layers = get_kv_sharing_layers(config)
@@ -163,7 +167,7 @@ def _attention_groups(
 
 
 def _allocate_kv_cache(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate one zeroed int8 tensor per tensor of the config, all in one piece of memory.
+    """Allocate one zeroed int8 tensor per tensor of the config, all in one contiguous piece of memory.
 
     Returns:
         Layer name → `(size,)` int8; layers that share a tensor have the same object.
@@ -204,8 +208,8 @@ def _reshape_kv_cache(
         kernel_block_sizes: As `prepare_kernel_block_sizes` returns them.
 
     Returns:
-        Layer name → cache in logical order, axis 0 being kernel blocks. A layer without attention has
-        `(num_blocks, page_size_bytes)` int8: its state is opaque (see `mamba_state_views`).
+        Layer name → cache in logical order, axis 0 being kernel blocks. For a layer without attention it is
+        `(num_blocks, page_size_bytes)` int8, because its state is opaque; see `mamba_state_views`.
 
     Raises:
         ConfigurationError: a raw tensor is not a whole number of pages.
@@ -236,10 +240,10 @@ def init_kv_cache(
         forward_context: Layer name → layer; its `kv_cache` is set.
         kv_cache_config: Tensors and groups.
         attention: As `init_attn_backend` made it.
-        device: Where.
+        device: Where the pool is allocated.
 
     Returns:
-        Layer name → cache, for `KVConnectorBase.register_kv_caches`.
+        Layer name → cache, for `WorkerHalf.register_kv_caches`.
 
     Raises:
         ConfigurationError: a layer has no tensor, a tensor is not whole pages, or a layer is unknown.
@@ -265,6 +269,6 @@ def share_and_bind(
     kv_cache_config: KVCacheConfig,
     attention: AttentionSetup,
 ) -> None:
-    """Add the layers that read another's cache to `kv_caches`, and bind all (see `bind_kv_cache`)."""
+    """Add the layers that read another's cache to `kv_caches`, and bind all of them; see `bind_kv_cache`."""
     initialize_kv_cache_for_kv_sharing(attention.shared_layers, kv_cache_config.kv_cache_groups, kv_caches)
     bind_kv_cache(kv_caches, forward_context, runner_kv_caches)

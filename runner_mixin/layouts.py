@@ -1,4 +1,4 @@
-"""Caches of a runner that may have a connector: allocated as it prefers, bound, and made known to it."""
+"""Caches of a runner that may have a connector: allocated as the connector prefers, bound, and registered with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .forward_context import LayerWithCache
 
-#: How the pool lies in memory: see `uniform.py`, `hybrid_uniform.py` and `kv_caches.py`.
+#: How bytes lie in the pool; see `uniform.py`, `hybrid_uniform.py` and `kv_caches.py`.
 KVCacheLayout = Literal["uniform", "hybrid-uniform", "per-layer"]
 
 
@@ -30,10 +30,10 @@ def init_kv_cache_for_connector(
 ) -> KVCacheLayout:
     """Allocate the caches in the layout that the process's connector prefers, bind them, and register them.
 
-    A connector that prefers cross-layer blocks gets `register_cross_layers_kv_cache` for one group, and
-    `register_kv_caches` with views into one block-major buffer for several that allow it; else it gets
-    `register_kv_caches` with separate caches. Layers that only read another's cache are not registered: their
-    bytes cross once. Without a connector the layout is per layer.
+    If the connector prefers cross-layer blocks and there is one group, `register_cross_layers_kv_cache` is called. If there
+    are several groups that allow it, `register_kv_caches` is called with views into one block-major buffer. Otherwise it is
+    called with separate caches. Layers that only read another's cache are not registered, so that their bytes cross
+    once. Without a connector the layout is per layer.
 
     Args:
         runner_kv_caches: The runner's list, empty; filled in layer order.
@@ -41,7 +41,7 @@ def init_kv_cache_for_connector(
         kv_cache_config: Tensors and groups.
         attention: As `init_attn_backend` made it.
         cache_dtype: Name of the stored dtype, or `"auto"`.
-        device: Where.
+        device: Where the pool is allocated.
 
     Returns:
         The layout.

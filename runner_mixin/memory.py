@@ -1,4 +1,4 @@
-"""Memory: how much the device has, how much of it the cache may take, and the pool itself."""
+"""Memory: how much the device has, how much of it the node may use, and the pool itself."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemorySnapshot:
     """A device's memory at one moment.
 
     Attributes:
-        device: Which.
-        total_bytes: All of it; on the CPU no more than the process's control groups may have.
-        free_bytes: What can still be allocated.
+        device: The device.
+        total_bytes: All its memory; on the CPU no more than the limit of the process's control groups.
+        free_bytes: Bytes that can still be allocated.
     """
 
     device: torch.device
@@ -34,7 +34,7 @@ class MemorySnapshot:
 
     @classmethod
     def take(cls, device: torch.device) -> Self:
-        """Look at `device`.
+        """Measure the memory of `device` now.
 
         Raises:
             ConfigurationError: it is neither a CPU nor a CUDA device.
@@ -44,16 +44,18 @@ class MemorySnapshot:
             return cls(device, total, free)
         if device.type != "cpu":
             raise ConfigurationError(
-                f"cannot measure the memory of {device}", key="device", value=str(device)
+                f"cannot measure the memory of {device}: it is neither the CPU nor a CUDA device",
+                key="device",
+                value=str(device),
             )
         return cls(device, *memory_of_this_process())
 
 
 def request_memory(snapshot: MemorySnapshot, cache_config: CacheConfig) -> int:
-    """Say how many bytes the node may use: `ceil(total * memory_utilization)`.
+    """Return how many bytes the node may use: `ceil(total * memory_utilization)`.
 
     Raises:
-        ValueError: fewer are free.
+        ConfigurationError: fewer bytes are free.
     """
     requested = math.ceil(snapshot.total_bytes * cache_config.memory_utilization)
     if snapshot.free_bytes < requested:
@@ -69,13 +71,13 @@ def request_memory(snapshot: MemorySnapshot, cache_config: CacheConfig) -> int:
 
 
 def allocate_pool(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate the memory of the pool, where the process's connector wants it if there is one.
+    """Allocate the memory of the pool, by the process's connector if there is one.
 
     Returns:
         `(num_bytes,)` int8, zeroed, contiguous.
 
     Raises:
-        KVTransferStateError: the connector returned something else.
+        KVTransferStateError: the connector returned another shape or type.
     """
     if not state.has_kv_transfer_group():
         return torch.zeros(num_bytes, dtype=torch.int8, device=device)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class KVConnectorModelRunnerMixin:
-    """Give a model runner the worker half of a connector. It has no state: the process slot has.
+    """Give a model runner the worker half of a connector. It has no state; `state.py` holds the connector.
 
     A runner with something to compute does
 
@@ -35,7 +35,7 @@ class KVConnectorModelRunnerMixin:
 
     @staticmethod
     def maybe_setup_kv_connector(scheduler_output: SchedulerOutput) -> None:
-        """Begin a step: bind its metadata and start its loads. Without a connector, nothing.
+        """Begin a step: bind its metadata and start its loads. Without a connector, do nothing.
 
         Raises:
             KVTransferStateError: the step carries no connector metadata, or there is no forward context.
@@ -46,7 +46,7 @@ class KVConnectorModelRunnerMixin:
         connector, metadata = state.get_kv_transfer_group(), scheduler_output.kv_connector_metadata
         if metadata is None:
             raise KVTransferStateError(
-                "the step carries no kv_connector_metadata: the scheduler must call build_connector_meta each step"
+                "the step carries no kv_connector_metadata: the scheduler must call build_connector_meta in every step"
             )
         context = get_forward_context()
         if scheduler_output.preempted_req_ids:
@@ -56,7 +56,7 @@ class KVConnectorModelRunnerMixin:
 
     @staticmethod
     def maybe_wait_for_kv_save() -> None:
-        """Block until what this step saved may be overwritten. Without a connector, nothing."""
+        """Block until what this step saves may be overwritten. Without a connector, do nothing."""
         if state.has_kv_transfer_group():
             state.get_kv_transfer_group().wait_for_save()
 
@@ -66,7 +66,7 @@ class KVConnectorModelRunnerMixin:
     ) -> tuple[set[str] | None, set[str] | None]:
         """Take the requests whose transfers ended: `(finished_sending, finished_recving)`.
 
-        Without a connector, `(None, None)`.
+        Without a connector, return `(None, None)`.
         """
         if not state.has_kv_transfer_group():
             return None, None
@@ -81,8 +81,8 @@ class KVConnectorModelRunnerMixin:
 
     @staticmethod
     def ensure_kv_transfer_shutdown() -> None:
-        """Shut this process's connector down once; harmless again, without one, and while Python ends."""
-        # While the interpreter ends, module globals may already be None.
+        """Shut this process's connector down, if there is one. Idempotent; may be called while Python shuts down."""
+        # While the interpreter shuts down, module globals may already be None.
         if state is not None:
             state.ensure_kv_transfer_shutdown()
 
@@ -90,7 +90,7 @@ class KVConnectorModelRunnerMixin:
     def maybe_get_kv_connector_output(
         scheduler_output: SchedulerOutput,
     ) -> AbstractContextManager[KVConnectorOutput | None]:
-        """Wrap one forward pass. Yields what will be the step's report, or None without a connector."""
+        """Wrap one forward pass. Yields the step's report, filled in at the end, or None without a connector."""
         if not state.has_kv_transfer_group():
             return nullcontext()
         return KVConnectorModelRunnerMixin._get_kv_connector_output(scheduler_output)
@@ -102,14 +102,14 @@ class KVConnectorModelRunnerMixin:
     ) -> Iterator[KVConnectorOutput]:
         """Run a step's whole lifecycle around the body of a `with`.
 
-        `handle_preemptions` (only with preemptions) → bind metadata → `start_load_kv` → *body* →
+        `handle_preemptions` (only if there are preemptions) → bind metadata → `start_load_kv` → *body* →
         `wait_for_save` → `get_finished` → `get_block_ids_with_load_errors` → `take_load_errors` →
         `get_kv_connector_stats` → `clear_connector_metadata`.
 
-        Loads are asynchronous: the requests that load may be disjoint from those that run. What comes
-        after the body also happens when it raises, and fills the yielded output, which then is the
-        caller's only way to learn what ended. Metadata is cleared whatever raises. An error of the tail
-        that follows an error of the body carries it as `__context__`.
+        Loads are asynchronous: the requests that load may be disjoint from those that run. The calls
+        after the body are made even if the body raises, and fill the yielded output, which then is the
+        caller's only way to learn which transfers ended. Metadata is cleared whatever raises. If the calls after
+        the body raise as well, their error carries the body's as `__context__`.
 
         Args:
             wait_for_save: False for a step that saves nothing.
@@ -142,7 +142,7 @@ class KVConnectorModelRunnerMixin:
         """Run a step with nothing to compute: it still sends and receives.
 
         Returns:
-            The shared `EMPTY_MODEL_RUNNER_OUTPUT` when there is nothing to report, else a copy of it with
+            The shared `EMPTY_MODEL_RUNNER_OUTPUT` if there is nothing to report, otherwise a copy of it with
             the report.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a model runner returns from one step."""
+"""The output of one step of a model runner."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ModelRunnerOutput:
 
     Attributes:
         req_ids: The requests that ran.
-        sampled_token_ids: For each of them the new tokens; empty while its prompt is not computed.
-        top_logits: Of those that asked for it, the largest logits behind their newest token as (token id, logit), the
+        sampled_token_ids: For each of them, its new tokens; empty until its whole prompt is computed.
+        top_logits: For each request that asked for it, the largest logits for its newest token as (token id, logit), the
             largest first.
-        kv_connector_output: What the connector reported, or None when it had nothing to say.
+        kv_connector_output: The connector's report, or None if it has nothing to report.
     """
 
     req_ids: tuple[str, ...] = ()
@@ -26,5 +26,5 @@ class ModelRunnerOutput:
     top_logits: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
 
-#: Shared by every step with nothing to say. Frozen; to add to it, `dataclasses.replace` it.
+#: Shared by every step that has nothing to report. Frozen; use `dataclasses.replace` to make a changed copy.
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

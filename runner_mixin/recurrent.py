@@ -1,4 +1,4 @@
-"""Recurrent layers: the page that holds a state, and which page is whose in a step."""
+"""Recurrent layers: the page that holds a state, and the page of each request in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..connector.kv_cache_specs import KVCacheConfig
     from .attention.metadata import StepBatch
 
-#: Pages of a model without attention are a multiple of it, so that every page begins where any element may.
+#: The page size of a model without attention is a multiple of this, so that every page is aligned for any element type.
 _ALIGNMENT_BYTES = 16
 
 
@@ -26,8 +26,8 @@ class StateMetadata:
 
     Attributes:
         batch: The step's requests.
-        block_ids: `(num_reqs,)`: the block that holds each request's state. What is in it counts only for a request
-            with computed tokens; the state of one that begins is nought, whatever the block was used for before.
+        block_ids: `(num_reqs,)`: the block that holds each request's state. Its contents are valid only for a request
+            with computed tokens; a request without any starts from a zero state, whatever the block held before.
     """
 
     batch: StepBatch
@@ -37,14 +37,14 @@ class StateMetadata:
 def get_recurrent_specs(
     config: EngineConfig, attention_specs: Mapping[str, KVCacheSpec]
 ) -> dict[str, MambaSpec]:
-    """Say what each recurrent layer keeps. A page is enlarged to that of the attention layers, to share their pool.
+    """Return what each recurrent layer keeps. A page is padded to the size of the attention layers', to share their pool.
 
     Args:
         attention_specs: Layer name → spec, of the model's attention layers.
 
     Raises:
-        ConfigurationError: a state does not fit a page of the attention layers; the message names the smallest
-            block size with which it would.
+        ConfigurationError: a state does not fit into a page of the attention layers; the message names the smallest
+            block size with which it does.
     """
     page = max((spec.page_size_bytes for spec in attention_specs.values()), default=0)
     return {
@@ -60,8 +60,8 @@ def _recurrent_spec(layer: RecurrentLayerConfig, block_size: int, attention_page
     if state_bytes > page:
         smallest = -(-state_bytes * block_size // page)
         raise ConfigurationError(
-            f"the state of layer {layer.name!r} has {state_bytes} bytes, a block of {block_size} tokens of an "
-            f"attention layer {page}; the smallest block_size that holds a state is {smallest}",
+            f"the state of layer {layer.name!r} does not fit into a block: it has {state_bytes} bytes, and a block of "
+            f"{block_size} tokens of an attention layer {page}; use block_size={smallest} or more",
             key="block_size",
             value=block_size,
         )
@@ -71,7 +71,7 @@ def _recurrent_spec(layer: RecurrentLayerConfig, block_size: int, attention_page
 def build_state_metadata(
     kv_cache_config: KVCacheConfig, batch: StepBatch, block_tables: Sequence[torch.Tensor]
 ) -> dict[str, StateMetadata]:
-    """Build one step's metadata of the recurrent groups; the layers of a group share the object.
+    """Build one step's metadata of the recurrent groups. The layers of a group share one object.
 
     Args:
         batch: The step's requests.

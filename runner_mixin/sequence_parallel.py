@@ -1,4 +1,4 @@
-"""Whether a step's residual is spread over the tensor-parallel ranks."""
+"""Find out whether a step's residual is spread over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def is_residual_scattered_for_sp(config: EngineConfig, num_input_tokens: int) -> bool:
-    """Tell whether sequence parallelism leaves each rank with its share of the tokens' residual.
+    """Return whether sequence parallelism leaves each rank with its share of the tokens' residual.
 
-    It does when it is on, there are several tensor-parallel ranks, and the compiler rewrote the graph that runs:
-    every graph when the model is one graph or is partitioned by the compiler, else only those of the
-    listed sizes.
+    It does if it is on, there are several tensor-parallel ranks, and the compiler rewrote the graph that runs. The
+    compiler rewrites every graph if the model is one graph or is partitioned by the compiler, and otherwise only
+    those of the listed sizes.
 
     Args:
         config: The node's configuration.
-        num_input_tokens: Tokens of the step, padding included.
+        num_input_tokens: Tokens of the step, including padding.
 
     Raises:
-        ConfigurationError: the tokens cannot be spread evenly: they are not a multiple of the ranks.
+        ConfigurationError: the number of tokens is not a multiple of the number of ranks.
     """
     compilation, ranks = config.compilation, config.parallel.tensor_parallel_size
     if not compilation.enable_sequence_parallelism or ranks == 1:

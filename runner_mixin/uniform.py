@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def use_uniform_kv_cache(attn_groups: Sequence[Sequence[AttentionGroup]], cache_dtype: str) -> bool:
-    """Tell whether the cache can, and should, be one buffer for all layers.
+    """Return whether the cache can and should be one buffer for all layers.
 
-    It is so when the process has a connector that prefers cross-layer blocks, there is one group with one
+    It can and should if the process has a connector that prefers cross-layer blocks, there is one group with one
     attention backend, its layers keep keys and values, and the backend has an order in memory with a layers
-    dimension. Several groups: see `use_hybrid_uniform_kv_cache`.
+    dimension. For several groups see `use_hybrid_uniform_kv_cache`.
 
     Args:
         attn_groups: For each KV cache group, its attention groups.
@@ -41,7 +41,7 @@ def use_uniform_kv_cache(attn_groups: Sequence[Sequence[AttentionGroup]], cache_
 
 
 def layers_stride_order(group: AttentionGroup, cache_dtype: str) -> tuple[int, ...]:
-    """Return the backend's order in memory with a layers dimension, or an empty one where there is none."""
+    """Return the backend's order in memory with a layers dimension, or an empty tuple if it has none."""
     spec = group.kv_cache_spec
     if not isinstance(spec, AttentionSpec):
         return ()
@@ -64,20 +64,20 @@ def allocate_uniform_kv_caches(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, type[AttentionBackend]]:
     """Allocate one contiguous zeroed buffer for all layers of the only group.
 
-    With an order in memory that begins with blocks, block `b` of every layer is one run of bytes. A kernel
-    block that is smaller than the manager's multiplies the number of blocks, and changes nothing of that.
+    If blocks come first in memory, block `b` of all layers is one run of bytes. This stays true if kernel blocks are
+    smaller than the manager's; there are only more of them.
 
     Args:
         kv_cache_config: One group, tensors of equal size.
         attn_groups: One group with one attention group (see `use_uniform_kv_cache`).
         cache_dtype: Name of the stored dtype, or `"auto"`.
-        device: Where.
+        device: Where the pool is allocated.
         kernel_block_sizes: The kernel block size of the only group.
 
     Returns:
         `({layer name: view}, cross_layer_tensor, backend)`. The tensor is `(num_layers, *backend shape)` in logical
-        order, its layer `i` being tensor `i` of the config; each view is one layer of it, the same for layers
-        that share a tensor.
+        order; its layer `i` is tensor `i` of the config. Each view is one layer of it, and layers that share a tensor
+        have the same view.
 
     Raises:
         ConfigurationError: tensors differ in size or are not whole pages. Nothing was allocated.
@@ -97,7 +97,7 @@ def allocate_uniform_kv_caches(
 
 
 def tensor_indices(kv_cache_config: KVCacheConfig) -> dict[str, int]:
-    """Layer name → index of its tensor in `kv_cache_config.kv_cache_tensors`."""
+    """Map each layer name to the index of its tensor in `kv_cache_config.kv_cache_tensors`."""
     return {
         name: index
         for index, tensor in enumerate(kv_cache_config.kv_cache_tensors)
@@ -109,12 +109,12 @@ def pool_bytes(kv_cache_config: KVCacheConfig, page_size_bytes: int) -> int:
     """Return the size of a pool of equal tensors.
 
     Raises:
-        ConfigurationError: there is no tensor, tensors differ in size, or are not whole pages.
+        ConfigurationError: there is no tensor, tensors differ in size, or their size is not a multiple of the page size.
     """
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"the uniform layout needs tensors of one size, got {sorted(sizes)}", key="kv_cache_tensors"
+            f"the uniform layout needs tensors of equal size, got {sorted(sizes)}", key="kv_cache_tensors"
         )
     (size,) = sizes
     if size <= 0 or size % page_size_bytes:

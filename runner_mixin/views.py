@@ -1,4 +1,4 @@
-"""Bytes of the pool, seen as caches."""
+"""Views of the pool's bytes as caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pages_view(raw: torch.Tensor, spec: KVCacheSpec) -> torch.Tensor:
     """View one layer's raw bytes as `(num_blocks, page_size_bytes)` int8.
 
     Raises:
-        ConfigurationError: they are not a whole number of pages.
+        ConfigurationError: their number is not a multiple of the page size.
     """
     if raw.numel() % spec.page_size_bytes:
         raise ConfigurationError(
@@ -48,7 +48,7 @@ def layers_view(
     kernel_block_size: int,
     cache_dtype: str,
 ) -> torch.Tensor:
-    """View the raw bytes of all layers as `(num_layers, *backend shape)`, logical order."""
+    """View the raw bytes of all layers as `(num_layers, *backend shape)`, in logical order."""
     num_blocks = raw.numel() // (num_layers * spec.page_size_bytes)
     shape = backend.get_kv_cache_shape(
         num_blocks * (spec.block_size // kernel_block_size),
@@ -62,15 +62,15 @@ def layers_view(
 
 
 def permuted_view(flat: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """View `flat` in the logical `shape`; in memory, axis `i` is the logical axis `order[i]`.
+    """View `flat` in the logical `shape`. In memory, axis `i` is the logical axis `order[i]`.
 
     Raises:
-        ConfigurationError: `flat` has not as many elements as `shape`.
+        ConfigurationError: `flat` and `shape` have different numbers of elements.
     """
     if flat.numel() != prod(shape):
         raise ConfigurationError(
-            f"an attention backend's cache of shape {tuple(shape)} has {prod(shape)} elements, its pages have "
-            f"{flat.numel()}: the backend does not store what the spec says",
+            f"the attention backend does not store what the spec says: its cache of shape {tuple(shape)} has "
+            f"{prod(shape)} elements, the pages have {flat.numel()}",
             key="attention_backend",
         )
     physical = flat.view([shape[axis] for axis in order])
@@ -84,7 +84,7 @@ def mamba_state_views(pages: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor
         pages: `(num_blocks, page_size_bytes)` int8; a page is contiguous.
 
     Returns:
-        For each state `(num_blocks, *shape)`, its pages as far apart as `pages` has them.
+        For each state `(num_blocks, *shape)`, with the page stride of `pages`.
     """
     views, offset = [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):

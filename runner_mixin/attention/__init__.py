@@ -1,3 +1,3 @@
-"""Attention plumbing: backends, their cache shapes, and the metadata of one step."""
+"""Attention: backends, their cache shapes, and the metadata of one step."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an attention backend owes: a cache shape, its order in memory, and attention over a paged cache."""
+"""The interface of attention backends: a cache shape, its order in memory, and attention over a paged cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MultipleOf:
-    """Every block size that `base` divides."""
+    """Stands for every block size that is a multiple of `base`."""
 
     base: int
 
@@ -26,8 +26,9 @@ class LookBack:
     """How far back a token sees.
 
     Attributes:
-        sliding_window: As many tokens, itself included; None: all.
-        attention_chunk_size: No further than to the begin of its aligned chunk of so many tokens; None: no chunks.
+        sliding_window: Number of tokens that a token sees, including itself; None: all.
+        attention_chunk_size: A token sees no further back than the start of its aligned chunk of this many tokens; None: no
+            chunks.
     """
 
     sliding_window: int | None = None
@@ -41,11 +42,11 @@ class AttentionParams:
     Attributes:
         num_heads: Query heads; a multiple of `num_kv_heads`.
         num_kv_heads: Heads of keys and of values.
-        head_size: Elements a head.
+        head_size: Elements per head.
         scale: Factor on the scores.
-        sliding_window: Tokens that a token sees, itself included; None: all.
+        sliding_window: Number of tokens that a token sees, including itself; None: all.
         softcap: Scores become `softcap * tanh(score / softcap)`; None: unchanged.
-        attention_chunk_size: A token sees only its own aligned chunk of so many tokens; None: no chunks.
+        attention_chunk_size: A token sees only its own aligned chunk of this many tokens; None: no chunks.
     """
 
     num_heads: int
@@ -58,7 +59,7 @@ class AttentionParams:
 
     @property
     def look_back(self) -> LookBack:
-        """Which of these settings decide what is visible."""
+        """The settings that decide what is visible."""
         return LookBack(self.sliding_window, self.attention_chunk_size)
 
 
@@ -80,11 +81,11 @@ class AttentionGroup:
 
 
 class MetadataBuilder(ABC):
-    """Makes one group's metadata, once a step.
+    """Makes one group's metadata, once per step.
 
     Args:
-        group: The layers it works for.
-        kernel_block_size: Tokens a block of the cache as the backend sees it.
+        group: The layers that it serves.
+        kernel_block_size: Tokens per block of the cache as the backend sees it.
         device: Where the cache is.
         workspace: `(get_workspace_bytes(),)` int8 on `device`, shared with other builders.
     """
@@ -103,59 +104,59 @@ class MetadataBuilder(ABC):
 
 
 class AttentionBackend(ABC):
-    """Attention over a paged cache. Classes are used as they are, never instantiated.
+    """Attention over a paged cache. The classes themselves are used; they are never instantiated.
 
-    A cache has a *logical* shape, the same for every layout, and a *physical* one, the order in memory.
+    A cache has a *logical* shape, which is the same for every layout, and a *physical* one, which is its order in memory.
     Axis 0 of the logical shape is blocks.
     """
 
     @staticmethod
     @abstractmethod
     def get_name() -> str:
-        """The name by which a user chooses it."""
+        """Return the name by which a user chooses this backend."""
 
     @staticmethod
     @abstractmethod
     def get_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str:
-        """Say why it cannot compute in `dtype` on `device`; empty when it can."""
+        """Return why this backend cannot compute in `dtype` on `device`; empty if it can."""
 
     @staticmethod
     @abstractmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The logical shape of one layer's cache, axis 0 being blocks."""
+        """Return the logical shape of one layer's cache; axis 0 is blocks."""
 
     @staticmethod
     def get_page_order() -> PageOrder:
-        """Whether a page has its tokens or its heads first in memory, as users choose it."""
+        """Return the page order: whether tokens (NHD) or heads (HND) come first within a page."""
         return "NHD"
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The order in memory: axis `i` of the physical shape is axis `order[i]` of the logical one.
+        """Return the order in memory: axis `i` of the physical shape is axis `order[i]` of the logical one.
 
         Args:
-            include_num_layers_dimension: The logical shape is that of all layers, `(num_layers, *shape)`.
+            include_num_layers_dimension: Whether the logical shape is that of all layers, `(num_layers, *shape)`.
 
         Raises:
-            NotImplementedError: there is no layout with a layers dimension.
+            NotImplementedError: this backend has no layout with a layers dimension.
         """
         raise NotImplementedError
 
     @staticmethod
     @abstractmethod
     def get_supported_kernel_block_sizes() -> tuple[int | MultipleOf, ...]:
-        """Block sizes that it can work with, in tokens."""
+        """Return the block sizes that this backend supports, in tokens."""
 
     @staticmethod
     @abstractmethod
     def get_builder_cls() -> type[MetadataBuilder]:
-        """What makes its metadata."""
+        """Return the class of its metadata builders."""
 
     @staticmethod
     def get_workspace_bytes() -> int:
-        """Scratch memory that its builders need; they share it."""
+        """Return the size of the scratch memory that its builders share, in bytes."""
         return 0
 
     @staticmethod
@@ -168,7 +169,7 @@ class AttentionBackend(ABC):
         Args:
             key: `(num_tokens, num_kv_heads, head_size)`.
             value: `(num_tokens, num_kv_heads, head_size)`.
-            kv_cache: The layer's cache, logical order.
+            kv_cache: The layer's cache, in logical order.
             metadata: As this backend's builder made it.
         """
 
@@ -177,11 +178,11 @@ class AttentionBackend(ABC):
     def attend(
         query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend each token to its request's cache; this step's keys and values are already in it.
+        """Attend each token to its request's cache, which already contains this step's keys and values.
 
         Args:
             query: `(num_tokens, num_heads, head_size)`.
-            kv_cache: The layer's cache, logical order.
+            kv_cache: The layer's cache, in logical order.
             metadata: As this backend's builder made it.
             params: The layer's attention.
 

@@ -1,4 +1,4 @@
-"""One step's metadata for all groups, each by its backend's builder."""
+"""One step's metadata for all groups, each made by its backend's builder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_attn_metadata(
     block_tables: Sequence[torch.Tensor],
     slot_mappings: Sequence[torch.Tensor],
 ) -> dict[str, AttentionMetadata]:
-    """Build one step's metadata, once a group; the layers of a group share the object.
+    """Build one step's metadata, once per group. The layers of a group share one object.
 
     Args:
         metadata_builders: As `init_attn_backend` made them.

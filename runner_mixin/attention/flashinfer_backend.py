@@ -1,9 +1,9 @@
-"""FlashInfer's paged attention, offered where its package is installed and the cache is on CUDA.
+"""FlashInfer's paged attention, available if its package is installed and the cache is on CUDA.
 
 Written against FlashInfer's documented API (0.2 and later): `BatchPrefillWithPagedKVCacheWrapper` for steps with
-prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. What it hands them is tested against a stand-in with
-the documented meaning of every argument. The test with the real package needs a CUDA device, and is skipped
-elsewhere; so far it has been skipped everywhere: on a GPU this backend has not run yet.
+prompts, `BatchDecodeWithPagedKVCacheWrapper` for steps of single tokens. The arguments are tested against a stand-in that
+gives each its documented meaning. The test with the real package needs a CUDA device and is skipped without one. It has
+been skipped so far: this backend has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .paged import write_kv_to_slots
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-#: What FlashInfer's documentation recommends for its partial results.
+#: The size that FlashInfer's documentation recommends for partial results.
 _WORKSPACE_BYTES = 128 << 20
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class PageList:
-    """A batch's kernel blocks as FlashInfer wants them.
+    """A batch's kernel blocks in FlashInfer's format.
 
     Attributes:
         indptr: `(num_reqs + 1,)` int32, on the CPU: where each request's blocks begin in `indices`.
@@ -52,12 +52,12 @@ class PageList:
         used = torch.from_numpy(np.arange(width) < counts[:, None]).to(device)
         indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
         last = torch.from_numpy((seq_lens - (counts - 1) * block_size).astype(np.int32))
-        # Planning reads these on the CPU: a copy on the device would make it wait for the device.
+        # Planning reads these on the CPU; if they were on the device, it would have to wait for the device.
         return cls(indptr, common.block_table[used], last)
 
 
 class FlashInferMetadataBuilder(MetadataBuilder):
-    """Keeps one FlashInfer wrapper per kind of step and of layer; each has plans of its own."""
+    """Keeps one FlashInfer wrapper per kind of step and kind of layer, because each has its own plans."""
 
     def __init__(
         self, group: AttentionGroup, kernel_block_size: int, device: torch.device, workspace: torch.Tensor
@@ -69,7 +69,7 @@ class FlashInferMetadataBuilder(MetadataBuilder):
         return FlashInferMetadata(common, PageList.of(common, self.kernel_block_size), self)
 
     def wrapper(self, decode: bool, params: AttentionParams) -> Any:
-        """The wrapper for steps of single tokens, or with prompts, in layers with these parameters."""
+        """Return the wrapper for layers with these parameters, for steps of single tokens or for steps with prompts."""
         wrapper = self._wrappers.get((decode, params))
         if wrapper is None:
             flashinfer = importlib.import_module("flashinfer")
@@ -84,11 +84,11 @@ class FlashInferMetadataBuilder(MetadataBuilder):
 
 @dataclass(frozen=True)
 class FlashInferMetadata(AttentionMetadata):
-    """One step; planned when the first layer with given parameters asks.
+    """One step; planned when the first layer with given parameters asks for it.
 
     Attributes:
         pages: The batch's blocks.
-        builder: Keeps the wrappers.
+        builder: The owner of the wrappers.
     """
 
     pages: PageList
@@ -104,13 +104,15 @@ class FlashInferMetadata(AttentionMetadata):
 
     def _plan(self, params: AttentionParams, query_dtype: torch.dtype, cache_dtype: torch.dtype) -> Any:
         if params.attention_chunk_size is not None:
-            raise BackendUnavailableError("attention backend FLASHINFER has no chunked attention; use TORCH")
+            raise BackendUnavailableError(
+                "attention backend FLASHINFER does not support chunked attention; use TORCH"
+            )
         decode = self.common.causal and self.common.max_query_len == 1
         wrapper = self.builder.wrapper(decode, params)
         heads = (params.num_heads, params.num_kv_heads, params.head_size, self.builder.kernel_block_size)
         pages = (self.pages.indptr, self.pages.indices, self.pages.last_page_len)
         options = {
-            # FlashInfer counts the tokens to the left, we count the token itself too.
+            # FlashInfer counts the tokens to the left; we count the token itself as well.
             "window_left": -1 if params.sliding_window is None else params.sliding_window - 1,
             "logits_soft_cap": params.softcap,
             "sm_scale": params.scale,
@@ -127,7 +129,7 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferBackend(AttentionBackend):
-    """FlashInfer on CUDA. The cache is that of the torch backend: `(num_blocks, 2, block_size, num_kv_heads, head_size)`."""
+    """FlashInfer on CUDA. The cache has the shape of the torch backend's: `(num_blocks, 2, block_size, num_kv_heads, head_size)`."""
 
     @staticmethod
     def get_name() -> str:

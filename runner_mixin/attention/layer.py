@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class AttentionLayer:
-    """Write this step's keys and values, attend to the request's cache, with the connector's hooks around.
+    """Write this step's keys and values and attend to the request's cache, between the connector's hooks.
 
     Args:
-        name: As in `AttentionLayerConfig`.
-        params: Heads, scale, window.
-        backend: As `AttentionSetup.attn_backends` says.
+        name: The name in `AttentionLayerConfig`.
+        params: Heads, scale and window.
+        backend: The layer's entry in `AttentionSetup.attn_backends`.
         writes_cache: False for a layer that reads another's cache.
 
     Attributes:
@@ -56,7 +56,7 @@ class AttentionLayer:
         metadata = get_forward_context().attn_metadata[self.name]
         (kv_cache,) = self.kv_cache
         if not self.writes_cache:
-            # The connector knows, loads and saves the cache under its owner's name.
+            # The connector loads and saves the cache under the name of the layer that owns it.
             return self.backend.attend(query, kv_cache, metadata, self.params)
         with maybe_transfer_kv_layer(self.name):
             self.backend.write_kv(key, value, kv_cache, metadata)

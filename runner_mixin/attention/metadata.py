@@ -1,6 +1,6 @@
-"""What attention must know of one step: a ragged batch, and each group's blocks and slots.
+"""The description of one step for attention: a ragged batch, and each group's blocks and slots.
 
-Tokens of a step lie request after request in one flat run of `num_tokens`.
+The tokens of a step lie one request after another in a flat run of `num_tokens`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The requests of one step, whatever the group.
+    """The requests of one step; the same for every group.
 
     Attributes:
-        query_start_loc: `(num_reqs + 1,)` int32, on the device: where each request's tokens begin, and the end.
+        query_start_loc: `(num_reqs + 1,)` int32, on the device: where each request's tokens begin, and the end of the last.
         query_start_loc_cpu: The same on the CPU.
         seq_lens: `(num_reqs,)` int32, on the device: tokens computed before this step plus those of this step.
         seq_lens_cpu: The same on the CPU.
         num_computed_tokens_cpu: `(num_reqs,)` int32, on the CPU: tokens computed before this step.
-        num_reqs: Requests.
-        num_tokens: Tokens of this step.
-        max_query_len: Most tokens of one request.
-        max_seq_len: Longest sequence.
-        causal: A token sees only those before it, and itself.
+        num_reqs: Number of requests.
+        num_tokens: Number of tokens of this step.
+        max_query_len: The largest number of tokens of one request.
+        max_seq_len: The longest sequence.
+        causal: Whether a token sees only itself and the tokens before it.
     """
 
     query_start_loc: torch.Tensor
@@ -52,17 +52,18 @@ class StepBatch:
         """Make the batch of one step.
 
         Args:
-            query_lens: Tokens of each request in this step, at least one.
-            num_computed_tokens: Tokens of each request computed before this step.
+            query_lens: Number of tokens of each request in this step, at least one.
+            num_computed_tokens: Number of tokens of each request that were computed before this step.
 
         Raises:
-            ValueError: no request, one without a token, or lists of different length.
+            ValueError: there is no request, a request has no token, or the lists differ in length.
         """
         queries = np.asarray(query_lens, dtype=np.int32)
         computed = np.asarray(num_computed_tokens, dtype=np.int32)
         if queries.shape != computed.shape or not queries.size or queries.min() < 1 or computed.min() < 0:
             raise ValueError(
-                f"a step needs tokens of at least one request: {queries.tolist()} new, {computed.tolist()} computed"
+                f"a step needs at least one request, and one token or more per request; got {queries.tolist()} new and "
+                f"{computed.tolist()} computed tokens"
             )
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32))
         seq_lens = torch.from_numpy(queries + computed)
@@ -85,8 +86,8 @@ class CommonAttentionMetadata(StepBatch):
     """One step of one group.
 
     Attributes:
-        block_table: `(num_reqs, max_blocks)` int32, on the device: kernel block ids. Only those are read that hold
-            tokens which a request's tokens see.
+        block_table: `(num_reqs, max_blocks)` int32, on the device: kernel block ids. Only those that hold
+            visible tokens are read.
         slot_mapping: `(num_tokens,)` int64, on the device: the slot of each token.
     """
 
@@ -96,7 +97,7 @@ class CommonAttentionMetadata(StepBatch):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What a backend keeps for one step of one group; a backend derives its own.
+    """A backend's metadata for one step of one group; each backend derives its own class.
 
     Attributes:
         common: The batch.
@@ -110,14 +111,14 @@ def compute_slot_mapping(block_table: torch.Tensor, batch: StepBatch, block_size
 
     Args:
         block_table: `(num_reqs, max_blocks)` int32: the manager's block ids; its device is the result's.
-        block_size: Tokens a block of the manager.
+        block_size: Tokens per block of the manager.
 
     Returns:
         `(num_tokens,)` int64.
     """
     query_lens = batch.query_start_loc_cpu.diff()
     request = torch.repeat_interleave(torch.arange(batch.num_reqs), query_lens)
-    # Position = tokens computed before + index inside the request's run.
+    # Position = tokens computed before + index within the request's run.
     shift = batch.num_computed_tokens_cpu - batch.query_start_loc_cpu[:-1]
     positions = torch.arange(batch.num_tokens) + shift[request]
     request, positions = request.to(block_table.device), positions.to(block_table.device)

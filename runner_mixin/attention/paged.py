@@ -1,12 +1,12 @@
 """Attention over a paged cache in plain torch, for any device.
 
-A step's requests are cut into *tiles*, within which the work is one gather and one call of torch's attention:
-requests with one new token go together (with others of similar length, so that padding at most doubles the
-work), a request with several is a tile of its own. A tile gathers only blocks that its tokens can see.
+A step's requests are divided into *tiles*. Each tile takes one gather and one call of torch's attention. Requests with one
+new token share a tile with others of similar length, so that padding at most doubles the work. A request with several new
+tokens is a tile of its own. A tile gathers only blocks that its tokens can see.
 
-Which tokens see which depends on the batch and on how far the layer looks back, so tiles are made once a step and
-shared by the layers. A request's result depends neither on the other requests of its step, nor, but for the
-rounding of torch's matrix products, on how its prompt was cut into steps.
+Which tokens see which depends on the batch and on how far the layer looks back. So tiles are made once per step, and layers
+that look back alike share them. A request's result does not depend on the other requests of its step. It does not depend on
+how its prompt was divided into steps either, except for the rounding of torch's matrix products.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tile:
-    """Requests whose attention is computed at once: several with one token, or one with several.
+    """Requests whose attention is computed together: several with one token, or one with several.
 
     Attributes:
         tokens: `(num_rows,)` int64: their tokens in the step's flat run; `num_rows = num_reqs * query_len`.
-        num_reqs: Requests.
+        num_reqs: Number of requests.
         block_ids: `(num_reqs * num_blocks,)` int64: the kernel blocks to gather; padded with the null block.
         visible: `(num_reqs, 1, query_len, num_slots)` bool, `num_slots = num_blocks * block_size`.
-        padding: Two `(num_padding,)` int64, request and slot of gathered slots that hold no token of it.
+        padding: Two `(num_padding,)` int64: request and slot of the gathered slots that hold no token of the request.
     """
 
     tokens: torch.Tensor
@@ -62,12 +62,12 @@ def write_kv_to_slots(
 
 
 def make_tiles(common: CommonAttentionMetadata, block_size: int, look_back: LookBack) -> tuple[Tile, ...]:
-    """Cut a step into tiles.
+    """Divide a step into tiles.
 
     Args:
         common: The step's batch.
-        block_size: Tokens a kernel block.
-        look_back: What a token sees.
+        block_size: Tokens per kernel block.
+        look_back: How far back a token sees.
     """
     query_lens = common.query_start_loc_cpu.diff().numpy()
     seq_lens = common.seq_lens_cpu.numpy().astype(np.int64)
@@ -80,7 +80,7 @@ def make_tiles(common: CommonAttentionMetadata, block_size: int, look_back: Look
 
 
 def _first_visible(num_computed_tokens: npt.NDArray[np.int32], look_back: LookBack) -> Int64Array:
-    """The first position that any token of each request sees."""
+    """Return, per request, the first position that any of its tokens sees."""
     first_new = num_computed_tokens.astype(np.int64)
     first = np.zeros_like(first_new)
     if look_back.sliding_window is not None:
@@ -91,7 +91,7 @@ def _first_visible(num_computed_tokens: npt.NDArray[np.int32], look_back: LookBa
 
 
 def _tile_requests(query_lens: npt.NDArray[np.int32], num_blocks: Int64Array) -> list[Int64Array]:
-    """Choose the requests of each tile: single tokens by the power of two above their number of blocks."""
+    """Choose the requests of each tile. Those with one token are grouped by their number of blocks, in powers of two."""
     single = np.flatnonzero(query_lens == 1)
     sizes = np.ceil(np.log2(num_blocks[single]))
     decodes = [single[sizes == size] for size in np.unique(sizes)]
@@ -107,7 +107,7 @@ def _make_tile(
     block_size: int,
     look_back: LookBack,
 ) -> Tile:
-    """Make the tile of `requests`, which all have as many new tokens as the first of them."""
+    """Make the tile of `requests`, which all have the same number of new tokens."""
     device = common.block_table.device
     starts = common.query_start_loc_cpu.numpy().astype(np.int64)
     query_len = int(starts[requests[0] + 1] - starts[requests[0]])
@@ -135,10 +135,10 @@ def _make_tile(
 def _block_ids(
     block_table: torch.Tensor, requests: Int64Array, first_block: Int64Array, num_blocks: Int64Array
 ) -> torch.Tensor:
-    """Select `num_blocks` entries of each request's row from `first_block` on, padded to the longest with block 0."""
+    """Select `num_blocks` entries of each request's row, starting at `first_block`; pad to the longest with block 0."""
     index = np.arange(num_blocks.max())
     is_padding = index >= num_blocks[:, None]
-    # Padding may lie beyond the table.
+    # Padding may lie past the end of the table.
     columns = np.where(is_padding, 0, first_block[:, None] + index)
     rows, cols, padding = (
         torch.from_numpy(array).to(block_table.device) for array in (requests[:, None], columns, is_padding)
@@ -149,7 +149,7 @@ def _block_ids(
 def _visible(
     query_positions: Int64Array, key_positions: Int64Array, causal: bool, look_back: LookBack
 ) -> npt.NDArray[np.bool_]:
-    """Which keys each query sees, `(num_reqs, query_len, num_slots)`."""
+    """Return which keys each query sees, `(num_reqs, query_len, num_slots)`."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     visible = distance >= 0 if causal else np.ones_like(distance, dtype=bool)
     if look_back.sliding_window is not None:
@@ -174,7 +174,7 @@ def attend_tile(
     """
     key = _gather(kv_cache[:, 0], tile).to(query.dtype)
     value = _gather(kv_cache[:, 1], tile).to(query.dtype)
-    # Heads of one group share keys: they become rows of the query, or keys are broadcast. Never copied.
+    # Query heads of one group share keys. They become rows of the query, or keys are broadcast; keys are never copied.
     rows = query.reshape(tile.num_reqs, -1, params.num_kv_heads, _group_size(params), params.head_size)
     if rows.shape[1] == 1:
         out = _attention(rows[:, 0], key, value, tile.visible, params)
@@ -194,7 +194,7 @@ def _gather(cache: torch.Tensor, tile: Tile) -> torch.Tensor:
     """Gather keys or values, `(num_reqs, num_kv_heads, num_slots, head_size)`."""
     gathered = cache.index_select(0, tile.block_ids)
     gathered = gathered.view(tile.num_reqs, -1, *cache.shape[2:])
-    # What a slot held before may be infinite, and then poisons the sum in spite of its weight of zero.
+    # A stale value may be infinite or NaN, and would make the whole sum NaN even with a weight of zero.
     gathered[tile.padding] = 0
     return gathered.transpose(1, 2)
 

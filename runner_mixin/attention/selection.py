@@ -1,4 +1,4 @@
-"""Which attention backend a node uses: by name, or the best one that its device has."""
+"""Choose a node's attention backend: by name, or the best one that works on its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ...connector.config import PageOrder
 
-#: Name → `module:class`, best first. Loaded when asked for.
+#: Name → `module:class`, best first. A class is imported when it is first needed.
 _BACKENDS = {
     "FLASHINFER": "kvferry.runner_mixin.attention.flashinfer_backend:FlashInferBackend",
     "TORCH": "kvferry.runner_mixin.attention.torch_backend:TorchAttentionBackend",
@@ -22,15 +22,15 @@ _BACKENDS = {
 
 
 def attention_backend_names() -> tuple[str, ...]:
-    """The backends that can be named, best first; not all can work on every device."""
+    """Return the names of all backends, best first. Not every backend works on every device."""
     return tuple(_BACKENDS)
 
 
 def register_attention_backend(name: str, path: str) -> None:
-    """Make an out-of-tree backend known; `"auto"` chooses it only when no other can work.
+    """Register an out-of-tree backend. `"auto"` chooses it only if no other backend works.
 
     Args:
-        name: As users write it; an earlier backend of the same name is replaced.
+        name: The name that users write; an earlier backend of the same name is replaced.
         path: `module:class`.
     """
     _BACKENDS[name] = path
@@ -43,13 +43,14 @@ def select_attention_backend(
 
     Args:
         device: Where the cache is.
-        dtype: The model's, in which attention is computed.
-        name: A backend's name in any case, or `"auto"`.
-        kv_cache_layout: How it is to keep its cache.
+        dtype: The model's type, in which attention is computed.
+        name: A backend's name, in upper or lower case, or `"auto"`.
+        kv_cache_layout: The page order of the cache.
 
     Raises:
         ConfigurationError: no backend has this name, or its class cannot be loaded.
-        BackendUnavailableError: it cannot compute in `dtype` on `device`, or keeps its cache otherwise; says why.
+        BackendUnavailableError: the backend cannot compute in `dtype` on `device`, or has another page order; the
+            message says why.
     """
     if name == "auto":
         return _first_available(device, dtype, kv_cache_layout)
@@ -85,7 +86,7 @@ def _unavailable_reason(
 ) -> str:
     own_layout = backend.get_page_order()
     if own_layout != kv_cache_layout:
-        return f"it keeps its cache as {own_layout}, not as {kv_cache_layout}"
+        return f"its page order is {own_layout}, not {kv_cache_layout}"
     return backend.get_unavailable_reason(device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The backend that works everywhere torch does."""
+"""The backend that works on every device that torch supports."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata(AttentionMetadata):
-    """Tiles of one step, made when the first layer that looks back in some way asks for them.
+    """Tiles of one step, made for each way of looking back when the first such layer asks for them.
 
     Attributes:
-        block_size: Tokens a kernel block.
+        block_size: Tokens per kernel block.
     """
 
     block_size: int
     _tiles: dict[LookBack, tuple[Tile, ...]] = field(default_factory=dict)
 
     def tiles(self, look_back: LookBack) -> tuple[Tile, ...]:
-        """Return the tiles for layers that look back so far."""
+        """Return the tiles for layers that look back this far."""
         tiles = self._tiles.get(look_back)
         if tiles is None:
             tiles = self._tiles[look_back] = make_tiles(self.common, self.block_size, look_back)
@@ -42,8 +42,8 @@ class TorchMetadataBuilder(MetadataBuilder):
 class TorchAttentionBackend(AttentionBackend):
     """Paged attention in plain torch, on any device.
 
-    The logical cache is `(num_blocks, 2, block_size, num_kv_heads, head_size)`, keys then values. Per layer that is
-    also the order in memory; with layers, blocks come first, so that a block of all layers is one run of bytes.
+    The logical cache is `(num_blocks, 2, block_size, num_kv_heads, head_size)`, keys then values. For one layer this
+    is also the order in memory. For all layers blocks come first, so that a block of all layers is one run of bytes.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 class TorchHeadsFirstBackend(TorchAttentionBackend):
-    """The same, with each head's tokens next to each other in memory: `(…, num_kv_heads, block_size, head_size)`."""
+    """The torch backend with page order HND: each head's tokens are adjacent in memory, `(…, num_kv_heads, block_size, head_size)`."""
 
     @staticmethod
     def get_name() -> str:

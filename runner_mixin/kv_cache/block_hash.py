@@ -1,4 +1,4 @@
-"""What names the contents of a full block: a hash over it and everything before it."""
+"""Name the contents of a full block by a hash of it and everything before it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BlockHash = NewType("BlockHash", bytes)
 """Hash of a full block's tokens and extra keys, and of all blocks before it."""
 
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
-"""A block hash followed by the group's id in 4 bytes: groups cache the same tokens in different blocks."""
+"""A block hash followed by the group's id in 4 bytes, because each group caches the same tokens in its own blocks."""
 
 HashFunction = Callable[[object], bytes]
-"""From a value made of None, bool, int, float, str, bytes and sequences of these to its hash."""
+"""Maps a value made of None, bool, int, float, str, bytes and sequences of these to its hash."""
 
 ExtraKeys = tuple[tuple[object, ...], ...]
 
@@ -29,10 +29,10 @@ _GROUP_ID_BYTES = 4
 
 
 def sha256(value: object) -> bytes:
-    """Hash a value by content: 32 bytes, equal in every process, on every machine.
+    """Hash a value by content: 32 bytes, the same in every process and on every machine.
 
-    The hash is taken over MessagePack, which gives equal values one encoding (a tuple and a list of the same
-    members are equal) and different values different ones.
+    The value is encoded as MessagePack, which encodes equal values alike (a tuple and a list with the same
+    members are equal) and different values differently.
 
     Raises:
         TypeError: the value has a part that MessagePack cannot encode.
@@ -46,10 +46,10 @@ _none_hash = BlockHash(secrets.token_bytes(32))
 
 
 def init_none_hash(hash_fn: HashFunction, seed: str) -> None:
-    """Set the parent of every first block, and so all hashes made from now on, from a seed.
+    """Set the parent of every first block, and with it all hashes from now on, from a seed.
 
-    Processes that share hash function and seed agree on every hash. Call it before the first block is hashed;
-    without a call, or with an empty seed, the parent is random, and no other process can guess a hash.
+    Processes that use the same hash function and seed agree on every hash. Call this before the first block is hashed.
+    Without a call, or with an empty seed, the parent is random and no other process can guess a hash.
     """
     global _none_hash
     if seed:
@@ -57,35 +57,35 @@ def init_none_hash(hash_fn: HashFunction, seed: str) -> None:
         return
     if hash_fn in _CONTENT_HASHES:
         logger.warning(
-            "block hashes are by content, but without a seed no other process will agree on them;"
-            " set hash_seed to the same value on every node"
+            "block hashes differ from those of other processes: hash_seed is empty; set it to the same value on every "
+            "node to share them"
         )
     _none_hash = BlockHash(secrets.token_bytes(32))
 
 
 def none_hash() -> BlockHash:
-    """The parent of every first block in this process (`NONE_HASH`)."""
+    """Return the parent of every first block in this process (`NONE_HASH`)."""
     return _none_hash
 
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
-    """The prefix cache's key of a block of a group."""
+    """Return the prefix cache's key for a block of a group."""
     return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
-    """The block hash in a key."""
+    """Return the block hash in a key."""
     return BlockHash(key[:-_GROUP_ID_BYTES])
 
 
 def get_group_id(key: BlockHashWithGroupId) -> int:
-    """The group id in a key."""
+    """Return the group id in a key."""
     return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
 
 
 @dataclass(frozen=True)
 class MultiModalFeature:
-    """An image, a sound, …: placeholder tokens whose meaning is not in their ids.
+    """An image, a sound, …: placeholder tokens whose ids do not say what they stand for.
 
     Attributes:
         identifier: Hash of the item's contents.
@@ -99,48 +99,48 @@ class MultiModalFeature:
 
 
 class HashableRequest(Protocol):
-    """What hashing reads of an engine's request. It changes nothing of it."""
+    """The part of an engine's request that hashing reads. Hashing changes nothing in it."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """The prompt, and what was generated."""
+        """The prompt and the generated tokens."""
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """What the hasher returned so far, joined."""
+        """All hashes that the hasher has returned so far."""
 
     @property
     def cache_salt(self) -> str | None:
-        """Keeps the cache of those who know it apart from all others'."""
+        """Separates caches: requests with different salts never share one."""
 
     @property
     def lora_id(self) -> str | None:
-        """The adapter that the request runs with."""
+        """Name of the LoRA adapter that the request runs with."""
 
     @property
     def mm_features(self) -> Sequence[MultiModalFeature]:
-        """By rising offset, without overlap."""
+        """The items in the prompt, by increasing offset, without overlap."""
 
 
 def need_extra_keys(request: HashableRequest) -> bool:
-    """Whether the request's blocks depend on more than its token ids."""
+    """Return whether the request's blocks depend on more than its token ids."""
     return bool(request.mm_features) or request.lora_id is not None or request.cache_salt is not None
 
 
 def generate_block_hash_extra_keys(
     request: HashableRequest, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[ExtraKeys | None, int]:
-    """What the block of tokens `[start_token_idx, end_token_idx)` depends on beside token ids.
+    """Return what the block of tokens `[start_token_idx, end_token_idx)` depends on besides token ids.
 
-    Every key begins with its kind, so that an adapter and a salt of the same name differ. An item counts with its
-    offset from the block's first token, negative when it began before: two blocks inside one item differ.
+    Every key begins with its kind, so that an adapter and a salt of the same name differ. An item's key contains its
+    offset from the block's first token, which is negative if the item began before; so two blocks within one item differ.
 
     Args:
-        start_mm_idx: The first item that may reach into the block; negative counts from the last, so -1 suits a
-            block behind the prompt.
+        start_mm_idx: The first item that may reach into the block. A negative value counts from the last, so -1 is
+            right for a block after the prompt.
 
     Returns:
-        `(keys, mm_idx)`: the keys, None when there are none; and `start_mm_idx` for the next block.
+        `(keys, mm_idx)`: the keys, or None if there are none; and `start_mm_idx` for the next block.
     """
     keys: list[tuple[object, ...]] = []
     if request.lora_id is not None:
@@ -174,7 +174,7 @@ def _multi_modal_keys(
 
 
 def _first_reaching(features: Sequence[MultiModalFeature], token_idx: int) -> int:
-    """Index of the first item that ends behind `token_idx`."""
+    """Return the index of the first item that ends after `token_idx`."""
     return bisect_right(features, token_idx, key=lambda feature: feature.offset + feature.length)
 
 
@@ -187,9 +187,9 @@ def hash_block_tokens(
     """Hash a full block.
 
     Args:
-        parent_block_hash: Hash of the block before it; None for the first, whose parent is `none_hash()`.
-        curr_block_token_ids: `(block_size,)` its token ids.
-        extra_keys: What else its contents depend on; see `generate_block_hash_extra_keys`.
+        parent_block_hash: Hash of the block before it; None for the first block, whose parent is `none_hash()`.
+        curr_block_token_ids: `(block_size,)` token ids of the block.
+        extra_keys: What else the block's contents depend on; see `generate_block_hash_extra_keys`.
     """
     parent = none_hash() if parent_block_hash is None else parent_block_hash
     return BlockHash(hash_fn((parent, tuple(curr_block_token_ids), extra_keys)))
@@ -198,16 +198,16 @@ def hash_block_tokens(
 def get_request_block_hasher(
     block_size: int, hash_fn: HashFunction
 ) -> Callable[[HashableRequest], list[BlockHash]]:
-    """Make the function that hashes a request's full blocks which have no hash yet.
+    """Make the function that hashes those full blocks of a request that have no hash yet.
 
-    The function returns the new hashes, for the engine to append to `request.block_hashes`; call it when the
-    request arrives, and again as tokens are appended. What it costs depends on the new tokens only.
+    The function returns the new hashes, and the engine appends them to `request.block_hashes`. Call it when the
+    request arrives, and again as tokens are appended. Its cost depends only on the number of new tokens.
 
     Raises:
         ValueError: `block_size` is not positive.
     """
     if block_size <= 0:
-        raise ValueError(f"block_size={block_size}: it must be positive")
+        raise ValueError(f"block_size={block_size} is not positive")
 
     def hash_new_blocks(request: HashableRequest) -> list[BlockHash]:
         hashed = len(request.block_hashes)

@@ -1,4 +1,4 @@
-"""The blocks of a node: who holds them, which contents they are known by, which one is taken next."""
+"""The blocks of a node: how many holders each has, which contents are cached, and which block is taken next."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from .free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 class BlockPool:
     """Reference-counted blocks, and the prefix cache over them.
 
-    A block is *held* (by block tables, by transfers) or *free*, never both. A free block that is cached keeps its
-    contents until it is taken for something else. Blocks without cached contents are taken before those, the last
-    freed first; then the cached ones, least recently used first. The null block is neither held nor free; every method
-    ignores it where it stands in a table.
+    A block is either *held* (by block tables and transfers) or *free*. A free block whose contents are cached keeps them
+    until it is taken for something else. Free blocks without cached contents are taken first, starting with the last freed;
+    then the cached ones, least recently used first. The null block is neither held nor free, and every method skips it.
 
     Args:
-        num_blocks: Blocks in the pool, the null block included.
-        enable_caching: Whether contents are kept and found again.
+        num_blocks: Number of blocks in the pool, including the null block.
+        enable_caching: Whether contents are kept and can be found again.
 
     Raises:
-        ValueError: there is not even a null block.
+        ValueError: `num_blocks` is less than 1.
     """
 
     def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
         if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks}: a pool needs at least the null block")
+            raise ValueError(f"num_blocks={num_blocks} is too small: a pool needs at least the null block")
         self.enable_caching = enable_caching
         self.blocks: tuple[KVCacheBlock, ...] = tuple(KVCacheBlock(i) for i in range(num_blocks))
         self.null_block = self.blocks[0]
@@ -37,26 +36,26 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken now, cached ones that no one holds included."""
+        """Number of blocks that can be taken now, including cached ones without a holder."""
         return self._free.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be hit."""
+        """Number of blocks that the prefix cache can find."""
         return len(self._cached)
 
     def get_usage(self) -> float:
-        """Share of the pool that is held, 0 to 1; 0 for a pool of the null block alone."""
+        """Return the share of the pool that is held, 0 to 1; 0 if there is only the null block."""
         usable = len(self.blocks) - 1
         return 1.0 - self.num_free_blocks / usable if usable else 0.0
 
     # -- taking and giving back ----------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take free blocks, one holder each. Contents that they cached are forgotten.
+        """Take free blocks, and give each one holder. Their cached contents are forgotten.
 
         Raises:
-            KVTransferStateError: fewer are free, or the number is negative. None was taken.
+            KVTransferStateError: fewer blocks are free, or the number is negative. No block was taken.
         """
         taken = self._free.popleft_n(num_blocks)
         for block in taken:
@@ -65,7 +64,7 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Become one more holder of each block; a free one is not free any more."""
+        """Add a holder to each block. A block that was free no longer is."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -74,48 +73,50 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Stop holding each block. One without holders is free: with cached contents it is taken last, else first.
+        """Remove a holder from each block. A block without holders is free.
+
+        A free block with cached contents is taken after all others, and one without before all others.
 
         Args:
-            ordered_blocks: The tail of a chain first. Cached ones are taken in this order, since a block is worth nothing
-                to the prefix cache without those before it; the others in the opposite one.
+            ordered_blocks: The end of a table first. Blocks with cached contents are later taken in this order, because a
+                block is of no use to the prefix cache without those before it. The others are taken in the opposite order.
 
         Raises:
-            KVTransferStateError: a block has no holder but transfers. Those before it were freed.
+            KVTransferStateError: a block has no holders other than transfers. Those before it were freed.
         """
-        worthless: list[KVCacheBlock] = []
+        uncached: list[KVCacheBlock] = []
         try:
             for block in self._let_go(ordered_blocks):
                 if block.block_hash is None:
-                    worthless.append(block)
+                    uncached.append(block)
                 else:
                     self._free.append(block)
         finally:
-            # Back in the order of their table: what was one run of the pool's memory is one for the next request, too.
-            self._free.prepend_n(worthless[::-1])
+            # Put them back in the order of their table, so that one run of memory stays one run for the next request.
+            self._free.prepend_n(uncached[::-1])
 
     def _let_go(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        """Take a holder from each block, one after the other, and yield those that have none left."""
+        """Remove a holder from each block in turn, and yield the blocks that have none left."""
         for block in blocks:
             if block.is_null:
                 continue
             if block.ref_cnt <= block.pin_cnt:
                 raise KVTransferStateError(
-                    f"block {block.block_id} is freed once too often:"
-                    f" {block.ref_cnt} holders, of which {block.pin_cnt} are transfers"
+                    f"block {block.block_id} is freed once too often: it has {block.ref_cnt} holders, of which "
+                    f"{block.pin_cnt} are transfers"
                 )
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 yield block
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold each block for a transfer: not reused until `unpin`, yet as easily hit and shared as before."""
+        """Hold each block for a transfer. It is not reused until `unpin`, but the prefix cache can still find and share it."""
         for block in blocks:
             self.touch((block,))
             block.pin_cnt += not block.is_null
 
     def unpin(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """End a transfer's hold of each block; otherwise as `free_blocks`.
+        """End a transfer's hold on each block; otherwise like `free_blocks`.
 
         Raises:
             KVTransferStateError: a block is not pinned. Those before it were unpinned.
@@ -123,12 +124,12 @@ class BlockPool:
         self.free_blocks(self._unpinned(ordered_blocks))
 
     def _unpinned(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        """Take a pin, though not yet the holder that it is, from each block, one after the other."""
+        """Remove a pin from each block in turn and yield the block; the caller removes the holder that the pin was."""
         for block in blocks:
             if block.is_null:
                 continue
             if block.pin_cnt == 0:
-                raise KVTransferStateError(f"block {block.block_id} is not pinned by a transfer")
+                raise KVTransferStateError(f"cannot unpin block {block.block_id}: no transfer has pinned it")
             block.pin_cnt -= 1
             yield block
 
@@ -137,16 +138,16 @@ class BlockPool:
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash], group_id: int
     ) -> None:
-        """Make the contents of blocks known. Does nothing with caching off.
+        """Put the contents of blocks into the prefix cache. Does nothing if caching is off.
 
-        Of two blocks with equal contents the first stays the known one; the other remains uncached.
+        Of two blocks with equal contents, the first stays in the cache and the other remains uncached.
 
         Args:
-            blocks: `(num_blocks,)` full blocks of one group, contents in place; null blocks are skipped.
-            block_hashes: `(num_blocks,)` their hashes.
+            blocks: `(num_blocks,)` full blocks of one group, whose contents are in place; null blocks are skipped.
+            block_hashes: `(num_blocks,)` hashes of these blocks.
 
         Raises:
-            KVTransferStateError: a block is known by other contents, or no one holds it. Those before it are known.
+            KVTransferStateError: a block is cached with other contents, or has no holder. Those before it are cached.
             ValueError: the lengths differ.
         """
         if not self.enable_caching:
@@ -155,16 +156,18 @@ class BlockPool:
             if block.is_null:
                 continue
             if block.ref_cnt == 0:
-                raise KVTransferStateError(f"block {block.block_id} cannot be cached: no one holds it")
+                raise KVTransferStateError(f"cannot cache block {block.block_id}: it has no holder")
             key = make_block_hash_with_group_id(block_hash, group_id)
             if block.block_hash not in (None, key):
-                raise KVTransferStateError(f"block {block.block_id} is cached with other contents already")
+                raise KVTransferStateError(
+                    f"cannot cache block {block.block_id}: it is cached with other contents already"
+                )
             if key not in self._cached:
                 self._cached[key] = block
                 block.block_hash = key
 
     def get_cached_block(self, block_hash: BlockHash, group_ids: Iterable[int]) -> list[KVCacheBlock] | None:
-        """The blocks with these contents, one per group; None when a group lacks them. Holds nothing."""
+        """Return the blocks with these contents, one per group, or None if a group has none. Adds no holder."""
         found: list[KVCacheBlock] = []
         for group_id in group_ids:
             block = self._cached.get(make_block_hash_with_group_id(block_hash, group_id))
@@ -174,18 +177,18 @@ class BlockPool:
         return found
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks contain. Who holds them keeps them.
+        """Remove these blocks' contents from the prefix cache. Holders keep the blocks.
 
         Raises:
-            ValueError: the pool has no block of that id. Those before it were evicted.
+            ValueError: the pool has no block with that id. Those before it were evicted.
         """
         for block_id in block_ids:
             if not 0 <= block_id < len(self.blocks):
-                raise ValueError(f"block {block_id} is not in a pool of {len(self.blocks)}")
+                raise ValueError(f"cannot evict block {block_id}: the pool has {len(self.blocks)} blocks")
             self._forget(self.blocks[block_id])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all contents. Does nothing, and returns False, while a block is held."""
+        """Remove all contents from the prefix cache. Does nothing and returns False while a block is held."""
         if self.num_free_blocks != len(self.blocks) - 1:
             return False
         for block in tuple(self._cached.values()):
@@ -200,10 +203,10 @@ class BlockPool:
     # -- checking ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Check every invariant. O(number of blocks): for tests and debugging.
+        """Check every invariant. For tests and debugging: the cost is O(number of blocks).
 
         Raises:
-            KVTransferStateError: one is broken; the message says which.
+            KVTransferStateError: an invariant is broken; the message says which.
         """
         free = self._free.get_all_free_blocks()
         _require(len(free) == self.num_free_blocks, f"{len(free)} free, {self.num_free_blocks} counted")

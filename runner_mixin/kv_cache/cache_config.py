@@ -1,4 +1,4 @@
-"""The pool of a rank, from its layers and its memory; and one pool for all ranks."""
+"""Plan a rank's pool from its layers and memory, and make the pools of all ranks alike."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ logger = logging.getLogger(__name__)
 def get_kv_cache_config(
     config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int
 ) -> KVCacheConfig:
-    """Lay out the pool: groups, tensors, and as many blocks as the memory holds.
+    """Plan the pool: groups, tensors, and as many blocks as the memory holds.
 
-    A model that keeps no cache has one block, the null block, and no tensor. One group has one tensor a layer.
-    Several groups share theirs: the i-th tensor is used by the i-th layer of each group.
+    A model that keeps no cache has one block, the null block, and no tensor. One group has one tensor per layer.
+    Several groups share tensors: the i-th tensor is used by the i-th layer of each group.
 
     Args:
         kv_cache_spec: Layer name → its spec.
         available_memory: Bytes for the pool.
 
     Raises:
-        ValueError: the layers cannot share a pool (see `get_kv_cache_groups`), or the memory does not hold the
+        ValueError: the layers cannot share a pool (see `get_kv_cache_groups`), or the memory is too small for the
             null block and one more.
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
     if not groups:
         return KVCacheConfig(num_blocks=1, kv_cache_tensors=(), kv_cache_groups=())
     pages = pool_page_sizes(groups)
-    # A composite group's pages differ: then it is their sum that a block costs.
+    # The pages of a composite group differ in size; a block costs the sum of them.
     num_blocks = get_num_blocks(config, 1, available_memory, sum(pages))
     if num_blocks < 2:
         raise ConfigurationError(
-            f"{available_memory} bytes hold {num_blocks} blocks of {sum(pages)} bytes; a pool needs at least 2",
+            f"not enough memory for a KV cache: {available_memory} bytes hold {num_blocks} blocks of {sum(pages)} bytes, "
+            "and a pool needs at least 2",
             key="available_memory",
             value=available_memory,
         )
@@ -64,18 +65,18 @@ def get_kv_cache_config(
 
 
 def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
-    """Make the pools of all ranks one scheduler's: groups in the first rank's order, the smallest block count.
+    """Make the pools of all ranks fit one scheduler: groups in the first rank's order, and the smallest block count.
 
-    Ranks may have different layers (of a pipeline), but the same block tables.
+    Ranks may have different layers, as in a pipeline, but they have the same block tables.
 
     Returns:
-        One configuration per rank, in order; the given ones are unchanged.
+        One configuration per rank, in order. The given ones are unchanged.
 
     Raises:
-        ValueError: there is no rank, or the groups' specs are not the same on every rank.
+        ValueError: there is no rank, or the groups' specs differ between ranks.
     """
     if not kv_cache_configs:
-        raise ValueError("no rank, no KV cache configuration")
+        raise ValueError("cannot unify KV cache configurations: there are none; pass one per rank")
     num_blocks = min(config.num_blocks for config in kv_cache_configs)
     first = kv_cache_configs[0].kv_cache_groups
     return [
@@ -93,9 +94,9 @@ def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> list[KV
 
 
 def get_max_concurrency_for_kv_cache_config(config: EngineConfig, kv_cache_config: KVCacheConfig) -> float:
-    """How many requests of maximum length the pool holds at once; infinite for a model that keeps no cache.
+    """Return how many requests of maximum length the pool holds at once; infinite for a model that keeps no cache.
 
-    The null block holds none.
+    The null block does not count.
     """
     per_request = num_blocks_per_request(config, kv_cache_config.kv_cache_groups)
     return (kv_cache_config.num_blocks - 1) / per_request if per_request else math.inf
@@ -111,7 +112,7 @@ def _report_padding(groups: Sequence[KVCacheGroupSpec]) -> None:
     largest = max(len(group.layer_names) for group in groups)
     missing = sum(largest - len(group.layer_names) for group in groups)
     logger.warning(
-        "%d groups of up to %d layers: %d padding layers waste %.1f %% of the KV cache memory",
+        "%d groups of up to %d layers have different sizes: %d padding layers waste %.1f %% of the KV cache memory",
         len(groups),
         largest,
         missing,
@@ -129,7 +130,7 @@ def _share_tables(spec: KVCacheSpec, other: KVCacheSpec) -> bool:
 def _in_order_of(
     wanted: Sequence[KVCacheGroupSpec], groups: Sequence[KVCacheGroupSpec]
 ) -> tuple[KVCacheGroupSpec, ...]:
-    """The groups, so that their specs come in the same order as the wanted ones'."""
+    """Return the groups, reordered so that their specs are in the order of `wanted`."""
     rest = list(groups)
     ordered: list[KVCacheGroupSpec] = []
     for group in wanted:

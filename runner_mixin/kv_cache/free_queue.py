@@ -1,4 +1,4 @@
-"""Blocks, and the queue of those that can be taken."""
+"""Blocks, and the queue of free ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .block_hash import BlockHashWithGroupId
 
 @dataclass(eq=False, slots=True)
 class KVCacheBlock:
-    """What a pool knows of one block. The pool owns it; others only read it.
+    """A pool's record of one block. The pool owns it; others only read it.
 
     Attributes:
-        block_id: Its place in the pool.
-        ref_cnt: Holders: block tables of requests, and transfers.
-        pin_cnt: Those holders that are transfers.
-        block_hash: Its key in the prefix cache; None while it is not in it.
-        is_null: Whether it is block 0, which stands for "no block" and is never held, cached or transferred.
+        block_id: Index of the block in the pool.
+        ref_cnt: Number of holders: block tables of requests, and transfers.
+        pin_cnt: Number of holders that are transfers.
+        block_hash: The block's key in the prefix cache; None while it is not cached.
+        is_null: Whether this is block 0, which stands for "no block" and is never held, cached or transferred.
     """
 
     block_id: int
@@ -33,8 +33,8 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """Free blocks in the order in which they are taken.
 
-    A doubly linked list through the blocks themselves, between a fake head and a fake tail: each operation is
-    O(1) per block, from whatever place, and allocates nothing but the list that it returns.
+    A doubly linked list through the blocks themselves, between a sentinel head and a sentinel tail. Each operation is
+    O(1) per block, at any position, and allocates only the list that it returns.
 
     Args:
         blocks: The blocks that are free at first, in order.
@@ -55,19 +55,19 @@ class FreeKVCacheBlockQueue:
         """Take the first block.
 
         Raises:
-            KVTransferStateError: there is none.
+            KVTransferStateError: the queue is empty.
         """
         block = self._head.next_free_block
         if block is None or block is self._tail:
-            raise KVTransferStateError("no free block: the free queue is empty")
+            raise KVTransferStateError("cannot take a block: the free queue is empty")
         self.remove(block)
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take the first `n` blocks, in their order.
+        """Take the first `n` blocks, in order.
 
         Raises:
-            KVTransferStateError: `n` is negative, or more than there are. None was taken.
+            KVTransferStateError: `n` is negative or more than the number of free blocks. No block was taken.
         """
         if not 0 <= n <= self.num_free_blocks:
             raise KVTransferStateError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
@@ -86,43 +86,43 @@ class FreeKVCacheBlockQueue:
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out of the middle.
+        """Remove a block, wherever it is in the queue.
 
         Raises:
-            KVTransferStateError: it is not free. Nothing changed.
+            KVTransferStateError: the block is not free. Nothing changed.
         """
         before, after = block.prev_free_block, block.next_free_block
         if before is None or after is None:
-            raise KVTransferStateError(f"block {block.block_id} is not in the free queue: cannot remove it")
+            raise KVTransferStateError(f"cannot remove block {block.block_id}: it is not in the free queue")
         before.next_free_block = after
         after.prev_free_block = before
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put a block at the end: it is taken after all that are free now.
+        """Add a block at the end: it is taken after all blocks that are free now.
 
         Raises:
-            KVTransferStateError: it is in the queue already. Nothing changed.
+            KVTransferStateError: the block is in the queue already. Nothing changed.
         """
         last = self._tail.prev_free_block
         assert last is not None
         self._insert(block, last, self._tail)
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Put blocks at the end, the first one to be taken first.
+        """Add blocks at the end, in order.
 
         Raises:
-            KVTransferStateError: one is in the queue already. The ones before it were appended.
+            KVTransferStateError: a block is in the queue already. The ones before it were appended.
         """
         for block in blocks:
             self.append(block)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put blocks at the front: they are taken before all that are free now, the first one first.
+        """Add blocks at the front, in order: they are taken before all blocks that are free now.
 
         Raises:
-            KVTransferStateError: one is in the queue already. The ones after it were prepended.
+            KVTransferStateError: a block is in the queue already. The ones after it were prepended.
         """
         for block in reversed(blocks):
             first = self._head.next_free_block
@@ -131,13 +131,13 @@ class FreeKVCacheBlockQueue:
 
     def _insert(self, block: KVCacheBlock, before: KVCacheBlock, after: KVCacheBlock) -> None:
         if block.prev_free_block is not None or block.next_free_block is not None:
-            raise KVTransferStateError(f"block {block.block_id} is in the free queue already: freed twice?")
+            raise KVTransferStateError(f"cannot free block {block.block_id}: it is in the free queue already")
         block.prev_free_block, block.next_free_block = before, after
         before.next_free_block = after.prev_free_block = block
         self.num_free_blocks += 1
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All free blocks, in the order in which they will be taken."""
+        """Return all free blocks, in the order in which they will be taken."""
         return list(self)
 
     def __iter__(self) -> Iterator[KVCacheBlock]:

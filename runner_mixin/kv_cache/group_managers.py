@@ -1,4 +1,4 @@
-"""The block tables of one KV cache group, for each way in which a layer looks back."""
+"""The block tables of one KV cache group; one class for each way in which layers look back."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .block_pool import BlockPool
 from .free_queue import KVCacheBlock
 
 IsUsable = Callable[[int], bool]
-"""Whether the block at an index of a table holds what it should."""
+"""Returns whether the block at an index of a table has the right contents."""
 
 
 class GroupManager(ABC):
     """The block tables of one group. Index `i` of a table holds tokens `[i * block_size, (i + 1) * block_size)`.
 
-    Where a query can no longer look, the table has the null block.
+    The table has the null block where no query can look any more.
 
     Args:
-        spec: What the group's layers have in common.
-        group_id: The group's place in the configuration.
-        pool: Where blocks come from.
+        spec: The spec that the group's layers have in common.
+        group_id: Index of the group in the configuration.
+        pool: The pool that blocks are taken from.
     """
 
     def __init__(self, spec: KVCacheSpec, group_id: int, pool: BlockPool) -> None:
@@ -45,19 +45,23 @@ class GroupManager(ABC):
 
     @abstractmethod
     def first_visible_token(self, position: int) -> int:
-        """The oldest token that a query at `position`, or at any later one, looks at. Rises with `position`."""
+        """Return the oldest token that a query at `position` or later looks at. It never decreases as `position` grows."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Length of the table of a sequence of `num_tokens` tokens."""
+        """Return the length of the table of a sequence of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def longest_prefix(self, is_usable: IsUsable, max_blocks: int) -> int:
-        """The most blocks, up to `max_blocks`, after which one can go on: all that is visible there is usable."""
+        """Return the longest prefix after which computing can continue, in blocks, up to `max_blocks`.
+
+        It can continue if every block that is visible at the prefix's end is usable.
+        """
         end = start = max_blocks
         while start > self._first_visible_block(end * self.block_size):
             start -= 1
             if not is_usable(start):
-                # What is visible begins no later for a shorter prefix: none that contains this block will do.
+                # For a shorter prefix, the first visible block is the same or earlier. So no prefix that contains this
+                # block is usable, and the search continues with the prefix that ends before it.
                 end = start
         return end
 
@@ -67,17 +71,17 @@ class GroupManager(ABC):
     # -- one request's table -------------------------------------------------------------------------
 
     def table(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's blocks, in token order; empty when it has none."""
+        """Return the request's blocks, in token order; empty if it has none."""
         return self._tables.get(request_id, ())
 
     def num_blocks_to_take(
         self, request_id: str, hit: Sequence[KVCacheBlock], num_tokens: int, position: int
     ) -> int:
-        """How many free blocks `extend` will use up, hits that no one holds included.
+        """Return how many free blocks `adopt` and `extend` will take, including hits without a holder.
 
         Args:
             hit: Leading blocks from the prefix cache, for a request without a table.
-            num_tokens: Tokens that need a slot.
+            num_tokens: Number of tokens that need a slot.
             position: The first token that will be computed.
         """
         first_visible = self._first_visible_block(position)
@@ -86,7 +90,7 @@ class GroupManager(ABC):
         return revived + max(0, self.num_blocks_for(num_tokens) - present)
 
     def adopt(self, request_id: str, hit: Sequence[KVCacheBlock], position: int) -> None:
-        """Start the table of a request from prefix cache hits; hold those that are visible from `position` on."""
+        """Start the table of a request with prefix cache hits, and hold those that are visible from `position` on."""
         first_visible = min(self._first_visible_block(position), len(hit))
         visible = hit[first_visible:]
         self._pool.touch(visible)
@@ -94,9 +98,10 @@ class GroupManager(ABC):
         self._num_cached[request_id] = len(hit)
 
     def extend(self, request_id: str, num_tokens: int, position: int) -> list[KVCacheBlock]:
-        """Lengthen the table to `num_tokens` tokens and return what was added.
+        """Extend the table to `num_tokens` tokens and return the added blocks.
 
-        Blocks that are not visible from `position` on are null: a load from another node may begin in mid-sequence.
+        Blocks that are not visible from `position` on are null, because a load from another node may begin in the middle of
+        the sequence.
         """
         table = self._tables[request_id]
         num_added = max(0, self.num_blocks_for(num_tokens) - len(table))
@@ -106,27 +111,27 @@ class GroupManager(ABC):
         return added
 
     def free_invisible(self, request_id: str, position: int) -> None:
-        """Free the blocks before all that a query at `position`, or later, looks at."""
+        """Free the blocks that no query at `position` or later looks at."""
         table = self._tables.get(request_id, [])
         null = self._pool.null_block
         freed: list[KVCacheBlock] = []
         for i in reversed(range(min(self._first_visible_block(position), len(table)))):
             if table[i].is_null:
-                break  # those before it went earlier
+                break  # the blocks before it were freed earlier
             freed.append(table[i])
             table[i] = null
         self._pool.free_blocks(freed)
 
     def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
-        """Put the request's first `num_blocks` blocks into the prefix cache, those that are not in it yet.
+        """Put the request's first `num_blocks` blocks into the prefix cache, unless they are in it already.
 
         Raises:
-            KVTransferStateError: it has fewer blocks.
+            KVTransferStateError: the request has fewer blocks.
         """
         table = self.table(request_id)
         if num_blocks > len(table):
             raise KVTransferStateError(
-                f"request {request_id!r} has {len(table)} blocks in group {self.group_id}, not {num_blocks}"
+                f"cannot cache {num_blocks} blocks of request {request_id!r}: it has {len(table)} in group {self.group_id}"
             )
         start = self._num_cached[request_id]
         if start < num_blocks:
@@ -143,24 +148,24 @@ class GroupManager(ABC):
         self._num_cached[request_id] = min(self._num_cached[request_id], num_blocks)
 
     def free(self, request_id: str) -> None:
-        """Free the request's blocks, the last first. Harmless when it has none."""
+        """Free the request's blocks, the last one first. Does nothing if it has none."""
         self._pool.free_blocks(reversed(self._tables.pop(request_id, [])))
         self._num_cached.pop(request_id, None)
 
 
 class FullAttentionManager(GroupManager):
-    """Everything before a query is visible to it."""
+    """A query sees everything before it."""
 
     def first_visible_token(self, position: int) -> int:
         return 0
 
     def longest_prefix(self, is_usable: IsUsable, max_blocks: int) -> int:
-        # As the base's, but from the left: most prompts miss early.
+        # The same result as the base's, but searched from the left, because most prompts miss early.
         return next((i for i in range(max_blocks) if not is_usable(i)), max_blocks)
 
 
 class SlidingWindowManager(GroupManager):
-    """The last `sliding_window` tokens are visible, the query's own included."""
+    """A query sees the last `sliding_window` tokens, including its own."""
 
     def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool) -> None:
         super().__init__(spec, group_id, pool)
@@ -171,7 +176,7 @@ class SlidingWindowManager(GroupManager):
 
 
 class ChunkedLocalAttentionManager(GroupManager):
-    """What comes before, in the query's own aligned chunk, is visible."""
+    """A query sees what comes before it in its own aligned chunk."""
 
     def __init__(self, spec: ChunkedLocalAttentionSpec, group_id: int, pool: BlockPool) -> None:
         super().__init__(spec, group_id, pool)
@@ -182,9 +187,9 @@ class ChunkedLocalAttentionManager(GroupManager):
 
 
 class MambaManager(GroupManager):
-    """A recurrent state: one block a request, which stands for all tokens so far.
+    """A recurrent state: one block per request, which stands for all tokens so far.
 
-    It is overwritten as the request goes on, so it is never cached, and there is no prefix to go on after.
+    It is overwritten as the request continues. So it is never cached, and no prefix can be continued.
     """
 
     def first_visible_token(self, position: int) -> int:
@@ -197,17 +202,17 @@ class MambaManager(GroupManager):
         return 0
 
     def cache(self, request_id: str, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
-        """Nothing: the next token changes the state."""
+        """Do nothing: the next token changes the state."""
 
 
 def make_group_manager(group: KVCacheGroupSpec, group_id: int, pool: BlockPool) -> GroupManager:
-    """The manager for a group's kind of layers.
+    """Make the manager for a group's kind of layers.
 
     Raises:
-        ConfigurationError: layers of this kind keep no cache that a block table could describe.
+        ConfigurationError: layers of this kind have no block tables.
     """
     spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):  # members look back alike; only their page sizes differ
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # all members look back alike; only their page sizes differ
         spec = next(iter(spec.kv_cache_specs.values()))
     match spec:
         case FullAttentionSpec():
@@ -220,7 +225,8 @@ def make_group_manager(group: KVCacheGroupSpec, group_id: int, pool: BlockPool) 
             return MambaManager(spec, group_id, pool)
         case _:
             raise ConfigurationError(
-                f"group {group_id} ({', '.join(group.layer_names)}): no block tables for {type(spec).__name__}",
+                f"cannot manage group {group_id} ({', '.join(group.layer_names)}): there are no block tables for "
+                f"{type(spec).__name__}",
                 key="kv_cache_groups",
                 value=spec,
             )

@@ -1,4 +1,4 @@
-"""Which layers share a block table, and what a block of all groups' pool costs."""
+"""Divide layers into groups that share a block table, and compute what a block of the pool costs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ...transports.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 LayerSpecs = Mapping[str, KVCacheSpec]
-"""Layer name → the layer's spec, in the order in which the layers run."""
+"""Maps layer names to specs, in the order in which the layers run."""
 
 
 # -- what kind of model it is ------------------------------------------------------------------------
 
 
 def is_kv_cache_type_attention_free(kv_cache_spec: LayerSpecs) -> bool:
-    """Whether no layer keeps anything: there is none, or all belong to an encoder."""
+    """Return whether no layer keeps anything: there are no layers, or all belong to an encoder."""
     return not _layers_with_cache(kv_cache_spec)
 
 
 def is_kv_cache_type_uniform(kv_cache_spec: LayerSpecs) -> bool:
-    """Whether all layers can be one group with one spec. True when there are none."""
+    """Return whether all layers can be one group with one spec. True if there are none."""
     if not kv_cache_spec:
         return True
     try:
@@ -43,20 +43,20 @@ def is_kv_cache_type_uniform(kv_cache_spec: LayerSpecs) -> bool:
 
 
 def is_kv_cache_page_size_uniform(kv_cache_spec: LayerSpecs) -> bool:
-    """Whether there are layers, and a page of each has the same number of bytes."""
+    """Return whether there are layers, and all have the same page size in bytes."""
     return len({spec.page_size_bytes for spec in kv_cache_spec.values()}) == 1
 
 
 def get_uniform_page_size(kv_cache_spec: LayerSpecs) -> int:
-    """Bytes of a page of every layer.
+    """Return the page size of all layers, in bytes.
 
     Raises:
-        ValueError: there are no layers, or their pages differ.
+        ValueError: there are no layers, or their page sizes differ.
     """
     sizes = {spec.page_size_bytes for spec in kv_cache_spec.values()}
     if not is_kv_cache_page_size_uniform(kv_cache_spec):
         raise ConfigurationError(
-            f"layers that share the pool need one page size in bytes, got {sorted(sizes)}",
+            f"layers that share the pool need the same page size in bytes, got {sorted(sizes)}",
             key="kv_cache_spec",
             value=sizes,
         )
@@ -72,7 +72,7 @@ def create_kv_cache_group_specs(
     """Make a group of each list of layers, with the spec that they have in common.
 
     Raises:
-        ValueError: a list is empty, or its layers' specs cannot be one.
+        ValueError: a list is empty, or its layers' specs cannot be merged.
     """
     return tuple(
         KVCacheGroupSpec(tuple(names), _merge([kv_cache_spec[name] for name in names]))
@@ -81,15 +81,16 @@ def create_kv_cache_group_specs(
 
 
 def get_kv_cache_groups(config: EngineConfig, kv_cache_spec: LayerSpecs) -> tuple[KVCacheGroupSpec, ...]:
-    """Divide a model's layers into groups; encoder layers are in none.
+    """Divide a model's layers into groups; encoder layers are in no group.
 
-    One spec for all: one group. One way of looking back with different pages: one group, of a composite spec.
-    Several with equal pages: groups of (nearly) equal layer count, so that the i-th layers of all groups can share
-    a piece of the pool.
+    - If all layers have the same spec, there is one group.
+    - If all look back alike but their page sizes differ, there is one group with a composite spec.
+    - If they look back in several ways and all page sizes are equal, there are several groups with nearly the same number
+      of layers, so that the i-th layers of all groups can share a piece of the pool.
 
     Raises:
-        ValueError: layers look back in several ways and their pages differ in size, or the hybrid manager is off
-            and they cannot all be treated as full attention.
+        ValueError: layers look back in several ways and their page sizes differ, or the hybrid manager is off
+            and the layers cannot all be treated as full attention.
     """
     if is_kv_cache_type_attention_free(kv_cache_spec):
         return ()
@@ -106,10 +107,10 @@ def get_kv_cache_groups(config: EngineConfig, kv_cache_spec: LayerSpecs) -> tupl
 
 
 def unify_hybrid_kv_cache_specs(kv_cache_spec: LayerSpecs) -> dict[str, KVCacheSpec]:
-    """Treat windowed and chunked layers as full attention, which keeps more than they need, in one group.
+    """Treat layers with windows and chunks as full attention, in one group. It keeps more than they need.
 
     Raises:
-        ValueError: that does not make all layers one kind: another kind is among them.
+        ValueError: the layers are still of several kinds.
     """
     if is_kv_cache_type_uniform(kv_cache_spec):
         return dict(kv_cache_spec)
@@ -117,8 +118,8 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: LayerSpecs) -> dict[str, KVCacheS
     if not UniformTypeKVCacheSpecs.is_uniform_type(unified.values()):
         kinds = sorted({type(spec).__name__ for spec in kv_cache_spec.values()})
         raise ConfigurationError(
-            f"layers of kinds {', '.join(kinds)} cannot all be treated as full attention;"
-            " enable_hybrid_kv_cache_manager is off",
+            f"cannot put all layers into one group: {', '.join(kinds)} cannot all be treated as full attention; set "
+            "enable_hybrid_kv_cache_manager to True",
             key="enable_hybrid_kv_cache_manager",
             value=False,
         )
@@ -133,7 +134,7 @@ def _layers_with_cache(kv_cache_spec: LayerSpecs) -> dict[str, KVCacheSpec]:
 
 def _merge(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
     if not specs:
-        raise ValueError("a group needs a layer")
+        raise ValueError("cannot make a KV cache group without layers")
     return type(specs[0]).merge(specs)
 
 
@@ -154,11 +155,12 @@ def _as_full_attention(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _equal_groups(kv_cache_spec: LayerSpecs) -> list[list[str]]:
-    """Layers of one spec a group, and no group more than a few layers smaller than the largest.
+    """Divide layers into groups by spec, all of nearly the same number of layers.
 
-    A group's missing layers are padding: their share of every block is never used. The smallest kind sets the
-    size, as models repeat a pattern (five windowed, one full). Where the kinds are almost equally many, the largest
-    does: a few padded layers cost less than twice the block tables.
+    A group's missing layers are padding: their share of every block is never used. The spec with the fewest layers sets
+    the group size, because models repeat a pattern, such as five layers with a window and one without. If all specs have
+    almost the same number of layers, the largest number sets it: a few padding layers cost less than twice as many block
+    tables.
     """
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in kv_cache_spec.items():
@@ -168,7 +170,7 @@ def _equal_groups(kv_cache_spec: LayerSpecs) -> list[list[str]]:
     grouped: list[list[str]] = []
     for names in by_spec.values():
         num_groups = -(-len(names) // group_size)
-        # Interleaved, so that each part of the model has layers of every group.
+        # Interleave the layers, so that every part of the model has layers of every group.
         grouped += [names[i::num_groups] for i in range(num_groups)]
     return grouped
 
@@ -177,14 +179,14 @@ def _equal_groups(kv_cache_spec: LayerSpecs) -> list[list[str]]:
 
 
 def padding_share(groups: Sequence[KVCacheGroupSpec]) -> float:
-    """Share of the pool that belongs to no layer, because groups have different layer counts; 0 to 1."""
+    """Return the share of the pool that is padding because groups have different numbers of layers; 0 to 1."""
     slots = len(groups) * max((len(group.layer_names) for group in groups), default=0)
     layers = sum(len(group.layer_names) for group in groups)
     return 1.0 - layers / slots if slots else 0.0
 
 
 def pool_page_sizes(groups: Sequence[KVCacheGroupSpec]) -> list[int]:
-    """Bytes of one block in each of the pool's tensors, the i-th being that of the i-th layer of each group."""
+    """Return the bytes per block of each of the pool's tensors. The i-th tensor is that of each group's i-th layer."""
     if not groups:
         return []
     largest = max(groups, key=lambda group: len(group.layer_names))
@@ -195,7 +197,7 @@ def pool_page_sizes(groups: Sequence[KVCacheGroupSpec]) -> list[int]:
 
 
 def num_blocks_per_request(config: EngineConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Most blocks that one request of `config.model.max_model_len` tokens holds at once."""
+    """Return the most blocks that one request of `config.model.max_model_len` tokens holds at once."""
     return sum(
         -(-group.kv_cache_spec.max_memory_usage_bytes(config) // group.kv_cache_spec.page_size_bytes)
         for group in groups
@@ -203,16 +205,16 @@ def num_blocks_per_request(config: EngineConfig, groups: Sequence[KVCacheGroupSp
 
 
 def get_num_blocks(config: EngineConfig, num_layers: int, available_memory: int, page_size: int) -> int:
-    """How many blocks the pool has: `config.cache.num_blocks_override`, or else as many as fit; never negative.
+    """Return the number of blocks: `config.cache.num_blocks_override`, or as many as fit if it is not set.
 
     Args:
-        num_layers: Tensors of the pool.
-        available_memory: Bytes for all of them.
-        page_size: Bytes of a block in one of them.
+        num_layers: Number of the pool's tensors.
+        available_memory: Bytes for all tensors together.
+        page_size: Bytes per block in one tensor.
     """
     num_blocks = max(0, available_memory // page_size // num_layers)
     override = config.cache.num_blocks_override
     if override:
-        logger.info("the pool has %d blocks by num_blocks_override; %d would fit", override, num_blocks)
+        logger.info("the pool has %d blocks, as num_blocks_override says; %d would fit", override, num_blocks)
         return override
     return num_blocks

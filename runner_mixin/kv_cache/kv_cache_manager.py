@@ -1,13 +1,13 @@
-"""`KVCacheManager`: what an engine's scheduler asks for blocks.
+"""`KVCacheManager`: allocates blocks for an engine's scheduler.
 
-One request's way through it
-    `get_computed_blocks` (any number of times; changes nothing) → `allocate_slots` (every step, or once for an
+Order of calls for one request
+    `get_computed_blocks` (any number of times; has no side effects) → `allocate_slots` (every step, or once for an
     asynchronous load) → `cache_blocks` (after each step or load that *succeeded*) → … → `free`.
 
-Nothing enters the prefix cache but through `cache_blocks`. So a block that is still being computed, or loaded from
-another node, can never be another request's hit.
+Only `cache_blocks` puts blocks into the prefix cache. So another request can never hit a block that is still being computed
+or loaded from another node.
 
-A transfer that reads or writes a request's blocks after its end takes a pin: `pin` → `free` → … → `unpin`.
+A transfer that reads or writes a request's blocks after the request's end takes a pin: `pin` → `free` → … → `unpin`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .metrics import PrefixCacheStats, PrefixCachingMetrics
 
 
 class KVCacheRequest(Protocol):
-    """What the manager reads of an engine's request. It changes nothing of it."""
+    """The part of an engine's request that the manager reads. The manager changes nothing in it."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt, and what was generated."""
+        """Number of known tokens: the prompt and the generated ones."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are in the request's blocks; 0 before its first allocation."""
+        """Number of tokens whose keys and values are in the request's blocks; 0 before its first allocation."""
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
@@ -52,20 +52,20 @@ class KVCacheBlocks:
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids, one list per KV cache group; 0 is the null block."""
+        """Return the block ids, one list per KV cache group; 0 is the null block."""
         return tuple([block.block_id for block in group] for group in self.blocks)
 
 
 class KVCacheManager:
-    """The block tables of all requests of a node, and its prefix cache. One thread uses it, the scheduler's.
+    """The block tables of all requests of a node, and its prefix cache. Only the scheduler's thread may use it.
 
     Args:
         kv_cache_config: The pool's blocks and groups.
-        max_model_len: Longest sequence in tokens; no slots are given beyond it.
-        enable_prefix_caching: Whether blocks are found again by content.
+        max_model_len: Longest sequence in tokens; no slots are allocated beyond it.
+        enable_prefix_caching: Whether blocks can be found again by content.
 
     Raises:
-        ConfigurationError: the groups' block sizes differ, Mamba groups aside, or a group keeps no cache.
+        ConfigurationError: groups other than Mamba groups differ in block size, or a group keeps no cache.
     """
 
     def __init__(
@@ -86,47 +86,47 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now, those of the prefix cache that no one uses included."""
+        """Number of blocks that can be allocated now, including cached blocks without a holder."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """Share of the pool in use, 0 to 1. The null block does not count."""
+        """Share of the pool that is in use, 0 to 1. The null block does not count."""
         return self._pool.get_usage()
 
     @property
     def pinned_request_ids(self) -> frozenset[str]:
-        """Requests whose blocks a transfer holds."""
+        """Ids of the requests whose blocks a transfer holds."""
         return frozenset(self._pinned)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The request's block table, one list per group; 0 where a windowed group needs no block any more.
+        """Return the request's block table, one list per group; 0 where a group with a window needs no block any more.
 
-        The lists are copies. They are empty for a request that has no blocks.
+        The lists are copies. They are empty if the request has no blocks.
         """
         return tuple([block.block_id for block in group.table(request_id)] for group in self._groups)
 
-    # -- a request's way through ---------------------------------------------------------------------
+    # -- one request ---------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: KVCacheRequest) -> tuple[KVCacheBlocks, int]:
-        """The longest prefix that the cache holds, never all of the known tokens. Free of side effects.
+        """Return the longest cached prefix, which never includes all known tokens. Has no side effects.
 
         Returns:
-            `(blocks, num_tokens)`: blocks per group, with the null block where a windowed group needs none;
-            `num_tokens` is a multiple of the block size. The blocks are not held: hand them to
+            `(blocks, num_tokens)`: blocks per group, with the null block where a group with a window needs none;
+            `num_tokens` is a multiple of the block size. The blocks are not held: pass them to
             `allocate_slots` before any other call changes the pool.
         """
         no_blocks = KVCacheBlocks(tuple(() for _ in self._groups))
         if not self._pool.enable_caching:
             return no_blocks, 0
         hashes = request.block_hashes
-        # The last token is always computed: the next one comes from its logits.
+        # The last token is always computed, because its logits give the next token.
         max_blocks = min(len(hashes), (request.num_tokens - 1) // self.block_size)
         tables = [_CachedTable(self._pool, hashes, group.group_id) for group in self._groups]
         num_blocks = _longest_common_prefix(self._groups, [table.has for table in tables], max_blocks)
         blocks = tuple(table.blocks(num_blocks) for table in tables)
         if all(block.is_null for table in blocks for block in table):
-            return no_blocks, 0  # no group looks back from there; still, a hit is something that was found
+            return no_blocks, 0  # no group looks back that far, so nothing was found; that is not a hit
         return KVCacheBlocks(blocks), num_blocks * self.block_size
 
     def allocate_slots(
@@ -137,30 +137,30 @@ class KVCacheManager:
         computed_blocks: KVCacheBlocks | None = None,
         num_external_tokens: int = 0,
     ) -> KVCacheBlocks | None:
-        """Give the request slots for what is computed or loaded next. Nothing enters the prefix cache.
+        """Allocate slots for the tokens that are computed or loaded next. Nothing enters the prefix cache.
 
-        Slots are there afterwards for `request.num_computed_tokens` + the tokens of `computed_blocks` +
-        `num_external_tokens` + `num_new_tokens` tokens. Blocks that slid out of a group's window are freed.
+        Afterwards the request has slots for `request.num_computed_tokens` + the tokens of `computed_blocks` +
+        `num_external_tokens` + `num_new_tokens` tokens. Blocks that are no longer in a group's window are freed.
 
         Args:
-            num_new_tokens: Tokens that the next step computes; 0 for an asynchronous load.
-            computed_blocks: What `get_computed_blocks` found, at the first allocation of a request.
-            num_external_tokens: Tokens after these that the connector loads.
+            num_new_tokens: Number of tokens that the next step computes; 0 for an asynchronous load.
+            computed_blocks: The result of `get_computed_blocks`, at the first allocation of a request.
+            num_external_tokens: Number of tokens after these that the connector loads.
 
         Returns:
-            The added blocks per group, without `computed_blocks`; or None when too few are free: then the request
-            is as it was, except for blocks that slid out of its window.
+            The added blocks per group, without `computed_blocks`. None if too few blocks are free; then the request
+            is unchanged, except that blocks that are no longer in its window were freed.
 
         Raises:
-            ValueError: there is nothing to allocate for, or a number is negative. Nothing changed.
-            KVTransferStateError: `computed_blocks` for a request that has blocks. Nothing changed.
+            ValueError: no token needs a slot, or a number is negative. Nothing changed.
+            KVTransferStateError: `computed_blocks` is given for a request that has blocks. Nothing changed.
         """
         _require_tokens(num_new_tokens, num_external_tokens)
         hits = self._hits(request.request_id, computed_blocks)
         num_local = max((len(hit) for hit in hits), default=0) * self.block_size
         num_computed = request.num_computed_tokens + num_local + num_external_tokens
         num_slots = min(num_computed + num_new_tokens, self._max_model_len)
-        # Also when all known tokens are loaded, the last one is computed again, and looks back from its place.
+        # Even if all known tokens are loaded, the last one is computed again and looks back from its position.
         position = max(0, min(num_computed, request.num_tokens - 1))
         if not self._make_room(request.request_id, hits, num_slots, position):
             return None
@@ -170,9 +170,9 @@ class KVCacheManager:
         return KVCacheBlocks(tuple(added))
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
-        """Let others hit the request's full blocks among its first `num_computed_tokens` tokens.
+        """Put the full blocks of the request's first `num_computed_tokens` tokens into the prefix cache.
 
-        Call it after a step, or a load, that put their contents in place. Idempotent.
+        Call this after a step or a load put their contents in place. Idempotent.
 
         Raises:
             KVTransferStateError: the request has no blocks, or fewer hashes or slots than full blocks.
@@ -184,15 +184,15 @@ class KVCacheManager:
         hashes = request.block_hashes
         if len(hashes) < num_full:
             raise KVTransferStateError(
-                f"request {request.request_id!r} has {len(hashes)} block hashes for {num_full} full blocks"
+                f"cannot cache {num_full} full blocks of request {request.request_id!r}: it has {len(hashes)} block hashes"
             )
         for group in self._groups:
             group.cache(request.request_id, hashes, num_full)
 
     def free(self, request_id: str) -> None:
-        """Drop the request's blocks; those that are cached can be hit until they are evicted.
+        """Free the request's blocks. Cached ones can be hit until they are evicted.
 
-        Harmless for a request that has none. Blocks that a transfer pinned stay until `unpin`.
+        Does nothing for a request without blocks. Blocks that a transfer pinned stay until `unpin`.
         """
         for group in self._groups:
             group.free(request_id)
@@ -201,43 +201,43 @@ class KVCacheManager:
     # -- transfers -----------------------------------------------------------------------------------
 
     def pin(self, request_id: str) -> None:
-        """Hold the request's present blocks for a transfer: until `unpin` they are not reused, also after `free`.
+        """Hold the request's current blocks for a transfer. They are not reused until `unpin`, even after `free`.
 
-        Those that are cached can still be hit and shared.
+        Cached blocks can still be hit and shared.
 
         Raises:
             KVTransferStateError: the request is pinned already, or has no blocks. Nothing changed.
         """
         self._require_blocks(request_id)
         if request_id in self._pinned:
-            raise KVTransferStateError(f"request {request_id!r} is pinned already")
+            raise KVTransferStateError(f"cannot pin request {request_id!r}: it is pinned already")
         held = [block for group in self._groups for block in group.table(request_id)]
         self._pool.pin(held)
         self._pinned[request_id] = held
 
     def unpin(self, request_id: str) -> None:
-        """End the transfer's hold.
+        """End the transfer's hold on the request's blocks.
 
         Raises:
             KVTransferStateError: the request is not pinned.
         """
         held = self._pinned.pop(request_id, None)
         if held is None:
-            raise KVTransferStateError(f"request {request_id!r} is not pinned")
+            raise KVTransferStateError(f"cannot unpin request {request_id!r}: it is not pinned")
         self._pool.unpin(reversed(held))
 
     def invalidate_blocks(self, block_ids: Iterable[int]) -> dict[str, int]:
-        """The contents of these blocks are undefined: a load failed, and nothing writes there any more.
+        """Discard blocks whose contents are undefined, because a load failed and nothing writes there any more.
 
-        They leave the prefix cache, and every request that has one is cut back to its longest valid prefix:
-        the blocks behind it are freed, and allocated anew by the next `allocate_slots`.
+        The blocks leave the prefix cache. Every request that has one of them is truncated to its longest valid prefix:
+        the blocks after it are freed, and the next `allocate_slots` allocates new ones.
 
         Returns:
-            Request id → tokens of its valid prefix, for the requests that were cut. The scheduler lowers their
-            `num_computed_tokens` to it where it is higher.
+            For each request that was truncated, the number of tokens of its valid prefix. If its `num_computed_tokens` is
+            higher, the scheduler lowers it to that number.
 
         Raises:
-            ValueError: the pool has no block of that id. Nothing was cut.
+            ValueError: the pool has no block with that id. No request was truncated.
         """
         invalid = set(block_ids)
         self._pool.evict_blocks(invalid)
@@ -253,10 +253,10 @@ class KVCacheManager:
             cut[request_id] = num_blocks * self.block_size
         return cut
 
-    # -- all of it -----------------------------------------------------------------------------------
+    # -- the whole pool ------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached contents, e.g. after new weights. False, and nothing done, while blocks are in use."""
+        """Forget all cached contents, for example after new weights. Does nothing and returns False while blocks are in use."""
         done = self._pool.reset_prefix_cache()
         if done:
             self.metrics.reset()
@@ -266,7 +266,7 @@ class KVCacheManager:
         """Check every invariant of tables, reference counts and free queue; for tests and debugging.
 
         Raises:
-            KVTransferStateError: one is broken; the message says which.
+            KVTransferStateError: an invariant is broken; the message says which.
         """
         self._pool.check_integrity()
         tables = (g.table(request_id) for g in self._groups for request_id in self._request_ids)
@@ -275,7 +275,8 @@ class KVCacheManager:
         for block in self._pool.blocks[1:]:
             if (block.ref_cnt, block.pin_cnt) != (holders[block], pins[block]):
                 raise KVTransferStateError(
-                    f"{block} should have {holders[block]} holders, of which {pins[block]} transfers"
+                    f"block manager is inconsistent: {block} should have {holders[block]} holders, of which {pins[block]} "
+                    "are transfers"
                 )
 
     def _hits(
@@ -284,13 +285,15 @@ class KVCacheManager:
         if computed_blocks is None:
             return [()] * len(self._groups)
         if request_id in self._request_ids:
-            raise KVTransferStateError(f"request {request_id!r} has blocks: no prefix can be put before")
+            raise KVTransferStateError(
+                f"cannot use computed_blocks for request {request_id!r}: it has blocks already"
+            )
         return computed_blocks.blocks
 
     def _make_room(
         self, request_id: str, hits: Sequence[Sequence[KVCacheBlock]], num_slots: int, position: int
     ) -> bool:
-        """Free what slid out of the request's windows; return whether enough blocks are free then."""
+        """Free blocks that are no longer in the request's windows; return whether enough blocks are free after that."""
         num_needed = 0
         for group, hit in zip(self._groups, hits, strict=True):
             group.free_invisible(request_id, position)
@@ -300,7 +303,7 @@ class KVCacheManager:
     def _admit(
         self, request: KVCacheRequest, hits: Sequence[Sequence[KVCacheBlock]], num_local: int, position: int
     ) -> None:
-        # All hits are held before any block is taken: what is taken could be another group's hit.
+        # Hold all hits before any block is taken, because a block that is taken could be another group's hit.
         for group, hit in zip(self._groups, hits, strict=True):
             group.adopt(request.request_id, hit, position)
         self._request_ids.add(request.request_id)
@@ -308,11 +311,11 @@ class KVCacheManager:
 
     def _require_blocks(self, request_id: str) -> None:
         if request_id not in self._request_ids:
-            raise KVTransferStateError(f"request {request_id!r} has no blocks")
+            raise KVTransferStateError(f"request {request_id!r} has no blocks; call allocate_slots first")
 
 
 class _CachedTable:
-    """A table that a request could have, were all its blocks in the prefix cache."""
+    """The table that a request would have if all its blocks were in the prefix cache."""
 
     def __init__(self, pool: BlockPool, hashes: Sequence[BlockHash], group_id: int) -> None:
         self._pool = pool
@@ -328,12 +331,12 @@ class _CachedTable:
         return True
 
     def blocks(self, num_blocks: int) -> tuple[KVCacheBlock, ...]:
-        """The first `num_blocks` blocks, null where none was asked for or found."""
+        """Return the first `num_blocks` blocks; the null block where `has` was not called or returned False."""
         return tuple(self._found.get(i, self._pool.null_block) for i in range(num_blocks))
 
 
 class _HeldTable:
-    """A table that a request has, with some blocks invalid."""
+    """A request's table, of which some blocks are invalid."""
 
     def __init__(self, table: Sequence[KVCacheBlock], invalid: AbstractSet[int]) -> None:
         self._table = table
@@ -349,13 +352,16 @@ class _HeldTable:
 
 def _require_tokens(num_new_tokens: int, num_external_tokens: int) -> None:
     if min(num_new_tokens, num_external_tokens) < 0 or num_new_tokens + num_external_tokens == 0:
-        raise ValueError(f"nothing to allocate: {num_new_tokens=}, {num_external_tokens=}")
+        raise ValueError(
+            f"cannot allocate slots for {num_new_tokens=} and {num_external_tokens=}: their sum must be positive, and "
+            "neither may be negative"
+        )
 
 
 def _longest_common_prefix(
     groups: Sequence[GroupManager], are_usable: Sequence[IsUsable], max_blocks: int
 ) -> int:
-    """The most blocks, up to `max_blocks`, after which every group can go on."""
+    """Return the longest prefix after which every group can continue, in blocks, up to `max_blocks`."""
     while True:
         num_blocks = max_blocks
         for group, is_usable in zip(groups, are_usable, strict=True):
@@ -366,12 +372,14 @@ def _longest_common_prefix(
 
 
 def _common_block_size(config: KVCacheConfig) -> int:
-    """Tokens a block, for hashing and for hits."""
+    """Return the number of tokens per block, for hashing and for hits."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     sizes = {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
     sizes = sizes or {spec.block_size for spec in specs} or {1}
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"groups of one pool need one block size, got {sorted(sizes)}", key="block_size", value=sizes
+            f"groups that share a pool need the same block size, got {sorted(sizes)}",
+            key="block_size",
+            value=sizes,
         )
     return sizes.pop()

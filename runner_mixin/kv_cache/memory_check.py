@@ -1,4 +1,4 @@
-"""Whether there is memory for one request of maximum length, and for how long a one there would be."""
+"""Check that there is memory for one request of maximum length, and find the longest that fits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _GIB = 2**30
 
 
 def max_memory_usage_bytes(config: EngineConfig, kv_cache_specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes that one request of maximum length occupies in all these layers together."""
+    """Return how many bytes one request of maximum length occupies in all these layers together."""
     return sum(spec.max_memory_usage_bytes(config) for spec in kv_cache_specs)
 
 
 def estimate_max_model_len(config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int) -> int:
-    """The longest request, up to `config.model.max_model_len` tokens, that a pool holds; 0 if there is none.
+    """Return the longest request that a pool holds, up to `config.model.max_model_len` tokens; 0 if none fits.
 
-    By binary search, over copies of the configuration.
+    Uses a binary search over copies of the configuration.
 
     Args:
-        available_memory: Bytes for the pool; of no account where `num_blocks_override` sets its size.
+        available_memory: Bytes for the pool; ignored if `num_blocks_override` sets its size.
     """
     fits, too_long = 0, config.model.max_model_len + 1
     while too_long - fits > 1:
@@ -39,15 +39,15 @@ def estimate_max_model_len(config: EngineConfig, kv_cache_spec: LayerSpecs, avai
 def check_enough_kv_cache_memory(
     config: EngineConfig, kv_cache_spec: LayerSpecs, available_memory: int
 ) -> None:
-    """Make sure that a pool holds one request of `config.model.max_model_len` tokens, and the null block.
+    """Check that a pool holds one request of `config.model.max_model_len` tokens, and the null block.
 
-    What padded layers waste counts as needed. A model that keeps no cache needs none.
+    Memory that padding layers waste counts as needed. A model that keeps no cache needs no memory.
 
     Args:
-        available_memory: Bytes for the pool; of no account where `num_blocks_override` sets its size.
+        available_memory: Bytes for the pool; ignored if `num_blocks_override` sets its size.
 
     Raises:
-        ValueError: it does not; names what is needed, what is there, and the longest request that would fit.
+        ValueError: it does not. The message names what is needed, what is available, and the longest request that fits.
     """
     if _pool_holds(config, kv_cache_spec, available_memory):
         return
@@ -66,8 +66,8 @@ def check_enough_kv_cache_memory(
     else:
         has, remedy = f"{_gib(available_memory)} are available", "memory_utilization"
     raise ConfigurationError(
-        f"one request of max_model_len={length} tokens needs {needs}, and {has}; the longest that fits has"
-        f" {longest} tokens: raise {remedy}, or lower max_model_len",
+        f"not enough memory for a request of max_model_len={length} tokens: it needs {needs}, and {has}; the longest "
+        f"that fits has {longest} tokens; raise {remedy} or lower max_model_len",
         key="max_model_len",
         value=length,
     )

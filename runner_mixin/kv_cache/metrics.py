@@ -1,4 +1,4 @@
-"""How often the prefix cache helps."""
+"""The prefix cache's hit rate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class PrefixCacheStats:
     """Lookups of one interval.
 
     Attributes:
-        requests: Requests that were looked up.
-        queries: Their tokens.
-        hits: Tokens of these that the cache held.
+        requests: Number of requests that were looked up.
+        queries: Number of their tokens.
+        hits: Number of those tokens that the cache held.
     """
 
     requests: int
@@ -22,20 +22,22 @@ class PrefixCacheStats:
 
     def __post_init__(self) -> None:
         if self.requests < 0 or not 0 <= self.hits <= self.queries:
-            raise ValueError(f"not the figures of an interval: {self}")
+            raise ValueError(
+                f"figures are not those of an interval: {self}; hits must be between 0 and queries"
+            )
 
 
 class PrefixCachingMetrics:
     """The hit rate of the most recent requests.
 
     Args:
-        max_recent_requests: The least number of requests that the rate is over, once as many were seen.
-            Whole intervals are kept, so it may be over a few more.
+        max_recent_requests: Number of recent requests that the rate covers. Whole intervals are kept, so it may cover
+            a few more.
     """
 
     def __init__(self, max_recent_requests: int = 1000) -> None:
         if max_recent_requests <= 0:
-            raise ValueError(f"max_recent_requests={max_recent_requests}: it must be positive")
+            raise ValueError(f"max_recent_requests={max_recent_requests} is not positive")
         self.max_recent_requests = max_recent_requests
         self._intervals: deque[PrefixCacheStats] = deque()
         self._requests = 0
@@ -43,7 +45,7 @@ class PrefixCachingMetrics:
         self._hits = 0
 
     def observe(self, stats: PrefixCacheStats) -> None:
-        """Take an interval in, and drop the oldest ones that are no longer needed."""
+        """Add an interval, and drop the oldest ones that are no longer needed."""
         if stats.requests == 0:
             return
         self._intervals.append(stats)
@@ -52,13 +54,13 @@ class PrefixCachingMetrics:
             self._count(self._intervals.popleft(), -1)
 
     def reset(self) -> None:
-        """Forget everything, e.g. because the cache was emptied."""
+        """Forget everything, for example because the cache was emptied."""
         self._intervals.clear()
         self._requests = self._queries = self._hits = 0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens looked up that the cache held, 0 to 1; 0 when none were."""
+        """Share of the looked-up tokens that the cache held, 0 to 1; 0 if none were looked up."""
         return self._hits / self._queries if self._queries else 0.0
 
     def _count(self, stats: PrefixCacheStats, sign: int) -> None:
