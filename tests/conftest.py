@@ -5,11 +5,13 @@ Fixtures of a wider scope are set up before the guards look, so what they hold i
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -148,3 +150,20 @@ def nothing_is_left_behind(_resource_tracker: None) -> Iterator[None]:
         time.sleep(0.01)
         left = _left_since(before)
     assert not left, f"left behind: {sorted(left)}"
+
+
+@pytest.fixture
+async def no_task_is_left_behind() -> AsyncIterator[None]:
+    """Fail a test after which a task of its event loop still runs: closing the loop would cancel it unseen."""
+    yield
+    own = asyncio.current_task()
+    deadline = time.monotonic() + GRACE_S
+    while (left := asyncio.all_tasks() - {own}) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _guard_of_tasks(request: pytest.FixtureRequest, nothing_is_left_behind: None) -> None:
+    if inspect.iscoroutinefunction(request.function):
+        request.getfixturevalue("no_task_is_left_behind")

@@ -60,8 +60,8 @@ def _is_whole(engine: Engine) -> bool:
     return stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 
 
-def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
-    outputs = asyncio.run(_all(engine.generate(_request("a", 1, 2, 3, max_tokens=8))))
+async def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
+    outputs = await _all(engine.generate(_request("a", 1, 2, 3, max_tokens=8)))
     assert [len(output.new_token_ids) for output in outputs] == [1] * 8
     assert [output.finish_reason for output in outputs] == [None] * 7 + ["length"]
     token_ids = [token for output in outputs for token in output.new_token_ids]
@@ -70,122 +70,101 @@ def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
     assert _is_whole(engine)
 
 
-def test_many_at_once_each_get_their_own(engine: Engine) -> None:
-    async def run() -> list[list[RequestOutput]]:
-        requests = [_request(f"r{i}", i, i + 1, max_tokens=6) for i in range(12)]
-        return await asyncio.gather(*[_all(engine.generate(request)) for request in requests])
-
-    for index, outputs in enumerate(asyncio.run(run())):
+async def test_many_at_once_each_get_their_own(engine: Engine) -> None:
+    requests = [_request(f"r{i}", i, i + 1, max_tokens=6) for i in range(12)]
+    answers = await asyncio.gather(*[_all(engine.generate(request)) for request in requests])
+    for index, outputs in enumerate(answers):
         assert {output.request_id for output in outputs} == {f"r{index}"}
         assert outputs[-1].metrics.num_output_tokens == 6
     assert _is_whole(engine)
 
 
-def test_closing_the_generator_aborts_the_request(engine: Engine) -> None:
-    async def run() -> None:
-        outputs = engine.generate(_request("a", *range(50), max_tokens=300))
-        await anext(outputs)
-        await outputs.aclose()
-        await _until(lambda: _is_whole(engine))
-
-    asyncio.run(run())
+async def test_closing_the_generator_aborts_the_request(engine: Engine) -> None:
+    outputs = engine.generate(_request("a", *range(50), max_tokens=300))
+    await anext(outputs)
+    await outputs.aclose()
+    await _until(lambda: _is_whole(engine))
     assert engine.stats().totals.num_finished == {"abort": 1}
 
 
-def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
-    async def run() -> None:
-        task = asyncio.create_task(_all(engine.generate(_request("a", *range(50), max_tokens=300))))
-        await _until(lambda: engine.stats().num_running == 1)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await _until(lambda: _is_whole(engine))
-
-    asyncio.run(run())
+async def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
+    task = asyncio.create_task(_all(engine.generate(_request("a", *range(50), max_tokens=300))))
+    await _until(lambda: engine.stats().num_running == 1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await _until(lambda: _is_whole(engine))
 
 
-def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
-    async def run() -> list[RequestOutput]:
-        task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-        await _until(lambda: engine.stats().totals.num_output_tokens > 0)
-        engine.abort("a")
-        engine.abort("unknown")
-        return await task
-
-    outputs = asyncio.run(run())
+async def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
+    task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
+    await _until(lambda: engine.stats().totals.num_output_tokens > 0)
+    engine.abort("a")
+    engine.abort("unknown")
+    outputs = await task
     assert outputs[-1].finish_reason == "abort"
     assert len(outputs) < 300
 
 
-def test_refusals_are_raised_and_the_engine_goes_on(engine: Engine) -> None:
-    async def run() -> None:
-        with pytest.raises(PromptTooLongError) as too_long:
-            await _all(engine.generate(_request("long", *[1] * 400)))
-        assert (too_long.value.num_prompt_tokens, too_long.value.max_prompt_tokens) == (400, 399)
-        first = engine.generate(_request("a", 1, max_tokens=300))
-        await anext(first)
-        with pytest.raises(InvalidRequestError, match="in use"):
-            await _all(engine.generate(_request("a", 2)))
-        await anext(first)
-        await first.aclose()
-        assert len(await _all(engine.generate(_request("b", 1, max_tokens=2)))) == 2
-
-    asyncio.run(run())
+async def test_refusals_are_raised_and_the_engine_goes_on(engine: Engine) -> None:
+    with pytest.raises(PromptTooLongError) as too_long:
+        await _all(engine.generate(_request("long", *[1] * 400)))
+    assert (too_long.value.num_prompt_tokens, too_long.value.max_prompt_tokens) == (400, 399)
+    first = engine.generate(_request("a", 1, max_tokens=300))
+    await anext(first)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await _all(engine.generate(_request("a", 2)))
+    await anext(first)
+    await first.aclose()
+    assert len(await _all(engine.generate(_request("b", 1, max_tokens=2)))) == 2
 
 
-def test_before_start_and_after_close_nothing_is_served(tiny_model: Callable[[str], Path]) -> None:
+async def test_before_start_and_after_close_nothing_is_served(tiny_model: Callable[[str], Path]) -> None:
     engine = Engine(_settings(tiny_model))
     with pytest.raises(EngineDeadError, match="not started"):
-        asyncio.run(_all(engine.generate(_request("a", 1))))
+        await _all(engine.generate(_request("a", 1)))
     assert not engine.stats().healthy
     engine.start()
     assert engine.stats().healthy
     engine.close()
     engine.close()
     with pytest.raises(EngineDeadError, match="closed"):
-        asyncio.run(_all(engine.generate(_request("a", 1))))
+        await _all(engine.generate(_request("a", 1)))
     with pytest.raises(EngineDeadError, match="once"):
         engine.start()
 
 
-def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None:
+async def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None:
     engine = Engine(_settings(tiny_model))
     engine.start()
-
-    async def run() -> list[RequestOutput]:
-        task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
-        await _until(lambda: engine.stats().totals.num_output_tokens > 0)
-        await asyncio.to_thread(engine.close)
-        return await task
-
-    assert asyncio.run(run())[-1].finish_reason == "abort"
+    task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
+    await _until(lambda: engine.stats().totals.num_output_tokens > 0)
+    await asyncio.to_thread(engine.close)
+    assert (await task)[-1].finish_reason == "abort"
 
 
-def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_so(
+async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_so(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        outputs = engine.generate(_request("a", 1, 2, max_tokens=300))
-        await anext(outputs)
-        core = engine._started()
-        monkeypatch.setattr(core.parts.executor.runner, "_model", None)
-        with pytest.raises(EngineDeadError, match="NoneType"):
-            await _all(outputs)
-        with pytest.raises(EngineDeadError, match="NoneType"):
-            await _all(engine.generate(_request("b", 1)))
-
-    asyncio.run(run())
+    outputs = engine.generate(_request("a", 1, 2, max_tokens=300))
+    await anext(outputs)
+    core = engine._started()
+    monkeypatch.setattr(core.parts.executor.runner, "_model", None)
+    with pytest.raises(EngineDeadError, match="NoneType"):
+        await _all(outputs)
+    with pytest.raises(EngineDeadError, match="NoneType"):
+        await _all(engine.generate(_request("b", 1)))
     assert not engine.stats().healthy
     assert "NoneType" in engine.stats().error
 
 
-def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
+async def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
     tiny_model: Callable[[str], Path],
 ) -> None:
     engine = Engine(_settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both")))
     engine.start()
 
-    async def run() -> None:
+    try:
         for params in ({"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
             with pytest.raises(ConnectorError):
                 await _all(engine.generate(_request("a", 1, 2, params=params)))
@@ -195,8 +174,5 @@ def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
         assert outputs[-1].kv_transfer_params is not None
         assert outputs[-1].kv_transfer_params["remote_num_tokens"] == 2
         assert engine.stats().num_offered == 1
-
-    try:
-        asyncio.run(run())
     finally:
         engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,14 +117,14 @@ def test_nodes_with_other_adapters_hand_nothing_over(
     assert decode.last("a").metrics.num_loaded_tokens == 0
 
 
-def test_a_client_names_an_adapter_as_its_model(
+async def test_a_client_names_an_adapter_as_its_model(
     tiny_model: Callable[[str], Path], adapters: Any, merged: Any
 ) -> None:
     """As the model's name, like in vLLM; the node lists it with the model that it changes."""
     engine = Engine(
         EngineSettings(str(tiny_model("llama")), num_blocks=60, max_model_len=128, lora_modules=adapters)
     )
-    listed, answers = asyncio.run(_ask(engine, ("llama", "polite", "rude")))
+    listed, answers = await _ask(engine, ("llama", "polite", "rude"))
     assert [(model["id"], model.get("parent")) for model in listed] == [
         ("llama", None),
         ("polite", "llama"),

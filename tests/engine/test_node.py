@@ -140,72 +140,63 @@ def second_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("sabotage", [tokenizer, engine_admission, wording, second_write])
-def test_what_raises_for_one_request_is_that_request_s_error(
+async def test_what_raises_for_one_request_is_that_request_s_error(
     sabotage: Sabotage, stream: bool, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        async with running(settings) as (engine, server, client):
-            expected = {}
-            for name in PROMPTS:
-                expected[name] = (await (await ask(client, name)).json())["choices"][0]["token_ids"]
-            with monkeypatch.context() as patches:
-                sabotage(engine, patches)
-                answers = await asyncio.gather(*(ask(client, name, stream=stream) for name in PROMPTS))
-                texts = dict(zip(PROMPTS, [await one.text() for one in answers], strict=True))
-            victim = answers[list(PROMPTS).index("victim")]
-            if sabotage is second_write and not stream:
-                assert victim.status == 200  # whole answers are written otherwise
-            elif victim.status == 200:
-                assert "Boom" in events_of(texts["victim"])[-1]["error"]["message"]
+    async with running(settings) as (engine, server, client):
+        expected = {}
+        for name in PROMPTS:
+            expected[name] = (await (await ask(client, name)).json())["choices"][0]["token_ids"]
+        with monkeypatch.context() as patches:
+            sabotage(engine, patches)
+            answers = await asyncio.gather(*(ask(client, name, stream=stream) for name in PROMPTS))
+            texts = dict(zip(PROMPTS, [await one.text() for one in answers], strict=True))
+        victim = answers[list(PROMPTS).index("victim")]
+        if sabotage is second_write and not stream:
+            assert victim.status == 200  # whole answers are written otherwise
+        elif victim.status == 200:
+            assert "Boom" in events_of(texts["victim"])[-1]["error"]["message"]
+        else:
+            assert victim.status == 500
+            assert "Boom" in json.loads(texts["victim"])["error"]["message"]
+        for name in "ab":
+            if stream:
+                assert token_ids(events_of(texts[name])) == expected[name]
             else:
-                assert victim.status == 500
-                assert "Boom" in json.loads(texts["victim"])["error"]["message"]
-            for name in "ab":
-                if stream:
-                    assert token_ids(events_of(texts[name])) == expected[name]
-                else:
-                    assert json.loads(texts[name])["choices"][0]["token_ids"] == expected[name]
-            assert await health(client) == (200, {"status": "ok"})
-            again = await (await ask(client, "victim")).json()
-            assert again["choices"][0]["token_ids"] == expected["victim"]
-            while not engine.stats().is_idle or server.num_answering:
-                await asyncio.sleep(0.005)
-            assert engine.stats().num_free_blocks == engine.stats().num_blocks
-
-    asyncio.run(run())
+                assert json.loads(texts[name])["choices"][0]["token_ids"] == expected[name]
+        assert await health(client) == (200, {"status": "ok"})
+        again = await (await ask(client, "victim")).json()
+        assert again["choices"][0]["token_ids"] == expected["victim"]
+        while not engine.stats().is_idle or server.num_answering:
+            await asyncio.sleep(0.005)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 # -- states --------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(settings: EngineSettings) -> None:
-    async def run() -> None:
-        async with running(settings) as (_, server, client):
-            expected = (await (await ask(client, "a", max_tokens=100)).json())["choices"][0]["token_ids"]
-            begun = [asyncio.ensure_future(ask(client, "a", max_tokens=100, stream=s)) for s in (True, False)]
-            while server.num_answering < 2:
-                await asyncio.sleep(0.002)
-            server.drain()
-            assert await health(client) == (503, {"status": "draining"})
-            refused = await ask(client, "b")
-            assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
-            assert "told to stop" in (await refused.json())["error"]["message"]
-            streamed, whole = await asyncio.gather(*begun)
-            assert token_ids(events_of(await streamed.text())) == expected
-            assert (await whole.json())["choices"][0]["token_ids"] == expected
-            while server.num_answering:
-                await asyncio.sleep(0.002)
-
-    asyncio.run(run())
+async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(settings: EngineSettings) -> None:
+    async with running(settings) as (_, server, client):
+        expected = (await (await ask(client, "a", max_tokens=100)).json())["choices"][0]["token_ids"]
+        begun = [asyncio.ensure_future(ask(client, "a", max_tokens=100, stream=s)) for s in (True, False)]
+        while server.num_answering < 2:
+            await asyncio.sleep(0.002)
+        server.drain()
+        assert await health(client) == (503, {"status": "draining"})
+        refused = await ask(client, "b")
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert "told to stop" in (await refused.json())["error"]["message"]
+        streamed, whole = await asyncio.gather(*begun)
+        assert token_ids(events_of(await streamed.text())) == expected
+        assert (await whole.json())["choices"][0]["token_ids"] == expected
+        while server.num_answering:
+            await asyncio.sleep(0.002)
 
 
-def test_health_says_that_a_node_starts(settings: EngineSettings) -> None:
-    async def run() -> None:
-        server = NodeServer(Engine(settings))
-        async with TestClient(TestServer(server.application())) as client:
-            assert await health(client) == (503, {"status": "starting"})
-
-    asyncio.run(run())
+async def test_health_says_that_a_node_starts(settings: EngineSettings) -> None:
+    server = NodeServer(Engine(settings))
+    async with TestClient(TestServer(server.application())) as client:
+        assert await health(client) == (503, {"status": "starting"})
 
 
 def fatal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,26 +211,23 @@ def fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "cache_blocks", raising)
 
 
-def test_streams_whole_answers_and_health_say_why_the_engine_ended(
+async def test_streams_whole_answers_and_health_say_why_the_engine_ended(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        async with running(settings) as (_, _, client):
-            fatal(monkeypatch)
-            streamed, whole = await asyncio.gather(
-                ask(client, "a", max_tokens=100, stream=True), ask(client, "b", max_tokens=100)
-            )
-            assert "in a mess" in events_of(await streamed.text())[-1]["error"]["message"]
-            assert whole.status == 503
-            assert "in a mess" in (await whole.json())["error"]["message"]
-            status, state = await health(client)
-            assert (status, state["status"]) == (503, "dead")
-            assert "in a mess" in state["error"]
-            late = await ask(client, "b")
-            assert late.status == 503
-            assert "in a mess" in (await late.json())["error"]["message"]
-
-    asyncio.run(run())
+    async with running(settings) as (_, _, client):
+        fatal(monkeypatch)
+        streamed, whole = await asyncio.gather(
+            ask(client, "a", max_tokens=100, stream=True), ask(client, "b", max_tokens=100)
+        )
+        assert "in a mess" in events_of(await streamed.text())[-1]["error"]["message"]
+        assert whole.status == 503
+        assert "in a mess" in (await whole.json())["error"]["message"]
+        status, state = await health(client)
+        assert (status, state["status"]) == (503, "dead")
+        assert "in a mess" in state["error"]
+        late = await ask(client, "b")
+        assert late.status == 503
+        assert "in a mess" in (await late.json())["error"]["message"]
 
 
 def test_a_node_whose_engine_ended_exits_with_a_status_for_its_supervisor(

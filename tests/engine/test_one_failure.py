@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import reference.engine.batch
 import reference.engine.runner
@@ -94,11 +95,9 @@ async def answer(engine: Engine, request: GenerationRequest) -> list[RequestOutp
         return [output async for output in engine.generate(request)]
 
 
-def ask_all(engine: Engine, params: Any = None) -> dict[str, list[RequestOutput]]:
-    async def ask() -> list[list[RequestOutput]]:
-        return await asyncio.gather(*(answer(engine, request_of(name, params)) for name in PROMPTS))
-
-    return dict(zip(PROMPTS, asyncio.run(ask()), strict=True))
+async def ask_all(engine: Engine, params: Any = None) -> dict[str, list[RequestOutput]]:
+    answers = await asyncio.gather(*(answer(engine, request_of(name, params)) for name in PROMPTS))
+    return dict(zip(PROMPTS, answers, strict=True))
 
 
 def tokens(outputs: list[RequestOutput]) -> list[int]:
@@ -117,12 +116,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
     """What each request is answered when it is alone."""
     settings = EngineSettings(model=str(tiny_model("llama")), block_size=4, num_blocks=120)
     with running(settings, []) as engine:
-        return {name: tokens(asyncio.run(answer(engine, request_of(name)))) for name in PROMPTS}
+        return {name: tokens(await answer(engine, request_of(name))) for name in PROMPTS}
 
 
 # -- what raises ---------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ STEP_PLACES: dict[str, Sabotage] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_raises_for_one_request_ends_that_request_alone(
+async def test_what_raises_for_one_request_ends_that_request_alone(
     place: str,
     engine_: Engine,
     deaths: list[str],
@@ -298,7 +297,7 @@ def test_what_raises_for_one_request_ends_that_request_alone(
 ) -> None:
     with monkeypatch.context() as patches:
         PLACES[place](engine_._started(), patches)
-        answers = ask_all(engine_)
+        answers = await ask_all(engine_)
     *_, last = answers[VICTIM]
     assert last.finish_reason == "error"
     assert "Boom" in last.error or place == "random numbers"
@@ -306,23 +305,23 @@ def test_what_raises_for_one_request_ends_that_request_alone(
     assert tokens(answers["b"]) == expected["b"]
     assert [one[-1].finish_reason for one in (answers["a"], answers["b"])] == ["length", "length"]
     assert any(record.exc_info for record in caplog.records)  # the traceback was logged
-    asyncio.run(until(lambda: is_whole(engine_)))
+    await until(lambda: is_whole(engine_))
     assert engine_.stats().healthy
     assert deaths == []
-    assert tokens(asyncio.run(answer(engine_, request_of(VICTIM)))) == expected[VICTIM]
+    assert tokens(await answer(engine_, request_of(VICTIM))) == expected[VICTIM]
 
 
 @pytest.mark.parametrize("place", STEP_PLACES)
-def test_what_raises_once_for_a_whole_step_ends_nothing(
+async def test_what_raises_once_for_a_whole_step_ends_nothing(
     place: str, engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STEP_PLACES[place](engine_._started(), monkeypatch)
-    answers = ask_all(engine_)
+    answers = await ask_all(engine_)
     assert {name: tokens(outputs) for name, outputs in answers.items()} == expected
     assert engine_.stats().healthy
 
 
-def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
+async def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
     engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine_._started().parts.executor.runner  # type: ignore[attr-defined]
@@ -335,18 +334,18 @@ def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
         return forward(inputs, embedded)
 
     monkeypatch.setattr(runner, "_forward", raising)
-    assert {name: tokens(outputs) for name, outputs in ask_all(engine_).items()} == expected
+    assert {name: tokens(outputs) for name, outputs in (await ask_all(engine_)).items()} == expected
     assert 3 in calls
 
 
-def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed_again(
+async def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed_again(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EngineSettings(model=str(tiny_model("bamba")), block_size=16, num_blocks=60)
     with running(settings, []) as hybrid:
-        alone = {name: tokens(asyncio.run(answer(hybrid, request_of(name)))) for name in "ab"}
+        alone = {name: tokens(await answer(hybrid, request_of(name))) for name in "ab"}
         forward_pass(hybrid._started(), monkeypatch)
-        answers = ask_all(hybrid)
+        answers = await ask_all(hybrid)
     assert answers[VICTIM][-1].finish_reason == "error"
     assert {name: tokens(answers[name]) for name in "ab"} == alone
 
@@ -354,11 +353,11 @@ def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed_again
 @pytest.mark.parametrize(
     "name", ["request_finished", "update_state_after_alloc", "get_num_new_matched_tokens"]
 )
-def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blocks_back(
+async def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blocks_back(
     name: str, engine_: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook(name)(engine_._started(), monkeypatch)
-    answers = ask_all(engine_, {"do_remote_decode": True, "overlap": True})
+    answers = await ask_all(engine_, {"do_remote_decode": True, "overlap": True})
     assert answers[VICTIM][-1].kv_transfer_params is None
     for other in "ab":
         assert answers[other][-1].kv_transfer_params is not None
@@ -368,16 +367,12 @@ def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blocks_ba
     assert stats.num_blocks - stats.num_free_blocks <= held
 
 
-def test_requests_are_answered_while_no_file_can_be_opened(engine_: Engine) -> None:
+async def test_requests_are_answered_while_no_file_can_be_opened(engine_: Engine) -> None:
     """A sampled request without a seed draws one; that took a file descriptor once."""
-
-    async def ask() -> list[RequestOutput]:
-        unseeded = replace(SAMPLING["b"], seed=None)
-        with no_more_descriptors():
-            return await answer(engine_, GenerationRequest("b", PROMPTS["b"], unseeded))
-
-    asyncio.run(answer(engine_, request_of("a")))  # whatever is opened at first is
-    outputs = asyncio.run(ask())
+    await answer(engine_, request_of("a"))  # whatever is opened at first is
+    unseeded = replace(SAMPLING["b"], seed=None)
+    with no_more_descriptors():
+        outputs = await answer(engine_, GenerationRequest("b", PROMPTS["b"], unseeded))
     assert len(tokens(outputs)) == 8
     assert engine_.stats().healthy
 
@@ -428,27 +423,24 @@ def metadata(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sabotage", [worker_half, block_manager, model, metadata])
-def test_an_engine_that_cannot_continue_says_why_to_every_request_and_then_to_its_process(
+async def test_an_engine_that_cannot_continue_says_why_to_every_request_and_then_to_its_process(
     sabotage: Sabotage, engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ask() -> list[str]:
-        requests = [asyncio.create_task(answer(engine_, request_of(name))) for name in PROMPTS]
-        await asyncio.wait(requests)
-        return [str(task.exception()) for task in requests]
-
     sabotage(engine_._started(), monkeypatch)
-    errors = asyncio.run(ask())
+    requests = [asyncio.create_task(answer(engine_, request_of(name))) for name in PROMPTS]
+    await asyncio.wait(requests)
+    errors = [str(task.exception()) for task in requests]
     assert len(errors) == 3
-    asyncio.run(until(lambda: bool(deaths)))
+    await until(lambda: bool(deaths))
     assert set(errors) == set(deaths)
     assert "Boom" in deaths[0]
     assert len(deaths) == 1
     assert not engine_.stats().healthy
     with pytest.raises(EngineDeadError, match="Boom"):
-        asyncio.run(answer(engine_, request_of("a")))
+        await answer(engine_, request_of("a"))
 
 
-def test_requests_that_all_fail_one_after_the_other_end_the_engine(
+async def test_requests_that_all_fail_one_after_the_other_end_the_engine(
     engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own check passes, but no request can be computed: an engine that is well says so in vain."""
@@ -459,11 +451,11 @@ def test_requests_that_all_fail_one_after_the_other_end_the_engine(
     runner = engine_._started().parts.executor.runner  # type: ignore[attr-defined]
     monkeypatch.setattr(runner._batch, "make_inputs", raising)
     for _ in range(MAX_FAILED_STEPS_IN_A_ROW):
-        assert asyncio.run(answer(engine_, request_of("a")))[-1].finish_reason == "error"
+        assert (await answer(engine_, request_of("a")))[-1].finish_reason == "error"
         assert engine_.stats().healthy
     with pytest.raises(EngineDeadError, match=f"{MAX_FAILED_STEPS_IN_A_ROW + 1} requests failed"):
-        asyncio.run(answer(engine_, request_of("a")))
-    asyncio.run(until(lambda: bool(deaths)))
+        await answer(engine_, request_of("a"))
+    await until(lambda: bool(deaths))
 
 
 def test_closing_is_no_death(settings: EngineSettings, deaths: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -123,7 +122,7 @@ def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
     group.kill()
 
 
-def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed_again(
+async def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed_again(
     make_node: Any, drive: Any, tiny_model: Callable[[str], Path], assert_same: Any
 ) -> None:
     prompt = [3, *range(20, 60)]
@@ -141,7 +140,7 @@ def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed
     engine.start()
     pids = engine._started().parts.executor.worker_pids
 
-    async def run() -> None:
+    try:
         whole = [output async for output in engine.generate(_request("a", prompt, 1))]
         decode.add("a", prompt, max_tokens=9, kv_transfer_params=whole[-1].kv_transfer_params)
         outputs = engine.generate(_request("b", prompt, 400))
@@ -150,9 +149,6 @@ def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed
         with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
             async for _ in outputs:
                 pass
-
-    try:
-        asyncio.run(run())
         assert "SIGKILL" in engine.stats().error
         assert not engine.stats().healthy
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

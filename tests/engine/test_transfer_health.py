@@ -82,61 +82,51 @@ async def metric(client: TestClient[Any, Any], name: str) -> float:
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
 
-def test_a_node_whose_handoff_thread_died_says_so_while_it_has_nothing_to_do(
+async def test_a_node_whose_handoff_thread_died_says_so_while_it_has_nothing_to_do(
     tiny_model: Callable[[str], Path],
 ) -> None:
     broken = [
         {"kind": "raise", "at": "wait_events", "nth": nth, "error": "ZeroDivisionError"}
         for nth in range(2, 40)
     ]
-
-    async def run() -> None:
-        async with served(tiny_model, faults=broken) as client:
-            async with asyncio.timeout(DEADLINE_S):
-                while (said := await health(client))[0] != 503:
-                    await asyncio.sleep(0.01)
-            assert said[1]["status"] == "failing"
-            assert "ZeroDivisionError: injected by a test" in said[1]["error"]
-            assert await metric(client, "kvferry_engine_healthy") == 0
-            # It still computes what it is asked for, and stays out of service.
-            assert (await complete(client))[:2] == (200, "none")
-            assert (await health(client))[0] == 503
-
-    asyncio.run(run())
+    async with served(tiny_model, faults=broken) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            while (said := await health(client))[0] != 503:
+                await asyncio.sleep(0.01)
+        assert said[1]["status"] == "failing"
+        assert "ZeroDivisionError: injected by a test" in said[1]["error"]
+        assert await metric(client, "kvferry_engine_healthy") == 0
+        # It still computes what it is asked for, and stays out of service.
+        assert (await complete(client))[:2] == (200, "none")
+        assert (await health(client))[0] == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_offer_of_another_transport_is_computed_and_shown(
+async def test_an_offer_of_another_transport_is_computed_and_shown(
     stream: bool, tiny_model: Callable[[str], Path]
 ) -> None:
-    async def run() -> None:
-        async with served(tiny_model) as client:
-            assert (await health(client)) == (200, {"status": "ok", "load_failure_policy": "recompute"})
-            assert (await complete(client, stream=stream))[:2] == (200, "none")
-            prompt = [*range(50, 59)]
-            status, outcome, _ = await complete(
-                client, prompt=prompt, stream=stream, kv_transfer_params=FOREIGN_OFFER
-            )
-            assert (status, outcome) == (200, "failed")
-            status, said = await health(client)
-            assert (status, said["status"]) == (200, "ok")
-            assert "'shm://@there'" in said["warning"]
-            assert "'faulty:inproc://" in said["warning"]
-            assert await metric(client, "kvferry_engine_healthy") == 1
-            assert await metric(client, "kvferry_unreachable_peers_total") == 1
-            assert await metric(client, "kvferry_load_failures_total") == 1
-
-    asyncio.run(run())
+    async with served(tiny_model) as client:
+        assert (await health(client)) == (200, {"status": "ok", "load_failure_policy": "recompute"})
+        assert (await complete(client, stream=stream))[:2] == (200, "none")
+        prompt = [*range(50, 59)]
+        status, outcome, _ = await complete(
+            client, prompt=prompt, stream=stream, kv_transfer_params=FOREIGN_OFFER
+        )
+        assert (status, outcome) == (200, "failed")
+        status, said = await health(client)
+        assert (status, said["status"]) == (200, "ok")
+        assert "'shm://@there'" in said["warning"]
+        assert "'faulty:inproc://" in said["warning"]
+        assert await metric(client, "kvferry_engine_healthy") == 1
+        assert await metric(client, "kvferry_unreachable_peers_total") == 1
+        assert await metric(client, "kvferry_load_failures_total") == 1
 
 
-def test_a_load_that_fails_its_request_is_in_the_header_too(tiny_model: Callable[[str], Path]) -> None:
-    async def run() -> None:
-        async with served(tiny_model, policy="fail") as client:
-            status, outcome, body = await complete(client, kv_transfer_params=FOREIGN_OFFER)
-            assert (status, outcome) == (500, "failed")
-            assert "use the same connector on both nodes" in body
-
-    asyncio.run(run())
+async def test_a_load_that_fails_its_request_is_in_the_header_too(tiny_model: Callable[[str], Path]) -> None:
+    async with served(tiny_model, policy="fail") as client:
+        status, outcome, body = await complete(client, kv_transfer_params=FOREIGN_OFFER)
+        assert (status, outcome) == (500, "failed")
+        assert "use the same connector on both nodes" in body
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -157,21 +158,17 @@ def slow_tokenizer() -> SlowTokenizer:
     return slow
 
 
-def run(
-    tokenizer: PreTrainedTokenizerFast,
-    test: Callable[[PromptReader], Awaitable[None]],
-    longest: int = LONGEST,
-) -> None:
-    async def main() -> None:
-        reader = PromptReader(tokenizer, longest)
-        try:
-            await test(reader)
-        finally:
-            if isinstance(tokenizer, SlowTokenizer):
-                tokenizer.let_go.set()
-            await reader.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def reader_of(
+    tokenizer: PreTrainedTokenizerFast, longest: int = LONGEST
+) -> AsyncIterator[PromptReader]:
+    reader = PromptReader(tokenizer, longest)
+    try:
+        yield reader
+    finally:
+        if isinstance(tokenizer, SlowTokenizer):
+            tokenizer.let_go.set()
+        await reader.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -184,54 +181,45 @@ SLOW = "slow" + "!" * SHORT_CHARS
 
 
 @pytest.mark.parametrize("prompt", ["a" * (LONGEST * 8 + 1), [1] * (LONGEST + 1), [[1] * (LONGEST + 1)]])
-def test_what_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
-    async def test(reader: PromptReader) -> None:
+async def test_what_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
+    async with reader_of(byte_level("Ġ" * 8)) as reader:
         with pytest.raises(PromptTooLongError, match=f"at most {LONGEST} are possible here") as caught:
             reader.refuse_by_size(prompt)
         assert caught.value.max_prompt_tokens == LONGEST < caught.value.num_prompt_tokens
         assert caught.value.param == "prompt"
 
-    run(byte_level("Ġ" * 8), test)
-
 
 @pytest.mark.parametrize(
     "prompt", [" " * (LONGEST * 8), [1] * LONGEST, [[1] * LONGEST], ["a"], [], None, {}, "\ud800"]
 )
-def test_what_may_fit_or_is_wrong_otherwise_is_not_refused_by_its_size(prompt: Any) -> None:
-    async def test(reader: PromptReader) -> None:
+async def test_what_may_fit_or_is_wrong_otherwise_is_not_refused_by_its_size(prompt: Any) -> None:
+    async with reader_of(byte_level("Ġ" * 8)) as reader:
         reader.refuse_by_size(prompt)
 
-    run(byte_level("Ġ" * 8), test)
 
-
-def test_the_longest_text_that_fits_is_read() -> None:
-    async def test(reader: PromptReader) -> None:
+async def test_the_longest_text_that_fits_is_read() -> None:
+    async with reader_of(
+        byte_level("Ġ" * 8, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    ) as reader:
         assert len(await reader.read(" " * (LONGEST * 8))) == LONGEST
 
-    run(
-        byte_level("Ġ" * 8, pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
-        test,
-    )
 
-
-def test_a_chat_is_measured_as_the_template_writes_it() -> None:
+async def test_a_chat_is_measured_as_the_template_writes_it() -> None:
     """A template may leave out most of what it was given."""
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'][-50:] }}{% endfor %}"
 
-    async def test(reader: PromptReader) -> None:
+    async with reader_of(tokenizer) as reader:
         chat = ChatPrompt((Message("user", "a" * 100_000),))
         assert len(await reader.read(chat)) == 50
         with pytest.raises(PromptTooLongError, match="at least 150 tokens"):
             await reader.read(ChatPrompt(chat.messages * 3))
 
-    run(tokenizer, test)
 
-
-def test_a_long_prompt_holds_up_neither_the_loop_nor_short_prompts() -> None:
+async def test_a_long_prompt_holds_up_neither_the_loop_nor_short_prompts() -> None:
     tokenizer = slow_tokenizer()
 
-    async def test(reader: PromptReader) -> None:
+    async with reader_of(tokenizer, 10_000) as reader:
         long = [asyncio.create_task(reader.read(SLOW)) for _ in range(NUM_THREADS)]
         for _ in long:
             await asyncio.to_thread(tokenizer.started.acquire)
@@ -240,13 +228,11 @@ def test_a_long_prompt_holds_up_neither_the_loop_nor_short_prompts() -> None:
         tokenizer.let_go.set()
         assert [len(ids) for ids in await asyncio.gather(*long)] == [len(SLOW)] * NUM_THREADS
 
-    run(tokenizer, test, 10_000)
 
-
-def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until_one_leaves() -> None:
+async def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until_one_leaves() -> None:
     tokenizer = slow_tokenizer()
 
-    async def test(reader: PromptReader) -> None:
+    async with reader_of(tokenizer, 10_000) as reader:
         tasks = [asyncio.create_task(reader.read(SLOW)) for _ in range(NUM_THREADS + MAX_WAITING)]
         await until(lambda: reader.num_waiting == MAX_WAITING)
         with pytest.raises(ApiError, match="long prompts wait") as caught:
@@ -258,8 +244,6 @@ def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until_one_l
         tokenizer.let_go.set()
         assert len(await tasks[-1]) == len(SLOW)
         assert len(await reader.read(SLOW)) == len(SLOW)
-
-    run(tokenizer, test, 10_000)
 
 
 @pytest.mark.parametrize(

@@ -74,31 +74,28 @@ STREAMED = [("body", True), ("prefill", True), ("decode", True), ("stream", True
 @pytest.mark.parametrize(("moment", "stream"), WHOLE + STREAMED)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("aborts", [False, True], ids=["closes", "resets"])
-def test_a_client_that_leaves_causes_no_traceback(
+async def test_a_client_that_leaves_causes_no_traceback(
     moment: str, stream: bool, overlap: bool, aborts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        unhandled: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
-        prefill, decode = Waiting(moment), Waiting(moment)
-        async with routed([prefill], [decode], overlap=overlap) as client:
-            writer = await post(client, {"prompt": "p", "stream": stream}, is_cut=moment == "body")
-            if moment != "body":
-                node = prefill if moment == "prefill" else decode
-                await asyncio.wait_for(node.reached.wait(), DEADLINE_S)
-            if aborts:
-                writer.transport.abort()
-            writer.close()
-            if moment != "body":
-                await asyncio.wait_for(node.ended.wait(), DEADLINE_S)
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    prefill, decode = Waiting(moment), Waiting(moment)
+    async with routed([prefill], [decode], overlap=overlap) as client:
+        writer = await post(client, {"prompt": "p", "stream": stream}, is_cut=moment == "body")
+        if moment != "body":
+            node = prefill if moment == "prefill" else decode
+            await asyncio.wait_for(node.reached.wait(), DEADLINE_S)
+        if aborts:
+            writer.transport.abort()
+        writer.close()
+        if moment != "body":
+            await asyncio.wait_for(node.ended.wait(), DEADLINE_S)
 
-            async def is_over() -> bool:
-                return await in_flight(client) == 0
+        async def is_over() -> bool:
+            return await in_flight(client) == 0
 
-            await until(is_over)
-        assert not unhandled
-
-    asyncio.run(run())
+        await until(is_over)
+    assert not unhandled
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
 
 

@@ -98,41 +98,35 @@ async def running(*arguments: str) -> AsyncIterator[Running]:
                 await process.communicate()
 
 
-def test_a_router_that_is_told_to_end_finishes_what_is_under_way() -> None:
-    async def run() -> None:
-        async with running() as router:
-            router.process.send_signal(signal.SIGTERM)
-            await router.until_draining()
-            body = {"prompt": "p", "stream": False}
-            async with router.session.post(f"{router.url}/v1/completions", json=body) as response:
-                assert response.status == 503
-                assert int(response.headers["Retry-After"]) > 0
-                assert "the router is draining" in json.loads(await response.read())["error"]["message"]
-            router.node.may_end.set()
-            assert await router.rest() == b"".join(EVENTS[1:]).decode()
-            assert await router.ended() == 0
-
-    asyncio.run(run())
+async def test_a_router_that_is_told_to_end_finishes_what_is_under_way() -> None:
+    async with running() as router:
+        router.process.send_signal(signal.SIGTERM)
+        await router.until_draining()
+        body = {"prompt": "p", "stream": False}
+        async with router.session.post(f"{router.url}/v1/completions", json=body) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) > 0
+            assert "the router is draining" in json.loads(await response.read())["error"]["message"]
+        router.node.may_end.set()
+        assert await router.rest() == b"".join(EVENTS[1:]).decode()
+        assert await router.ended() == 0
 
 
 @pytest.mark.parametrize("how", ["a second signal", "the launcher's end", "the drain timeout"])
-def test_a_router_that_must_end_at_once_tells_its_clients(how: str) -> None:
-    async def run() -> None:
-        arguments = ("--drain-timeout-s", "0.2") if how == "the drain timeout" else ()
-        async with running(*arguments) as router:
-            began = time.monotonic()
-            if how == "the launcher's end":
-                router.link.close()
-            else:
-                router.process.send_signal(signal.SIGTERM)
-            if how == "a second signal":
-                await router.until_draining()
-                router.process.send_signal(signal.SIGTERM)
-            assert "the router is stopping" in await router.rest()
-            assert await router.ended() == 0
-            assert time.monotonic() - began < 20  # the drain timeout's default is 30 s
-
-    asyncio.run(run())
+async def test_a_router_that_must_end_at_once_tells_its_clients(how: str) -> None:
+    arguments = ("--drain-timeout-s", "0.2") if how == "the drain timeout" else ()
+    async with running(*arguments) as router:
+        began = time.monotonic()
+        if how == "the launcher's end":
+            router.link.close()
+        else:
+            router.process.send_signal(signal.SIGTERM)
+        if how == "a second signal":
+            await router.until_draining()
+            router.process.send_signal(signal.SIGTERM)
+        assert "the router is stopping" in await router.rest()
+        assert await router.ended() == 0
+        assert time.monotonic() - began < 20  # the drain timeout's default is 30 s
 
 
 @pytest.mark.parametrize(

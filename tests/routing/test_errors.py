@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -22,15 +21,12 @@ async def leave_in_the_middle(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def test_a_client_that_leaves_while_it_is_answered_is_no_bug_of_the_server(
+async def test_a_client_that_leaves_while_it_is_answered_is_no_bug_of_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        app = web.Application(middlewares=[error_middleware])
-        app.router.add_get("/", leave_in_the_middle)
-        async with TestClient(TestServer(app)) as client:
-            with pytest.raises(ServerDisconnectedError):
-                await client.get("/")
-
-    asyncio.run(run())
+    app = web.Application(middlewares=[error_middleware])
+    app.router.add_get("/", leave_in_the_middle)
+    async with TestClient(TestServer(app)) as client:
+        with pytest.raises(ServerDisconnectedError):
+            await client.get("/")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

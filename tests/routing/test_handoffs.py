@@ -139,82 +139,70 @@ def assert_release(prefill: Prefill) -> None:
 
 
 @pytest.mark.parametrize("told", ["failed", ""], ids=["by the header", "by the answer alone"])
-def test_a_pair_that_never_hands_over_is_told_of_everywhere(
+async def test_a_pair_that_never_hands_over_is_told_of_everywhere(
     told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        prefill, decode = Prefill(), Decode(whole(told, WHY))
-        async with routed([prefill], [decode]) as client:
-            for _ in range(12):
-                assert (await ask(client))[0] == 200
-            assert await handoffs(client) == {"failed": 12}
-            status = (await health_of(client))["status"]
-            assert status.startswith(
-                f"ok, but 12 of 12 handoffs from {prefill.url} to {decode.url} failed: {WHY}"
-            )
-            assert "same --connector" in status
-        assert len(prefill.releases) == 12
-        (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        for part in (prefill.url, decode.url, WHY, "same --connector"):
-            assert part in warning
-
-    asyncio.run(run())
+    prefill, decode = Prefill(), Decode(whole(told, WHY))
+    async with routed([prefill], [decode]) as client:
+        for _ in range(12):
+            assert (await ask(client))[0] == 200
+        assert await handoffs(client) == {"failed": 12}
+        status = (await health_of(client))["status"]
+        assert status.startswith(
+            f"ok, but 12 of 12 handoffs from {prefill.url} to {decode.url} failed: {WHY}"
+        )
+        assert "same --connector" in status
+    assert len(prefill.releases) == 12
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    for part in (prefill.url, decode.url, WHY, "same --connector"):
+        assert part in warning
 
 
 @pytest.mark.parametrize("told", ["loaded", "none", ""])
-def test_a_handoff_that_went_well_is_counted_and_not_released(told: str) -> None:
-    async def run() -> None:
-        prefill = Prefill()
-        async with routed([prefill], [Decode(whole(told))]) as client:
-            await ask(client)
-            assert await handoffs(client) == {told or "unknown": 1}
-            assert (await health_of(client))["status"] == "ok"
-        assert not prefill.releases
-
-    asyncio.run(run())
+async def test_a_handoff_that_went_well_is_counted_and_not_released(told: str) -> None:
+    prefill = Prefill()
+    async with routed([prefill], [Decode(whole(told))]) as client:
+        await ask(client)
+        assert await handoffs(client) == {told or "unknown": 1}
+        assert (await health_of(client))["status"] == "ok"
+    assert not prefill.releases
 
 
-def test_a_pair_that_hands_over_again_is_well() -> None:
-    async def run() -> None:
-        decode = Decode(whole("failed", WHY))
-        async with routed([Prefill()], [decode]) as client:
-            await ask(client)
-            decode.answer = whole("loaded")
-            await ask(client)
-            assert await handoffs(client) == {"failed": 1, "loaded": 1}
-            health = await health_of(client)
-            assert (health["status"], health["handoffs"][0]["last_error"]) == ("ok", WHY)
-
-    asyncio.run(run())
+async def test_a_pair_that_hands_over_again_is_well() -> None:
+    decode = Decode(whole("failed", WHY))
+    async with routed([Prefill()], [decode]) as client:
+        await ask(client)
+        decode.answer = whole("loaded")
+        await ask(client)
+        assert await handoffs(client) == {"failed": 1, "loaded": 1}
+        health = await health_of(client)
+        assert (health["status"], health["handoffs"][0]["last_error"]) == ("ok", WHY)
 
 
-def test_the_producer_hears_of_a_failed_handoff_before_the_answer_ends(
+async def test_the_producer_hears_of_a_failed_handoff_before_the_answer_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        prefill = Prefill()
+    prefill = Prefill()
 
-        async def answer(request: web.Request) -> web.StreamResponse:
-            headers = {"Content-Type": "text/event-stream", "X-KV-Transfer": "failed"}
-            response = web.StreamResponse(headers=headers)
-            await response.prepare(request)
-            await response.write(b'data: {"choices": []}\n\n')
-            await until(prefill.is_released)
-            last = {"choices": [], "metrics": {"transfer": {"error": WHY}}}
-            await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
-            return response
+    async def answer(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream", "X-KV-Transfer": "failed"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\n')
+        await until(prefill.is_released)
+        last = {"choices": [], "metrics": {"transfer": {"error": WHY}}}
+        await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
 
-        async with routed([prefill], [Decode(answer)]) as client:
-            async with client.post(
-                "/v1/completions", json={"prompt": "p", "model": "m", "stream": True}
-            ) as reply:
-                assert reply.headers["X-KV-Transfer"] == "failed"
-                assert (await reply.text()).endswith("[DONE]\n\n")
-            assert await handoffs(client) == {"failed": 1}
-            assert WHY in (await health_of(client))["status"]
-        assert_release(prefill)
-
-    asyncio.run(run())
+    async with routed([prefill], [Decode(answer)]) as client:
+        async with client.post(
+            "/v1/completions", json={"prompt": "p", "model": "m", "stream": True}
+        ) as reply:
+            assert reply.headers["X-KV-Transfer"] == "failed"
+            assert (await reply.text()).endswith("[DONE]\n\n")
+        assert await handoffs(client) == {"failed": 1}
+        assert WHY in (await health_of(client))["status"]
+    assert_release(prefill)
     assert WHY in caplog.text
 
 
@@ -224,85 +212,70 @@ def test_the_producer_hears_of_a_failed_handoff_before_the_answer_ends(
     [(refuse, 400), (die, 503), (whole(status=503), 503), (whole(status=500), 500)],
     ids=["refuses", "is lost", "is out of service", "fails"],
 )
-def test_an_offer_that_the_decode_node_does_not_take_is_released(
+async def test_an_offer_that_the_decode_node_does_not_take_is_released(
     answer: Answer, status: int, overlap: bool
 ) -> None:
-    async def run() -> None:
-        prefill = Prefill()
-        async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
-            assert (await ask(client))[0] == status
-            await until(prefill.is_released)
-            assert await handoffs(client) == {"unanswered": 1}
-            if overlap:
-                await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
-        assert_release(prefill)
-
-    asyncio.run(run())
-
-
-def test_a_prefill_whose_cache_cannot_cross_is_not_computed_to_its_end() -> None:
-    async def run() -> None:
-        prefill = Prefill()
-        async with routed([prefill], [Decode(whole("failed", WHY))], overlap=True) as client:
-            assert (await ask(client))[0] == 200
+    prefill = Prefill()
+    async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
+        assert (await ask(client))[0] == status
+        await until(prefill.is_released)
+        assert await handoffs(client) == {"unanswered": 1}
+        if overlap:
             await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
-            await until(prefill.is_released)
-            assert await handoffs(client) == {"failed": 1}
-        assert_release(prefill)
+    assert_release(prefill)
 
-    asyncio.run(run())
+
+async def test_a_prefill_whose_cache_cannot_cross_is_not_computed_to_its_end() -> None:
+    prefill = Prefill()
+    async with routed([prefill], [Decode(whole("failed", WHY))], overlap=True) as client:
+        assert (await ask(client))[0] == 200
+        await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
+        await until(prefill.is_released)
+        assert await handoffs(client) == {"failed": 1}
+    assert_release(prefill)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_offer_whose_client_left_is_released(overlap: bool) -> None:
-    async def run() -> None:
-        prefill, asked = Prefill(), asyncio.Event()
+async def test_an_offer_whose_client_left_is_released(overlap: bool) -> None:
+    prefill, asked = Prefill(), asyncio.Event()
 
-        async def answer(request: web.Request) -> web.StreamResponse:
-            asked.set()
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await asyncio.sleep(DEADLINE_S)
+        raise AssertionError("the router did not hang up")
+
+    async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
+        asking = asyncio.create_task(ask(client))
+        await asked.wait()
+        asking.cancel()
+        await until(prefill.is_released)
+    assert_release(prefill)
+
+
+async def test_a_release_that_is_not_answered_delays_nothing() -> None:
+    class Deaf(Prefill):
+        async def release(self, request: web.Request) -> web.StreamResponse:
             await asyncio.sleep(DEADLINE_S)
-            raise AssertionError("the router did not hang up")
+            raise AssertionError("the router waited too long")
 
-        async with routed([prefill], [Decode(answer)], overlap=overlap) as client:
-            asking = asyncio.create_task(ask(client))
-            await asked.wait()
-            asking.cancel()
-            await until(prefill.is_released)
-        assert_release(prefill)
-
-    asyncio.run(run())
-
-
-def test_a_release_that_is_not_answered_delays_nothing() -> None:
-    async def run() -> None:
-        class Deaf(Prefill):
-            async def release(self, request: web.Request) -> web.StreamResponse:
-                await asyncio.sleep(DEADLINE_S)
-                raise AssertionError("the router waited too long")
-
-        async with routed([Deaf()], [Decode(whole("failed", WHY))]) as client:
-            for _ in range(3):
-                assert (await ask(client))[0] == 200
-
-    asyncio.run(run())
+    async with routed([Deaf()], [Decode(whole("failed", WHY))]) as client:
+        for _ in range(3):
+            assert (await ask(client))[0] == 200
 
 
 @pytest.mark.parametrize(
     "prompt", [["a", "b"], [[1, 2], [3]], ["a", [1]]], ids=["texts", "token ids", "both"]
 )
-def test_several_prompts_are_refused_with_the_reason(prompt: list[Any]) -> None:
-    async def run() -> None:
-        prefill = Prefill()
-        async with routed([prefill], [Decode(whole())]) as client:
-            status, text = await ask(client, prompt=prompt)
-            error = json.loads(text)["error"]
-            assert (status, error["param"]) == (400, "prompt")
-            assert "2 prompts" in error["message"]
-            assert "send one request per prompt" in error["message"]
-            for one in (prompt[:1], [1, 2, 3]):
-                assert (await ask(client, prompt=one))[0] == 200
-
-    asyncio.run(run())
+async def test_several_prompts_are_refused_with_the_reason(prompt: list[Any]) -> None:
+    prefill = Prefill()
+    async with routed([prefill], [Decode(whole())]) as client:
+        status, text = await ask(client, prompt=prompt)
+        error = json.loads(text)["error"]
+        assert (status, error["param"]) == (400, "prompt")
+        assert "2 prompts" in error["message"]
+        assert "send one request per prompt" in error["message"]
+        for one in (prompt[:1], [1, 2, 3]):
+            assert (await ask(client, prompt=one))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -315,7 +288,7 @@ def test_several_prompts_are_refused_with_the_reason(prompt: list[Any]) -> None:
         ("never", "recompute", 503),
     ],
 )
-def test_a_decode_node_is_asked_alone_as_its_policy_and_the_option_say(
+async def test_a_decode_node_is_asked_alone_as_its_policy_and_the_option_say(
     mode: Any, policy: str, status: int
 ) -> None:
     bodies = []
@@ -328,32 +301,26 @@ def test_a_decode_node_is_asked_alone_as_its_policy_and_the_option_say(
         async def handle(self, request: web.Request) -> web.StreamResponse:
             return await die(request)
 
-    async def run() -> None:
-        async with routed([Down()], [Decode(answer, policy=policy)], decode_alone=mode) as client:
-            got, text = await ask(client, kv_transfer_params={"from": "the client"})
-            assert got == status
-            assert ("no prefill node" in text) == (status == 503)
-
-    asyncio.run(run())
+    async with routed([Down()], [Decode(answer, policy=policy)], decode_alone=mode) as client:
+        got, text = await ask(client, kv_transfer_params={"from": "the client"})
+        assert got == status
+        assert ("no prefill node" in text) == (status == 503)
     assert bodies == ([{"prompt": "p", "model": "m"}] if status == 200 else [])
 
 
-def test_a_router_with_decode_nodes_alone_is_in_service_and_says_so() -> None:
-    async def run() -> None:
-        class Leaving(Prefill):
-            is_leaving = False
+async def test_a_router_with_decode_nodes_alone_is_in_service_and_says_so() -> None:
+    class Leaving(Prefill):
+        is_leaving = False
 
-            async def health(self, request: web.Request) -> web.StreamResponse:
-                return web.json_response({"status": "draining"}, status=503 if self.is_leaving else 200)
+        async def health(self, request: web.Request) -> web.StreamResponse:
+            return web.json_response({"status": "draining"}, status=503 if self.is_leaving else 200)
 
-        leaving, decode = Leaving(), Decode(whole(), policy="recompute")
-        async with routed([leaving], [decode], check_interval_s=0.02, check_timeout_s=10) as client:
-            leaving.is_leaving = True
+    leaving, decode = Leaving(), Decode(whole(), policy="recompute")
+    async with routed([leaving], [decode], check_interval_s=0.02, check_timeout_s=10) as client:
+        leaving.is_leaving = True
 
-            async def says_so() -> bool:
-                return "no prefill node is ready" in (await health_of(client))["status"]
+        async def says_so() -> bool:
+            return "no prefill node is ready" in (await health_of(client))["status"]
 
-            await until(says_so)
-            assert (await ask(client))[0] == 200
-
-    asyncio.run(run())
+        await until(says_so)
+        assert (await ask(client))[0] == 200

@@ -125,89 +125,73 @@ def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_may_take_as_long_as_its_node_is_well(
+async def test_an_answer_may_take_as_long_as_its_node_is_well(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run() -> None:
-        decode = Player()
-        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
-            asking = asyncio.create_task(ask(client, stream=stream))
-            await decode.asked.wait()
-            await until_checked(decode, 10)
-            assert not asking.done()
-            decode.may_end.set()
-            assert (await asking)[0] == 200
-
-    asyncio.run(run())
+    decode = Player()
+    async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+        asking = asyncio.create_task(ask(client, stream=stream))
+        await decode.asked.wait()
+        await until_checked(decode, 10)
+        assert not asking.done()
+        decode.may_end.set()
+        assert (await asking)[0] == 200
     assert changes_of(caplog, "decode") == ["ready"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_limit_on_an_answer_ends_that_answer_alone(stream: bool) -> None:
-    async def run() -> None:
-        slow, quick = Player(), Player()
-        quick.may_end.set()
-        async with routed([Player()], [slow, quick], answer_timeout_s=1.0, **PATIENT_CHECKS) as client:
-            status, text = await ask(client, stream=stream)
-            assert status == (200 if stream else 504)
-            error = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["error"]
-            assert "1 s" in error["message"]
-            assert "--answer-timeout-s" in error["message"]
-            await asyncio.wait_for(slow.aborted.wait(), DEADLINE_S)
-            assert (await ask(client, stream=stream))[0] == 200
-            async with client.get("/health") as response:
-                nodes = (await response.json())["nodes"]
-            assert [node["state"] for node in nodes] == ["ready"] * 3
-
-    asyncio.run(run())
+async def test_the_limit_on_an_answer_ends_that_answer_alone(stream: bool) -> None:
+    slow, quick = Player(), Player()
+    quick.may_end.set()
+    async with routed([Player()], [slow, quick], answer_timeout_s=1.0, **PATIENT_CHECKS) as client:
+        status, text = await ask(client, stream=stream)
+        assert status == (200 if stream else 504)
+        error = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["error"]
+        assert "1 s" in error["message"]
+        assert "--answer-timeout-s" in error["message"]
+        await asyncio.wait_for(slow.aborted.wait(), DEADLINE_S)
+        assert (await ask(client, stream=stream))[0] == 200
+        async with client.get("/health") as response:
+            nodes = (await response.json())["nodes"]
+        assert [node["state"] for node in nodes] == ["ready"] * 3
 
 
-def test_the_whole_answer_of_a_frozen_node_comes_from_another() -> None:
-    async def run() -> None:
-        frozen, other = Player(), Player()
-        other.may_end.set()
-        async with routed([Player()], [frozen, other], **CHECKS) as client:
-            asking = asyncio.create_task(ask(client))
-            await frozen.asked.wait()
-            frozen.says = FROZEN
-            assert (await asking)[0] == 200
-            assert (frozen.num_asked, other.num_asked) == (1, 1)
-            await asyncio.wait_for(frozen.aborted.wait(), DEADLINE_S)
-
-    asyncio.run(run())
+async def test_the_whole_answer_of_a_frozen_node_comes_from_another() -> None:
+    frozen, other = Player(), Player()
+    other.may_end.set()
+    async with routed([Player()], [frozen, other], **CHECKS) as client:
+        asking = asyncio.create_task(ask(client))
+        await frozen.asked.wait()
+        frozen.says = FROZEN
+        assert (await asking)[0] == 200
+        assert (frozen.num_asked, other.num_asked) == (1, 1)
+        await asyncio.wait_for(frozen.aborted.wait(), DEADLINE_S)
 
 
-def test_the_stream_of_a_frozen_node_ends_with_what_the_health_check_found() -> None:
-    async def run() -> None:
-        frozen = Player()
-        async with routed([Player()], [frozen], **CHECKS) as client:
-            asking = asyncio.create_task(ask(client, stream=True))
-            await frozen.asked.wait()
-            frozen.says = FROZEN
-            _, text = await asking
-            assert "lost in the middle" in text
-            assert "/health did not answer within 0.5 s" in text
-            assert text.endswith("data: [DONE]\n\n")
-            status, refusal = await ask(client)
-            assert status == 503
-            assert "/health did not answer" in refusal
-
-    asyncio.run(run())
+async def test_the_stream_of_a_frozen_node_ends_with_what_the_health_check_found() -> None:
+    frozen = Player()
+    async with routed([Player()], [frozen], **CHECKS) as client:
+        asking = asyncio.create_task(ask(client, stream=True))
+        await frozen.asked.wait()
+        frozen.says = FROZEN
+        _, text = await asking
+        assert "lost in the middle" in text
+        assert "/health did not answer within 0.5 s" in text
+        assert text.endswith("data: [DONE]\n\n")
+        status, refusal = await ask(client)
+        assert status == 503
+        assert "/health did not answer" in refusal
 
 
-def test_a_frozen_prefill_node_is_replaced() -> None:
-    async def run() -> None:
-        frozen, other, decode = FrozenPrefill(), Player(), Player()
-        decode.may_end.set()
-        async with routed([frozen, other], [decode], **CHECKS) as client:
-            asking = asyncio.create_task(ask(client))
-            await frozen.asked.wait()
-            frozen.says = FROZEN
-            assert (await asking)[0] == 200
-
-    asyncio.run(run())
+async def test_a_frozen_prefill_node_is_replaced() -> None:
+    frozen, other, decode = FrozenPrefill(), Player(), Player()
+    decode.may_end.set()
+    async with routed([frozen, other], [decode], **CHECKS) as client:
+        asking = asyncio.create_task(ask(client))
+        await frozen.asked.wait()
+        frozen.says = FROZEN
+        assert (await asking)[0] == 200
 
 
 class FrozenPrefill(Player):
@@ -219,153 +203,124 @@ class FrozenPrefill(Player):
         raise AssertionError("the router waited too long")
 
 
-def test_one_failed_check_of_a_busy_node_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_failed_check_of_a_busy_node_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     node = Node("decode", "http://busy")
-
-    async def run() -> None:
-        late = Health(None, "/health did not answer within 5 s", ends_requests=True)
-        node.note(Health(NodeState.READY))
-        async with node.exchange():
-            for health in (late, Health(NodeState.READY), late, Health(NodeState.READY), late):
-                node.note(health)
-                await asyncio.sleep(0)
-        assert node.state is NodeState.READY
-        node.note(late)
-
-    asyncio.run(run())
+    late = Health(None, "/health did not answer within 5 s", ends_requests=True)
+    node.note(Health(NodeState.READY))
+    async with node.exchange():
+        for health in (late, Health(NodeState.READY), late, Health(NodeState.READY), late):
+            node.note(health)
+            await asyncio.sleep(0)
+    assert node.state is NodeState.READY
+    node.note(late)
     assert node.state is NodeState.GONE
     assert changes_of(caplog, "decode") == ["ready", "gone"]
 
 
-def test_one_broken_connection_does_not_make_a_node_gone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_broken_connection_does_not_make_a_node_gone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run() -> None:
-        breaking = Player(dies=True)
-        breaking.may_end.set()
-        async with routed([Player()], [breaking], **PATIENT_CHECKS) as client:
-            assert (await ask(client))[0] == 503
-            breaking.dies = False
-            assert (await ask(client))[0] == 200
-
-    asyncio.run(run())
+    breaking = Player(dies=True)
+    breaking.may_end.set()
+    async with routed([Player()], [breaking], **PATIENT_CHECKS) as client:
+        assert (await ask(client))[0] == 503
+        breaking.dies = False
+        assert (await ask(client))[0] == 200
     assert changes_of(caplog, "decode") == ["ready"]
 
 
-def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run() -> None:
-        draining, other = Player(), Player()
-        other.may_end.set()
-        async with routed([Player()], [draining, other], **PATIENT_CHECKS) as client:
-            asking = asyncio.create_task(ask(client, stream=True))
-            await draining.asked.wait()
-            draining.says = {"status": "draining"}
-            await until_checked(draining, 3)
-            for _ in range(3):
-                assert (await ask(client))[0] == 200
-            assert (draining.num_asked, other.num_asked) == (1, 3)
-            draining.may_end.set()
-            assert await asking == (200, b"".join(EVENTS).decode())
-
-    asyncio.run(run())
+    draining, other = Player(), Player()
+    other.may_end.set()
+    async with routed([Player()], [draining, other], **PATIENT_CHECKS) as client:
+        asking = asyncio.create_task(ask(client, stream=True))
+        await draining.asked.wait()
+        draining.says = {"status": "draining"}
+        await until_checked(draining, 3)
+        for _ in range(3):
+            assert (await ask(client))[0] == 200
+        assert (draining.num_asked, other.num_asked) == (1, 3)
+        draining.may_end.set()
+        assert await asking == (200, b"".join(EVENTS).decode())
     assert changes_of(caplog, "decode") == ["ready", "ready", "draining"]
 
 
 @pytest.mark.parametrize("word", ["starting", "failing"])
-def test_a_node_that_cannot_take_requests_finishes_what_it_has(word: str) -> None:
-    async def run() -> None:
-        node = Player()
-        async with routed([Player()], [node], **PATIENT_CHECKS) as client:
-            asking = asyncio.create_task(ask(client, stream=True))
-            await node.asked.wait()
-            node.says = {"status": word, "error": "the handoff thread ended"}
-            await until_state(client, "gone")
-            status, text = await ask(client)
-            assert status == 503
-            assert f"/health says {word}: the handoff thread ended" in text
-            node.may_end.set()
-            assert await asking == (200, b"".join(EVENTS).decode())
-
-    asyncio.run(run())
+async def test_a_node_that_cannot_take_requests_finishes_what_it_has(word: str) -> None:
+    node = Player()
+    async with routed([Player()], [node], **PATIENT_CHECKS) as client:
+        asking = asyncio.create_task(ask(client, stream=True))
+        await node.asked.wait()
+        node.says = {"status": word, "error": "the handoff thread ended"}
+        await until_state(client, "gone")
+        status, text = await ask(client)
+        assert status == 503
+        assert f"/health says {word}: the handoff thread ended" in text
+        node.may_end.set()
+        assert await asking == (200, b"".join(EVENTS).decode())
 
 
-def test_a_dead_engine_ends_the_requests_at_its_node() -> None:
-    async def run() -> None:
-        node = Player()
-        async with routed([Player()], [node], **PATIENT_CHECKS) as client:
-            asking = asyncio.create_task(ask(client))
-            await node.asked.wait()
-            node.says = {"status": "dead", "error": "out of memory"}
-            status, text = await asking
-            assert status == 503
-            assert "/health says dead: out of memory" in text
-
-    asyncio.run(run())
+async def test_a_dead_engine_ends_the_requests_at_its_node() -> None:
+    node = Player()
+    async with routed([Player()], [node], **PATIENT_CHECKS) as client:
+        asking = asyncio.create_task(ask(client))
+        await node.asked.wait()
+        node.says = {"status": "dead", "error": "out of memory"}
+        status, text = await asking
+        assert status == 503
+        assert "/health says dead: out of memory" in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_when_a_node_dies_the_clients_error_names_what_its_health_check_knows(stream: bool) -> None:
-    async def run() -> None:
-        node = Player(dies=True)
-        # Only the check that follows the broken connection can tell.
-        async with routed([Player()], [node]) as client:
-            asking = asyncio.create_task(ask(client, stream=stream))
-            await node.asked.wait()
-            node.says = {"status": "dead", "error": "a worker was killed"}
-            node.may_end.set()
-            status, text = await asking
-            assert status == (200 if stream else 503)
-            assert "/health says dead: a worker was killed" in text
-
-    asyncio.run(run())
+async def test_when_a_node_dies_the_clients_error_names_what_its_health_check_knows(stream: bool) -> None:
+    node = Player(dies=True)
+    # Only the check that follows the broken connection can tell.
+    async with routed([Player()], [node]) as client:
+        asking = asyncio.create_task(ask(client, stream=stream))
+        await node.asked.wait()
+        node.says = {"status": "dead", "error": "a worker was killed"}
+        node.may_end.set()
+        status, text = await asking
+        assert status == (200 if stream else 503)
+        assert "/health says dead: a worker was killed" in text
 
 
-def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
+async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run() -> None:
-        node = Node("decode", "http://dying")
-        node.note(Health(NodeState.READY))
-        node.note(Health(NodeState.DRAINING, "/health says draining", is_said=True))
-        node.note(Health(NodeState.GONE, "the process is gone: connection refused"))
-        assert node.last_error.endswith("connection refused; before that /health says draining")
-        node.note(Health(NodeState.READY))
-        assert not node.last_error
-
-    asyncio.run(run())
+    node = Node("decode", "http://dying")
+    node.note(Health(NodeState.READY))
+    node.note(Health(NodeState.DRAINING, "/health says draining", is_said=True))
+    node.note(Health(NodeState.GONE, "the process is gone: connection refused"))
+    assert node.last_error.endswith("connection refused; before that /health says draining")
+    node.note(Health(NodeState.READY))
+    assert not node.last_error
     assert changes_of(caplog, "decode") == ["ready", "draining", "gone", "ready"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # it had said so
 
 
-def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        node = Node("decode", "http://well")
-        node.note(Health(NodeState.READY))
-        for _ in range(5):
-            node.note(Health(None, "Too many open files", is_local=True))
-        assert node.state is NodeState.READY
-
-    asyncio.run(run())
+async def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node("decode", "http://well")
+    node.note(Health(NodeState.READY))
+    for _ in range(5):
+        node.note(Health(None, "Too many open files", is_local=True))
+    assert node.state is NodeState.READY
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "the router cannot check" in line
 
 
-def test_a_503_without_a_node_says_when_to_try_again() -> None:
-    async def run() -> None:
-        decode = Player()
-        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
-            decode.says = {"status": "starting"}
-            await until_state(client, "gone")
-            async with client.post("/v1/completions", json={"prompt": "p"}) as response:
-                assert response.status == 503
-                assert int(response.headers["Retry-After"]) > 0
-
-    asyncio.run(run())
+async def test_a_503_without_a_node_says_when_to_try_again() -> None:
+    decode = Player()
+    async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+        decode.says = {"status": "starting"}
+        await until_state(client, "gone")
+        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) > 0
 
 
 def test_connections_to_nodes_are_probed() -> None:
@@ -374,16 +329,13 @@ def test_connections_to_nodes_are_probed() -> None:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
 
 
-def test_the_metrics_name_each_nodes_state() -> None:
-    async def run() -> None:
-        decode = Player()
-        async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
-            decode.says = {"status": "draining"}
-            await until_state(client, "draining")
-            async with client.get("/metrics") as response:
-                lines = [line for line in (await response.text()).splitlines() if "node_state{" in line]
-            states = [line for line in lines if line.endswith(" 1.0")]
-            assert len(lines) == 2 * len(NodeState)
-            assert ['state="draining"' in line for line in states] == [False, True]
-
-    asyncio.run(run())
+async def test_the_metrics_name_each_nodes_state() -> None:
+    decode = Player()
+    async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
+        decode.says = {"status": "draining"}
+        await until_state(client, "draining")
+        async with client.get("/metrics") as response:
+            lines = [line for line in (await response.text()).splitlines() if "node_state{" in line]
+        states = [line for line in lines if line.endswith(" 1.0")]
+        assert len(lines) == 2 * len(NodeState)
+        assert ['state="draining"' in line for line in states] == [False, True]

@@ -91,91 +91,73 @@ async def lost_prefills(client: TestClient[Any, Any]) -> int:
     return int(float(value))
 
 
-def test_the_decode_begins_while_the_prefill_runs() -> None:
-    async def run() -> None:
-        decode = Decode()
-        # The prefill ends only after the decode was asked.
-        prefill = Prefill([EARLY_EVENT, event(finish=1), DONE], [set_event(), decode.asked])
-        async with routed([prefill], [decode], overlap=True) as client:
-            assert (await ask(client))[0] == 200
-            assert await lost_prefills(client) == 0
-        wish = prefill.bodies[0]["kv_transfer_params"]
-        assert (wish["do_remote_decode"], wish["overlap"], prefill.bodies[0]["stream"]) == (True, True, True)
-        assert decode.bodies == [{"prompt": "p", "max_tokens": 9, "kv_transfer_params": EARLY}]
-        assert not prefill.hung_up.is_set()
-
-    asyncio.run(run())
+async def test_the_decode_begins_while_the_prefill_runs() -> None:
+    decode = Decode()
+    # The prefill ends only after the decode was asked.
+    prefill = Prefill([EARLY_EVENT, event(finish=1), DONE], [set_event(), decode.asked])
+    async with routed([prefill], [decode], overlap=True) as client:
+        assert (await ask(client))[0] == 200
+        assert await lost_prefills(client) == 0
+    wish = prefill.bodies[0]["kv_transfer_params"]
+    assert (wish["do_remote_decode"], wish["overlap"], prefill.bodies[0]["stream"]) == (True, True, True)
+    assert decode.bodies == [{"prompt": "p", "max_tokens": 9, "kv_transfer_params": EARLY}]
+    assert not prefill.hung_up.is_set()
 
 
-def test_a_prefill_that_says_nothing_early_is_waited_for() -> None:
-    async def run() -> None:
-        decode = Decode()
-        prefill = Prefill([event(kv_transfer_params=None), event(kv_transfer_params=EARLY, finish=1), DONE])
-        async with routed([prefill], [decode], overlap=True) as client:
-            await ask(client)
-        assert decode.bodies[0]["kv_transfer_params"] == EARLY
-
-    asyncio.run(run())
+async def test_a_prefill_that_says_nothing_early_is_waited_for() -> None:
+    decode = Decode()
+    prefill = Prefill([event(kv_transfer_params=None), event(kv_transfer_params=EARLY, finish=1), DONE])
+    async with routed([prefill], [decode], overlap=True) as client:
+        await ask(client)
+    assert decode.bodies[0]["kv_transfer_params"] == EARLY
 
 
-def test_a_node_that_does_not_stream_is_understood() -> None:
-    async def run() -> None:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return web.json_response({"choices": [], "kv_transfer_params": EARLY})
+async def test_a_node_that_does_not_stream_is_understood() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [], "kv_transfer_params": EARLY})
 
-        decode = Decode()
-        prefill = Decode()
-        prefill.handle = handle  # type: ignore[method-assign]
-        async with routed([prefill], [decode], overlap=True) as client:
-            assert (await ask(client))[0] == 200
-        assert decode.bodies[0]["kv_transfer_params"] == EARLY
-
-    asyncio.run(run())
+    decode = Decode()
+    prefill = Decode()
+    prefill.handle = handle  # type: ignore[method-assign]
+    async with routed([prefill], [decode], overlap=True) as client:
+        assert (await ask(client))[0] == 200
+    assert decode.bodies[0]["kv_transfer_params"] == EARLY
 
 
 @pytest.mark.parametrize(
     "ending", [[CRASH], [event(error={"message": "out of luck"})], []], ids=["crash", "error", "end"]
 )
 @pytest.mark.parametrize("is_early", [True, False], ids=["before the offer", "after the offer"])
-def test_a_prefill_that_fails_is_replaced_before_its_offer_and_left_to_the_decode_node_after_it(
+async def test_a_prefill_that_fails_is_replaced_before_its_offer_and_left_to_the_decode_node_after_it(
     ending: list[bytes], is_early: bool
 ) -> None:
-    async def run() -> None:
-        decode = Decode()
-        broken = Prefill(ending) if is_early else Prefill([EARLY_EVENT, *ending])
-        broken.may_send = [set_event(), decode.asked]
-        other = Prefill([EARLY_EVENT, DONE])
-        async with routed([broken, other], [decode], overlap=True) as client:
-            assert (await ask(client))[0] == 200
-            assert await lost_prefills(client) == (0 if is_early else 1)
-        assert (len(broken.bodies), len(other.bodies), len(decode.bodies)) == (1, int(is_early), 1)
-
-    asyncio.run(run())
+    decode = Decode()
+    broken = Prefill(ending) if is_early else Prefill([EARLY_EVENT, *ending])
+    broken.may_send = [set_event(), decode.asked]
+    other = Prefill([EARLY_EVENT, DONE])
+    async with routed([broken, other], [decode], overlap=True) as client:
+        assert (await ask(client))[0] == 200
+        assert await lost_prefills(client) == (0 if is_early else 1)
+    assert (len(broken.bodies), len(other.bodies), len(decode.bodies)) == (1, int(is_early), 1)
 
 
-def test_when_the_decode_node_is_gone_its_prefill_is_given_up_and_made_again() -> None:
-    async def run() -> None:
-        gone, other = Decode(status=503), Decode()
-        never = asyncio.Event()
-        first = Prefill([EARLY_EVENT, DONE], [set_event(), never])
-        second = Prefill([EARLY_EVENT, DONE])
-        async with routed([first, second], [gone, other], overlap=True) as client:
-            assert (await ask(client))[0] == 200
-            await asyncio.wait_for(first.hung_up.wait(), DEADLINE_S)
-        assert (len(gone.bodies), len(other.bodies), len(second.bodies)) == (1, 1, 1)
-
-    asyncio.run(run())
+async def test_when_the_decode_node_is_gone_its_prefill_is_given_up_and_made_again() -> None:
+    gone, other = Decode(status=503), Decode()
+    never = asyncio.Event()
+    first = Prefill([EARLY_EVENT, DONE], [set_event(), never])
+    second = Prefill([EARLY_EVENT, DONE])
+    async with routed([first, second], [gone, other], overlap=True) as client:
+        assert (await ask(client))[0] == 200
+        await asyncio.wait_for(first.hung_up.wait(), DEADLINE_S)
+    assert (len(gone.bodies), len(other.bodies), len(second.bodies)) == (1, 1, 1)
 
 
-def test_a_client_that_hangs_up_ends_both() -> None:
-    async def run() -> None:
-        never = asyncio.Event()
-        decode = Decode(may_answer=never)
-        prefill = Prefill([EARLY_EVENT, DONE], [set_event(), never])
-        async with routed([prefill], [decode], overlap=True) as client:
-            asking = asyncio.create_task(ask(client))
-            await asyncio.wait_for(decode.asked.wait(), DEADLINE_S)
-            asking.cancel()
-            await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)
-
-    asyncio.run(run())
+async def test_a_client_that_hangs_up_ends_both() -> None:
+    never = asyncio.Event()
+    decode = Decode(may_answer=never)
+    prefill = Prefill([EARLY_EVENT, DONE], [set_event(), never])
+    async with routed([prefill], [decode], overlap=True) as client:
+        asking = asyncio.create_task(ask(client))
+        await asyncio.wait_for(decode.asked.wait(), DEADLINE_S)
+        asking.cancel()
+        await asyncio.wait_for(prefill.hung_up.wait(), DEADLINE_S)

@@ -87,28 +87,22 @@ async def die_in_the_middle(request: web.Request) -> web.StreamResponse:
     return await die_at_once(request)
 
 
-def ask(
+async def ask(
     prefill: Sequence[FakeNode], decode: Sequence[FakeNode], times: int = 1, **fields: Any
 ) -> list[tuple[int, bytes]]:
     """Send the same request some times; status and body of each answer."""
-
-    async def run() -> list[tuple[int, bytes]]:
-        async with routed(prefill, decode) as client:
-            answers = []
-            for _ in range(times):
-                body = {"prompt": "p", "max_tokens": 9, **fields}
-                async with client.post(
-                    "/v1/completions", json=body, headers={"X-Request-Id": "r7"}
-                ) as response:
-                    answers.append((response.status, await response.read()))
-            return answers
-
-    return asyncio.run(run())
+    answers = []
+    async with routed(prefill, decode) as client:
+        for _ in range(times):
+            body = {"prompt": "p", "max_tokens": 9, **fields}
+            async with client.post("/v1/completions", json=body, headers={"X-Request-Id": "r7"}) as response:
+                answers.append((response.status, await response.read()))
+    return answers
 
 
-def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> None:
+async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> None:
     prefill, decode = FakeNode(offer), FakeNode(answer_whole)
-    ask(
+    await ask(
         [prefill],
         [decode],
         max_completion_tokens=9,
@@ -135,58 +129,58 @@ def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> Non
     }
 
 
-def test_the_decode_node_gets_the_clients_request_with_what_the_prefill_node_said() -> None:
+async def test_the_decode_node_gets_the_clients_request_with_what_the_prefill_node_said() -> None:
     prefill, decode = FakeNode(offer), FakeNode(answer_whole)
-    assert ask([prefill], [decode], temperature=0.5) == [(200, b'{"choices": [{"text": "one two"}]}')]
+    assert await ask([prefill], [decode], temperature=0.5) == [(200, b'{"choices": [{"text": "one two"}]}')]
     assert decode.bodies == [
         {"prompt": "p", "max_tokens": 9, "temperature": 0.5, "kv_transfer_params": PARAMS}
     ]
     assert prefill.request_ids == decode.request_ids == ["r7"]
 
 
-def test_a_prefill_node_that_offers_nothing_lets_the_decode_node_compute() -> None:
+async def test_a_prefill_node_that_offers_nothing_lets_the_decode_node_compute() -> None:
     decode = FakeNode(answer_whole)
-    ((status, _),) = ask([FakeNode(offer_nothing)], [decode])
+    ((status, _),) = await ask([FakeNode(offer_nothing)], [decode])
     assert status == 200
     assert "kv_transfer_params" not in decode.bodies[0]
 
 
-def test_a_stream_passes_unchanged() -> None:
-    assert ask([FakeNode(offer)], [FakeNode(answer_stream)], stream=True) == [(200, EVENTS)]
+async def test_a_stream_passes_unchanged() -> None:
+    assert await ask([FakeNode(offer)], [FakeNode(answer_stream)], stream=True) == [(200, EVENTS)]
 
 
-def test_a_refusal_goes_to_the_client_and_nobody_else_is_asked() -> None:
+async def test_a_refusal_goes_to_the_client_and_nobody_else_is_asked() -> None:
     other, decode = FakeNode(offer), FakeNode(answer_whole)
-    ((status, body),) = ask([FakeNode(refuse), other], [decode])
+    ((status, body),) = await ask([FakeNode(refuse), other], [decode])
     assert (status, json.loads(body)["error"]["message"]) == (400, "no such thing")
     assert not other.bodies
     assert not decode.bodies
 
 
 @pytest.mark.parametrize("answer", [fail, die_at_once])
-def test_another_prefill_node_takes_over(answer: Answer) -> None:
+async def test_another_prefill_node_takes_over(answer: Answer) -> None:
     broken, other = FakeNode(answer), FakeNode(offer)
-    assert ask([broken, other], [FakeNode(answer_whole)])[0][0] == 200
+    assert (await ask([broken, other], [FakeNode(answer_whole)]))[0][0] == 200
     assert len(broken.bodies) == len(other.bodies) == 1
 
 
 @pytest.mark.parametrize("answer", [die_at_once, die_before_the_first_byte])
-def test_another_decode_node_takes_over_after_a_new_prefill(answer: Answer) -> None:
+async def test_another_decode_node_takes_over_after_a_new_prefill(answer: Answer) -> None:
     prefill, broken, other = FakeNode(offer), FakeNode(answer), FakeNode(answer_stream)
-    assert ask([prefill], [broken, other], stream=True) == [(200, EVENTS)]
+    assert await ask([prefill], [broken, other], stream=True) == [(200, EVENTS)]
     assert len(prefill.bodies) == 2
     assert len(broken.bodies) == len(other.bodies) == 1
 
 
-def test_the_decode_nodes_own_failure_is_the_clients_answer() -> None:
+async def test_the_decode_nodes_own_failure_is_the_clients_answer() -> None:
     other = FakeNode(answer_whole)
-    ((status, body),) = ask([FakeNode(offer)], [FakeNode(fail), other])
+    ((status, body),) = await ask([FakeNode(offer)], [FakeNode(fail), other])
     assert (status, json.loads(body)["error"]["message"]) == (500, "out of luck")
     assert not other.bodies
 
 
-def test_a_decode_node_lost_in_the_middle_ends_the_stream_with_an_error() -> None:
-    ((status, body),) = ask([FakeNode(offer)], [FakeNode(die_in_the_middle)], stream=True)
+async def test_a_decode_node_lost_in_the_middle_ends_the_stream_with_an_error() -> None:
+    ((status, body),) = await ask([FakeNode(offer)], [FakeNode(die_in_the_middle)], stream=True)
     assert status == 200
     assert body.startswith(EVENTS[:40])
     *_, error, done, _ = body.split(b"\n\n")
@@ -194,41 +188,40 @@ def test_a_decode_node_lost_in_the_middle_ends_the_stream_with_an_error() -> Non
     assert done == b"data: [DONE]"
 
 
-def test_without_a_node_that_answers_the_client_is_told_which_were_tried() -> None:
-    ((status, body),) = ask([FakeNode(die_at_once)], [FakeNode(answer_whole)])
+async def test_without_a_node_that_answers_the_client_is_told_which_were_tried() -> None:
+    ((status, body),) = await ask([FakeNode(die_at_once)], [FakeNode(answer_whole)])
     message = json.loads(body)["error"]["message"]
     assert status == 503
     assert "no prefill node" in message
     assert "http://127.0.0.1:" in message
 
 
-def test_equal_nodes_take_turns() -> None:
+async def test_equal_nodes_take_turns() -> None:
     prefill = [FakeNode(offer) for _ in range(2)]
     decode = [FakeNode(answer_whole) for _ in range(3)]
-    ask(prefill, decode, times=6)
+    await ask(prefill, decode, times=6)
     assert [len(node.bodies) for node in prefill] == [3, 3]
     assert [len(node.bodies) for node in decode] == [2, 2, 2]
 
 
-def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
-    async def run() -> None:
-        pool = NodePool("decode", ["http://unknown", "http://known"])
-        unknown, known = pool.nodes
-        known.note(Health(NodeState.READY))
-        async with pool.use_one({}) as first, pool.use_one({first: None}) as second:
-            assert (first, second) == (known, unknown)
-        for node in pool.nodes:
-            node.note(Health(NodeState.GONE, "no more"))
-        with pytest.raises(NoNodeError, match="no decode node"):
-            async with pool.use_one({}):
-                pass
-
-    asyncio.run(run())
+async def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
+    pool = NodePool("decode", ["http://unknown", "http://known"])
+    unknown, known = pool.nodes
+    known.note(Health(NodeState.READY))
+    async with pool.use_one({}) as first, pool.use_one({first: None}) as second:
+        assert (first, second) == (known, unknown)
+    for node in pool.nodes:
+        node.note(Health(NodeState.GONE, "no more"))
+    with pytest.raises(NoNodeError, match="no decode node"):
+        async with pool.use_one({}):
+            pass
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)
-def test_what_only_the_decode_node_would_refuse_is_refused_before_the_prefill(fields: dict[str, Any]) -> None:
+async def test_what_only_the_decode_node_would_refuse_is_refused_before_the_prefill(
+    fields: dict[str, Any],
+) -> None:
     prefill = FakeNode(offer)
-    ((status, _),) = ask([prefill], [FakeNode(answer_whole)], **fields)
+    ((status, _),) = await ask([prefill], [FakeNode(answer_whole)], **fields)
     assert status == 400
     assert not prefill.bodies

@@ -176,26 +176,23 @@ def test_a_peer_is_kept_whose_owner_does_nothing(node: Node, owner: Owner) -> No
 
 
 @pytest.mark.parametrize("scheme", ["zeromq"], indirect=True)
-def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str) -> None:
+async def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str) -> None:
     """One executor thread owns the transport; the event loop runs on meanwhile."""
     address = said(start("serve"))
 
-    async def read_once() -> list[Event]:
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as thread:
-            node = await loop.run_in_executor(thread, Node, scheme)
-            peer_id = await loop.run_in_executor(
-                thread, lambda: node.endpoint.start_connect(address, timeout_s=20)
-            )
-            while not node.saw(TransferEnded):
-                events = await loop.run_in_executor(thread, node.endpoint.wait_events, 1.0)
-                node.seen += events
-                if any(isinstance(event, Connected) for event in events):
-                    await loop.run_in_executor(thread, node.start_read, peer_id)
-            await loop.run_in_executor(thread, node.transport.close)
-        return node.seen
-
-    ended = asyncio.run(read_once())[-1]
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as thread:
+        node = await loop.run_in_executor(thread, Node, scheme)
+        peer_id = await loop.run_in_executor(
+            thread, lambda: node.endpoint.start_connect(address, timeout_s=20)
+        )
+        while not node.saw(TransferEnded):
+            events = await loop.run_in_executor(thread, node.endpoint.wait_events, 1.0)
+            node.seen += events
+            if any(isinstance(event, Connected) for event in events):
+                await loop.run_in_executor(thread, node.start_read, peer_id)
+        await loop.run_in_executor(thread, node.transport.close)
+    ended = node.seen[-1]
     assert isinstance(ended, TransferEnded)
     assert ended.error is None
 

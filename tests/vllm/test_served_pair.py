@@ -63,17 +63,13 @@ def pair():
 
 
 @pytest.mark.parametrize("front", ["router", "proxy"])
-def test_every_request_succeeds(front, pair, tmp_path):
+async def test_every_request_succeeds(front, pair, tmp_path):
     prefill, decode = pair
-
-    async def load():
+    with Launcher() as launcher:
         async with in_front_of(front, launcher, prefill, decode) as url, aiohttp.ClientSession() as session:
             before = await read_transfers(session, decode.url)
             result = await _bench(url, tmp_path)
-            return result, before, await read_transfers(session, decode.url)
-
-    with Launcher() as launcher:
-        result, before, after = asyncio.run(load())
+            after = await read_transfers(session, decode.url)
     assert (result["completed"], result["failed"]) == (NUM_REQUESTS, 0), result["errors"]
     assert result["output_lens"] == [32] * NUM_REQUESTS
     assert after.num_failures == before.num_failures
@@ -92,7 +88,7 @@ def test_a_refused_request_gives_the_prefill_servers_blocks_back(pair):
     _wait_for_usage(prefill, lambda usage: usage == 0, SOON_S)
 
 
-def test_the_proxy_takes_several_samples_but_one_prompt(pair):
+async def test_the_proxy_takes_several_samples_but_one_prompt(pair):
     prefill, decode = pair
     body = {"model": "model", "max_tokens": 4, "temperature": 1, "seed": 7}
 
@@ -102,10 +98,7 @@ def test_the_proxy_takes_several_samples_but_one_prompt(pair):
                 async with session.post(f"{url}/v1/completions", json=body | more) as response:
                     yield response.status, await response.json()
 
-    async def take_all():
-        return [answer async for answer in ask()]
-
-    (samples, three), (refused, error), (list_of_one, one) = asyncio.run(take_all())
+    (samples, three), (refused, error), (list_of_one, one) = [answer async for answer in ask()]
     assert (samples, len(three["choices"])) == (200, 3)
     assert (refused, error["error"]["param"]) == (400, "prompt")
     assert "one request per prompt" in error["error"]["message"]

@@ -7,11 +7,11 @@ import gzip
 import json
 import logging
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,14 +121,6 @@ async def place(**limits: Any) -> AsyncIterator[Place]:
             yield place
 
 
-def run(test: Callable[[Place], Awaitable[None]], **limits: Any) -> None:
-    async def main() -> None:
-        async with place(**limits) as here:
-            await test(here)
-
-    asyncio.run(main())
-
-
 def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     lines = (*headers, b"Content-Length: %d" % (len(body) if length is None else length))
     return HEAD + b"\r\n".join(lines) + b"\r\n\r\n" + body
@@ -138,37 +130,31 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half a header"])
-def test_a_client_that_sends_no_whole_header_is_closed(sent: bytes) -> None:
-    async def test(here: Place) -> None:
+async def test_a_client_that_sends_no_whole_header_is_closed(sent: bytes) -> None:
+    async with place(header_timeout_s=0.1) as here:
         client = await here.connect()
         client.writer.write(sent)
         assert await client.is_closed()
 
-    run(test, header_timeout_s=0.1)
 
-
-def test_a_header_that_trickles_is_not_waited_for_nor_is_that_of_a_further_request() -> None:
-    async def test(here: Place) -> None:
+async def test_a_header_that_trickles_is_not_waited_for_nor_is_that_of_a_further_request() -> None:
+    async with place(header_timeout_s=0.6) as here:
         first, further = await here.connect(), await here.connect()
         assert (await further.ask(post(b"{}"))).status == 200
         many = HEAD + b"X-Name: a\r\n" * 500
         await asyncio.gather(first.trickle(many), further.trickle(many))
 
-    run(test, header_timeout_s=0.6)
 
-
-def test_between_requests_a_connection_may_rest_for_longer_than_a_header_may_take() -> None:
-    async def test(here: Place) -> None:
+async def test_between_requests_a_connection_may_rest_for_longer_than_a_header_may_take() -> None:
+    async with place(header_timeout_s=1) as here:
         client = await here.connect()
         assert (await client.ask(post(b"{}"))).status == 200
         await asyncio.sleep(1.2)  # this time must pass: nothing happens in it
         assert (await client.ask(post(b"{}"))).status == 200
 
-    run(test, header_timeout_s=1)
 
-
-def test_a_body_that_trickles_is_answered_408_and_closed() -> None:
-    async def test(here: Place) -> None:
+async def test_a_body_that_trickles_is_answered_408_and_closed() -> None:
+    async with place(body_timeout_s=0.2) as here:
         client = await here.connect()
         client.writer.write(post(b"{", length=5000))
         trickling = asyncio.create_task(client.trickle(b" " * 4000))
@@ -178,26 +164,22 @@ def test_a_body_that_trickles_is_answered_408_and_closed() -> None:
         assert reply.body["error"]["message"] == "the request body did not arrive within 0.2 s"
         assert await client.is_closed()
 
-    run(test, body_timeout_s=0.2)
 
-
-def test_a_server_that_was_busy_does_not_blame_its_clients() -> None:
-    async def test(here: Place) -> None:
+async def test_a_server_that_was_busy_does_not_blame_its_clients() -> None:
+    async with place(header_timeout_s=0.5) as here:
         client = await here.connect()
         await asyncio.sleep(0)
         client.writer.write(post(b"{}"))
         time.sleep(1.2)  # nothing is read meanwhile  # noqa: ASYNC251
         assert (await client.reply()).status == 200
 
-    run(test, header_timeout_s=0.5)
-
 
 # -- bodies --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate", b"br", b"identity, gzip"])
-def test_an_encoded_body_is_refused_before_it_is_decoded(encoding: bytes) -> None:
-    async def test(here: Place) -> None:
+async def test_an_encoded_body_is_refused_before_it_is_decoded(encoding: bytes) -> None:
+    async with place() as here:
         client = await here.connect()
         bomb = gzip.compress(b" " * (MAX_BODY_BYTES + 1))
         reply = await client.ask(post(bomb, b"Content-Encoding: " + encoding))
@@ -205,21 +187,17 @@ def test_an_encoded_body_is_refused_before_it_is_decoded(encoding: bytes) -> Non
         assert repr(encoding.decode()) in reply.body["error"]["message"]
         assert await client.is_closed()
 
-    run(test)
 
-
-def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    async def test(here: Place) -> None:
+async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    async with place() as here:
         client = await here.connect()
         reply = await client.ask(post(b"", length=MAX_BODY_BYTES + 1))
         assert (reply.status, reply.headers["connection"]) == (413, "close")
         assert reply.body["error"]["type"] == "invalid_request_error"
 
-    run(test)
 
-
-def test_a_body_that_does_not_say_how_large_it_is_is_read_up_to_the_limit() -> None:
-    async def test(here: Place) -> None:
+async def test_a_body_that_does_not_say_how_large_it_is_is_read_up_to_the_limit() -> None:
+    async with place() as here:
         client = await here.connect()
         client.writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -227,11 +205,9 @@ def test_a_body_that_does_not_say_how_large_it_is_is_read_up_to_the_limit() -> N
         reply = await client.reply()
         assert (reply.status, reply.headers["connection"]) == (413, "close")
 
-    run(test)
 
-
-def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_one() -> None:
-    async def test(here: Place) -> None:
+async def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_one() -> None:
+    async with place() as here:
         client = await here.connect()
         for _ in range(2):
             assert (await client.ask(post(b'{"a": 1}'))).body == {"a": 1}
@@ -239,31 +215,27 @@ def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_one() 
         assert (reply.status, reply.headers["connection"]) == (400, "close")
         assert await client.is_closed()
 
-    run(test)
-
 
 @pytest.mark.parametrize(
     "raw",
     [b"\x16\x03\x01\x02\r\n\r\n", HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n"],
     ids=["no HTTP", "a long line"],
 )
-def test_what_is_no_http_is_answered_400_without_a_traceback(
+async def test_what_is_no_http_is_answered_400_without_a_traceback(
     raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(here: Place) -> None:
+    async with place() as here:
         client = await here.connect()
         client.writer.write(raw)
         assert (await client.reader.readline()).startswith(b"HTTP/1.0 400")
-
-    run(test)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # -- numbers -------------------------------------------------------------------------------------------
 
 
-def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
-    async def test(here: Place) -> None:
+async def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
+    async with place(max_connections=3) as here:
         idle = [await here.connect() for _ in range(3)]
         assert (await idle[0].ask(post(b"{}"))).status == 200  # so that the second is idle for the longest
         new = await here.connect()
@@ -272,11 +244,9 @@ def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
         for client in (idle[0], idle[2]):
             assert (await client.ask(post(b"{}"))).status == 200
 
-    run(test, max_connections=3)
 
-
-def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to_come_back() -> None:
-    async def test(here: Place) -> None:
+async def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to_come_back() -> None:
+    async with place(max_connections=2) as here:
         busy = [await here.hold() for _ in range(2)]
         refused = await here.connect()
         reply = await refused.ask(post(b"{}"))
@@ -288,21 +258,17 @@ def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to_come_
             assert (await client.reply()).body == "done"
         assert (await (await here.connect()).ask(post(b"{}"))).status == 200
 
-    run(test, max_connections=2)
 
-
-def test_a_router_with_few_descriptors_serves_on_behind_many_idle_connections(tmp_path: Any) -> None:
+async def test_a_router_with_few_descriptors_serves_on_behind_many_idle_connections(tmp_path: Any) -> None:
     log = tmp_path / "log"
     nodes = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
     limited = ("sh", "-c", 'ulimit -n 128 && exec "$@"', "sh")
+    router = (sys.executable, str(EXAMPLES / "router.py"), "--port", "0", *nodes)
     with log.open("wb") as stderr:
-        router = subprocess.Popen(
-            [*limited, sys.executable, str(EXAMPLES / "router.py"), "--port", "0", *nodes],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-        )
-
-    async def crowd(port: int) -> None:
+        process = await asyncio.create_subprocess_exec(*limited, *router, stdout=PIPE, stderr=stderr)
+    try:
+        assert process.stdout is not None
+        port = int((await process.stdout.readline()).rsplit(b":", 1)[1])
         async with AsyncExitStack() as stack:
             for _ in range(300):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -311,15 +277,11 @@ def test_a_router_with_few_descriptors_serves_on_behind_many_idle_connections(tm
             stack.callback(client.writer.close)
             reply = await client.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert reply.body["status"] == "no healthy pair of nodes"
-
-    try:
-        assert router.stdout is not None
-        with closing(router.stdout):
-            line = router.stdout.readline().decode()
-            asyncio.run(crowd(int(line.rsplit(":", 1)[1])))
     finally:
-        router.terminate()
-        assert router.wait(DEADLINE_S) == 0
+        process.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            await process.communicate()
+    assert process.returncode == 0
     assert "out of system resource" not in log.read_text()
     assert "Too many open files" not in log.read_text()
 
