@@ -16,16 +16,15 @@ from reference.engine.engine import Engine
 from reference.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from reference.engine.settings import EngineSettings
 from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from tests.support.engines import running_engine
 
 DEADLINE_S = 20.0
 
 
 @pytest.fixture
 def engine(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
-    engine = Engine(_settings(tiny_model))
-    engine.start()
-    yield engine
-    engine.close()
+    with running_engine(_settings(tiny_model)) as engine:
+        yield engine
 
 
 def _settings(tiny_model: Callable[[str], Path], **more: Any) -> EngineSettings:
@@ -161,10 +160,8 @@ async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_s
 async def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
     tiny_model: Callable[[str], Path],
 ) -> None:
-    engine = Engine(_settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both")))
-    engine.start()
-
-    try:
+    settings = _settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both"))
+    with running_engine(settings) as engine:
         for params in ({"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
             with pytest.raises(ConnectorError):
                 await _all(engine.generate(_request("a", 1, 2, params=params)))
@@ -174,5 +171,3 @@ async def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
         assert outputs[-1].kv_transfer_params is not None
         assert outputs[-1].kv_transfer_params["remote_num_tokens"] == 2
         assert engine.stats().num_offered == 1
-    finally:
-        engine.close()

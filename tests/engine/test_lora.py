@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.engine import Engine
 from reference.engine.errors import InvalidRequestError
 from reference.engine.settings import EngineSettings
 from reference.engine.weights import load_model
-from reference.node.app import NodeServer
 from reference.node.cli import parse_arguments
+from tests.support.engines import served_engine
 from tests.support.tiny_models import generate_greedily
 
 PROMPT = list(range(40, 83))
@@ -121,10 +119,10 @@ async def test_a_client_names_an_adapter_as_its_model(
     tiny_model: Callable[[str], Path], adapters: Any, merged: Any
 ) -> None:
     """As the model's name, like in vLLM; the node lists it with the model that it changes."""
-    engine = Engine(
-        EngineSettings(str(tiny_model("llama")), num_blocks=60, max_model_len=128, lora_modules=adapters)
+    settings = EngineSettings(
+        str(tiny_model("llama")), num_blocks=60, max_model_len=128, lora_modules=adapters
     )
-    listed, answers = await _ask(engine, ("llama", "polite", "rude"))
+    listed, answers = await _ask(settings, ("llama", "polite", "rude"))
     assert [(model["id"], model.get("parent")) for model in listed] == [
         ("llama", None),
         ("polite", "llama"),
@@ -136,21 +134,15 @@ async def test_a_client_names_an_adapter_as_its_model(
     assert answers["rude"]["error"]["code"] == "model_not_found"
 
 
-async def _ask(engine: Engine, models: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """What a node with this engine lists as models, and what it answers for each."""
+async def _ask(settings: EngineSettings, models: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """What a node with these settings lists as models, and what it answers for each."""
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    server = NodeServer(engine)
-    engine.start()
-    server.engine_is_ready()
-    try:
-        async with TestClient(TestServer(server.application())) as client:
-            listed = await (await client.get("/v1/models")).json()
-            answers = {
-                model: await (await client.post("/v1/completions", json={**body, "model": model})).json()
-                for model in models
-            }
-    finally:
-        engine.close()
+    async with served_engine(settings) as (_, _, client):
+        listed = await (await client.get("/v1/models")).json()
+        answers = {
+            model: await (await client.post("/v1/completions", json={**body, "model": model})).json()
+            for model in models
+        }
     return listed["data"], answers
 
 

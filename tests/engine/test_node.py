@@ -22,6 +22,7 @@ from reference.engine.settings import EngineSettings
 from reference.node.app import NodeServer
 from reference.node.main import main
 from tests.support.client import wait_until
+from tests.support.engines import served_engine
 
 DEADLINE_S = 30.0
 PROMPTS = {"a": "the first one", "victim": "the victim's", "b": "another one"}
@@ -41,15 +42,8 @@ def settings(tiny_model: Callable[[str], Path]) -> EngineSettings:
 
 @asynccontextmanager
 async def running(settings: EngineSettings) -> AsyncIterator[tuple[Engine, NodeServer, Client]]:
-    engine = Engine(settings)
-    server = NodeServer(engine)
-    await asyncio.to_thread(engine.start)
-    server.engine_is_ready()
-    try:
-        async with asyncio.timeout(DEADLINE_S), TestClient(TestServer(server.application())) as client:
-            yield engine, server, client
-    finally:
-        await asyncio.to_thread(engine.close)
+    async with asyncio.timeout(DEADLINE_S), served_engine(settings) as served:
+        yield served
 
 
 def body_of(name: str, **more: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from reference.engine.engine import Engine
 from reference.engine.errors import EngineDeadError
 from reference.engine.settings import EngineSettings
 from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from tests.support.engines import running_engine
 
 DEADLINE_S = 90.0
 VICTIM = "victim"
@@ -72,18 +73,8 @@ def deaths() -> list[str]:
 
 @pytest.fixture
 def engine_(settings: EngineSettings, deaths: list[str]) -> Iterator[Engine]:
-    with running(settings, deaths) as engine:
+    with running_engine(settings, deaths) as engine:
         yield engine
-
-
-@contextlib.contextmanager
-def running(settings: EngineSettings, deaths: list[str]) -> Iterator[Engine]:
-    engine = Engine(settings, on_death=lambda: deaths.append(engine.stats().error))
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def request_of(name: str, params: Any = None) -> GenerationRequest:
@@ -120,7 +111,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
     """What each request is answered when it is alone."""
     settings = EngineSettings(model=str(tiny_model("llama")), block_size=4, num_blocks=120)
-    with running(settings, []) as engine:
+    with running_engine(settings) as engine:
         return {name: tokens(await answer(engine, request_of(name))) for name in PROMPTS}
 
 
@@ -342,7 +333,7 @@ async def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EngineSettings(model=str(tiny_model("bamba")), block_size=16, num_blocks=60)
-    with running(settings, []) as hybrid:
+    with running_engine(settings) as hybrid:
         alone = {name: tokens(await answer(hybrid, request_of(name))) for name in "ab"}
         forward_pass(hybrid._started(), monkeypatch)
         answers = await ask_all(hybrid)
@@ -459,7 +450,7 @@ async def test_requests_that_all_fail_one_after_the_other_end_the_engine(
 
 
 def test_closing_is_no_death(settings: EngineSettings, deaths: list[str]) -> None:
-    with running(settings, deaths):
+    with running_engine(settings, deaths):
         pass
     assert deaths == []
     assert "kvferry-engine" not in {thread.name for thread in threading.enumerate()}

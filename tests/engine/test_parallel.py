@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import KVTransferConfig
-from reference.engine.engine import Engine
 from reference.engine.errors import EngineDeadError
 from reference.engine.parallel.group import WorkerGroup
 from reference.engine.parallel.messages import Ready, Stop
 from reference.engine.settings import EngineSettings
 from reference.engine.types import GenerationRequest, SamplingParams
 from tests.support.client import wait_until
+from tests.support.engines import running_engine
 
 #: Worker processes import PyTorch, each for itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -127,20 +127,16 @@ async def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_co
 ) -> None:
     prompt = [3, *range(20, 60)]
     decode = make_node(connector="shm", role="kv_consumer")
-    engine = Engine(
-        EngineSettings(
-            str(tiny_model("llama")),
-            block_size=4,
-            num_blocks=120,
-            num_threads=1,
-            tensor_parallel_size=2,
-            kv_transfer=KVTransferConfig("shm", "kv_producer"),
-        )
+    settings = EngineSettings(
+        str(tiny_model("llama")),
+        block_size=4,
+        num_blocks=120,
+        num_threads=1,
+        tensor_parallel_size=2,
+        kv_transfer=KVTransferConfig("shm", "kv_producer"),
     )
-    engine.start()
-    pids = engine._started().parts.executor.worker_pids
-
-    try:
+    with running_engine(settings) as engine:
+        pids = engine._started().parts.executor.worker_pids
         whole = [output async for output in engine.generate(_request("a", prompt, 1))]
         decode.add("a", prompt, max_tokens=9, kv_transfer_params=whole[-1].kv_transfer_params)
         outputs = engine.generate(_request("b", prompt, 400))
@@ -153,8 +149,6 @@ async def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_co
         assert not engine.stats().healthy
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         drive(decode, until=lambda: decode.is_over("a"))
-    finally:
-        engine.close()
     assert_same(decode.tokens("a"), "llama", prompt, 9)
     assert decode.num_loads[1] == 1
 
@@ -182,10 +176,6 @@ def test_a_rank_whose_handoff_thread_died_is_noticed_while_there_is_nothing_to_d
         tensor_parallel_size=2,
         kv_transfer=transfer,
     )
-    engine = Engine(settings)
-    engine.start()
-    try:
+    with running_engine(settings) as engine:
         wait_until(lambda: "injected by a test" in engine.stats().transfer_error)
         assert engine.stats().healthy
-    finally:
-        engine.close()

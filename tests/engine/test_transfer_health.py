@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 
 from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import TransferRecord
-from reference.engine.engine import Engine
 from reference.engine.settings import EngineSettings
 from reference.engine.types import RequestMetrics
-from reference.node.app import NodeServer
 from reference.node.replies import transfer_outcome
+from tests.support.engines import served_engine
 
 DEADLINE_S = 20.0
 
@@ -53,15 +52,8 @@ async def served(
         kv_load_failure_policy=policy,  # type: ignore[arg-type]
     )
     settings = EngineSettings(str(tiny_model("llama")), block_size=4, num_blocks=60, kv_transfer=transfer)
-    engine = Engine(settings)
-    await asyncio.to_thread(engine.start)
-    try:
-        server = NodeServer(engine)
-        server.engine_is_ready()
-        async with TestClient(TestServer(server.application())) as client:
-            yield client
-    finally:
-        await asyncio.to_thread(engine.close)
+    async with served_engine(settings) as (_, _, client):
+        yield client
 
 
 async def complete(client: TestClient[Any, Any], **fields: Any) -> tuple[int, str, Any]:

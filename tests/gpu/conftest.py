@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvferry.runner_mixin import state
-from reference.engine.core import EngineCore
-from reference.engine.settings import EngineSettings
-from reference.engine.types import GenerationRequest, SamplingParams
 from reference.engine.weights import load_model
-from tests.support.tiny_models import generate_greedily, write_tiny_model
+from tests.support.engines import MakeNode, stepped_nodes
+from tests.support.tiny_models import generate_greedily, tiny_models_in
 
 PAGE = {"block_size": 16, "num_blocks": 60, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 
@@ -29,33 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-class Node:
-    """An engine core on the GPU. Its connector, if it has one, is in the process's slot while it works."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        state._slot = None
-        self.core = EngineCore(settings)
-        self._slot, state._slot = state._slot, None
-
-    @contextmanager
-    def at_work(self) -> Iterator[EngineCore]:
-        state._slot = self._slot
-        try:
-            yield self.core
-        finally:
-            state._slot = None
-
-    def answer(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], Any]:
-        """The greedy answer, and the last output's figures."""
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        outputs = []
-        with self.at_work() as core:
-            core.add(GenerationRequest("a", tuple(prompt), sampling), arrival_s=0.0)
-            while core.has_work:
-                outputs += core.step()[1]
-        return [token for output in outputs for token in output.new_token_ids], outputs[-1].metrics
-
-
 @pytest.fixture(autouse=True)
 def exact_convolutions() -> Iterator[None]:
     """float32 is float32, as it is in matrix products: TF32 could turn the greedy choice of a recurrent model."""
@@ -66,29 +35,14 @@ def exact_convolutions() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Family → folder of a tiny random model of it, written once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(family: str) -> Path:
-        path: Path = root / family
-        return path if path.exists() else write_tiny_model(path, family)
-
-    return folder
+    return tiny_models_in(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def make_node(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Node]]:
+def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
     """Make engine cores on the GPU; closed at the end of the test."""
-    nodes: list[Node] = []
-
-    def make(family: str, **settings: Any) -> Node:
-        small = {"model": str(tiny_model(family)), "device": "cuda", "dtype": "float32", **PAGE}
-        nodes.append(Node(EngineSettings(**{**small, **settings})))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        with node.at_work() as core:
-            core.close()
+    with stepped_nodes(tiny_model, device="cuda", dtype="float32", **PAGE) as make:
+        yield make
 
 
 @pytest.fixture

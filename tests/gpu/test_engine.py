@@ -28,16 +28,16 @@ PROMPT = [random.Random(5).randrange(256) for _ in range(77)]
     ],
 )
 def test_answers_are_those_of_transformers(family: str, make_node: Any, reference: Any) -> None:
-    tokens, _ = make_node(family).answer(PROMPT, 24)
+    tokens = make_node(family).answer(PROMPT, max_tokens=24)
     assert tokens == reference(family, PROMPT, 24)
 
 
 def test_a_cached_prefix_changes_nothing(make_node: Any) -> None:
     node = make_node("llama")
-    first, _ = node.answer(PROMPT, 12)
-    again, metrics = node.answer(PROMPT, 12)
+    first = node.answer(PROMPT, max_tokens=12)
+    again = node.answer(PROMPT, max_tokens=12)
     assert again == first
-    assert metrics.num_cached_tokens == 64
+    assert node.metrics.num_cached_tokens == 64
 
 
 @pytest.mark.parametrize("layout", ["uniform", "per-layer"])
@@ -53,16 +53,16 @@ def test_what_a_connector_of_ones_own_loads_is_there_before_the_step_computes(
     )
     prefill, decode = (make_node("llama", kv_transfer=transfer, layout=layout) for _ in range(2))
     expected = reference("llama", PROMPT, 24)
-    assert prefill.answer(PROMPT, 1)[0] == expected[:1]
-    tokens, metrics = decode.answer(PROMPT, 24)
+    assert prefill.answer(PROMPT, max_tokens=1) == expected[:1]
+    tokens = decode.answer(PROMPT, max_tokens=24)
     assert tokens == expected
-    assert metrics.num_loaded_tokens == 64
+    assert decode.metrics.num_loaded_tokens == 64
 
 
 @pytest.mark.parametrize("layout", ["uniform", "per-layer"])
 def test_a_node_serves_its_pool_over_shm(layout: str, make_node: Any, reference: Any) -> None:
     node = make_node("llama", kv_transfer=KVTransferConfig("shm", "kv_both"), layout=layout)
-    assert node.answer(PROMPT, 8)[0] == reference("llama", PROMPT, 8)
+    assert node.answer(PROMPT, max_tokens=8) == reference("llama", PROMPT, 8)
 
 
 def test_a_connector_that_serves_main_memory_only_says_so(make_node: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,16 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     with quiet_loading():
         model.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_models_in(root: Path) -> Callable[[str], Path]:
+    """Return a function from a family to the folder of its tiny model below `root`, which it writes once."""
+
+    def folder(family: str) -> Path:
+        path = root / family
+        return path if path.exists() else write_tiny_model(path, family)
+
     return folder
 
 
