@@ -114,8 +114,7 @@ def test_no_number_of_free_descriptors_kills_a_node_that_starts(scheme: str) -> 
                 transport = create_transport(scheme, {})
                 try:
                     arena = transport.allocate(4096)
-                    transport.register(Pool([arena.segment]))
-                    transport.listen("")
+                    transport.register(Pool([arena.segment])).listen("")
                 finally:
                     transport.close()
             except KVTransferError as caught:
