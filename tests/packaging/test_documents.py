@@ -1,0 +1,52 @@
+"""The README's code runs, its figures are those of the benchmarks, and links between documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docker").glob("*.md")])
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def _anchors(path: Path) -> set[str]:
+    """Return the anchors that a Markdown viewer makes of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "5 blocks arrived as they were sent\n", done.stderr
+
+
+def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:
+    figures = set(re.findall(r"(\d\.\d\d) ×", README.replace("**", "")))
+    assert len(figures) >= 10
+    benchmarks = re.findall(r"\d\.\d\d", (ROOT / "docs" / "benchmarks.md").read_text())
+    assert figures <= set(benchmarks)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(document.read_text())):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        found = (document.parent / path) if path else document
+        if not found.exists() or (anchor and anchor not in _anchors(found)):
+            dead.append(target)
+    assert not dead
