@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# PyTorch without CUDA: a tenth of PyPI's, which UCX's packages for CUDA 12 clash with.
+# PyTorch without CUDA: a tenth of the size of PyPI's, which does not go with UCX's packages for CUDA 12.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -19,11 +19,11 @@ BENCH_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
-# Which image `make test-docker` builds and tries, `cpu` or `cuda`; neither needs a GPU for that.
+# The image that `make test-docker` builds and tests, `cpu` or `cuda`; neither needs a GPU for that.
 DOCKER_TARGET ?= cpu
-# What `make test-transports` hands caches over by; `make test` does all of it by shm, and a part by these.
+# The transports of `make test-transports`; `make test` runs all of its tests over shm and some over these.
 TRANSPORTS ?= zeromq ucx
-# Two at a time, each file in one process: many tests wait for other processes to start, stop or be missed.
+# Two at a time, each file in one process: many tests wait for other processes to start, stop or time out.
 TEST_WORKERS ?= 2
 
 .PHONY: help
@@ -42,14 +42,14 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	@touch $@
 
 .PHONY: venv
-venv: $(READY) ## create .venv with everything in it
+venv: $(READY) ## create .venv with everything that development needs
 
 .PHONY: demo
-demo: $(READY) ## a prompt, prefilled by one process and answered by another
+demo: $(READY) ## let one process compute prompts and another answer them: DEMO_ARGS="--help"
 	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) $(DEMO_ARGS)
 
 .PHONY: test
-test: $(READY) ## every test that this machine can run
+test: $(READY) ## run every test that this machine can run (minutes)
 	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 .PHONY: promtool
@@ -64,13 +64,13 @@ build/promtool:
 	rm -r build/prometheus
 
 .PHONY: test-transports
-test-transports: $(READY) ## what nodes promise end to end, over each of TRANSPORTS
+test-transports: $(READY) ## run the end-to-end tests over each of TRANSPORTS (default: zeromq ucx)
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" $(TEST_ARGS)
 
 .PHONY: soak
-soak: $(READY) ## real nodes under random faults for long: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
+soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
 	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \
 		$(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" -s $(TEST_ARGS)
 
@@ -80,7 +80,7 @@ test-docker: $(READY) ## build an image and run compose.yaml with each transport
 	KVFERRY_TEST_DOCKER=$(DOCKER_TARGET) $(BIN)/python -m pytest tests/docker -m "" $(TEST_ARGS)
 
 .PHONY: test-fast
-test-fast: $(READY) ## the tests without the slow ones
+test-fast: $(READY) ## run the tests that take seconds
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
@@ -93,26 +93,26 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
 	@touch $@
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_READY) ## kvferry inside real vLLM, in a venv of its own (large)
+test-vllm: $(VLLM_READY) ## run kvferry inside real vLLM, in a venv of its own (4 GB)
 	$(VLLM_BIN)/python -m pytest tests/vllm -m "" $(TEST_ARGS)
 
 .PHONY: test-vllm-fast
-test-vllm-fast: $(VLLM_READY) ## of those, what needs one pair of vLLM engines only
+test-vllm-fast: $(VLLM_READY) ## run the part that needs one pair of vLLM engines
 	$(VLLM_BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 .PHONY: demo-vllm
-demo-vllm: $(VLLM_READY) ## a prompt, prefilled by one vLLM and answered by another
+demo-vllm: $(VLLM_READY) ## let one vLLM compute prompts and another answer them
 	$(VLLM_BIN)/python examples/vllm_pair $(DEMO_ARGS)
 
 .PHONY: check
-check: $(READY) ## lint, types, layers
+check: $(READY) ## check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 .PHONY: format
-format: $(READY) ## let ruff mend what it can
+format: $(READY) ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Removes from the active virtual environment what only a compiler or PyTorch's own tests need. Triton is among it: each of
-# its kernels starts through a launcher that it has to compile. Two libraries of CUDA go too, to which no other refers.
+# Remove from the active virtual environment what only a compiler or PyTorch's own tests need. That includes Triton, which
+# has to compile a launcher for each of its kernels, and two libraries of CUDA that no other library uses.
 set -eu
 packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 find "$packages" -name '*.dist-info' -prune -o -type d -name include -prune -exec rm -r {} +
