@@ -1,13 +1,14 @@
-"""What both sides of the seam are told before anything starts. Frozen: a setting never changes under a reader."""
+"""Settings of an engine and of its connector. They are frozen: a setting never changes after the start."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self, get_args
 
-from ..transports._options import unknown_key
+from ..transports._options import from_mapping, require_valid
+from ..transports.checked import text
 from ..transports.errors import ConfigurationError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -18,16 +19,16 @@ PageOrder = Literal["NHD", "HND"]
 
 @dataclass(frozen=True)
 class AttentionLayerConfig:
-    """One attention layer, as far as its KV cache depends on it. Head counts are this rank's.
+    """What the KV cache of one attention layer depends on. Head counts are this rank's.
 
     Attributes:
         name: The layer's name; its number is the only integer in it, e.g. `"model.layers.3.self_attn"`.
         num_kv_heads: Heads of keys and of values.
-        head_size: Elements a head.
-        sliding_window: Tokens that a token sees, itself included; None: all.
+        head_size: Elements per head.
+        sliding_window: Number of tokens that a token sees, itself included; None: all.
         is_decoder: False for a layer of an encoder, which keeps no cache.
         kv_sharing_target: Name of the layer whose cache this one reads instead of its own; empty: none.
-        attention_chunk_size: A token sees only its own aligned chunk of so many tokens; None: no chunks.
+        attention_chunk_size: A token sees only its own aligned chunk of this many tokens; None: no chunks.
     """
 
     name: str
@@ -41,8 +42,8 @@ class AttentionLayerConfig:
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ConfigurationError(
-                f"layer {self.name!r} has a window of {self.sliding_window} tokens as well as chunks of "
-                f"{self.attention_chunk_size}; one of the two",
+                f"layer {self.name!r} has both sliding_window={self.sliding_window} and "
+                f"attention_chunk_size={self.attention_chunk_size}: set only one of them",
                 key="attention_chunk_size",
                 value=self.attention_chunk_size,
             )
@@ -50,12 +51,12 @@ class AttentionLayerConfig:
 
 @dataclass(frozen=True)
 class RecurrentLayerConfig:
-    """One recurrent layer, as far as what it keeps depends on it. Shapes are this rank's.
+    """What the state of one recurrent layer depends on. Shapes are this rank's.
 
     Attributes:
         name: The layer's name; its number is the only integer in it, e.g. `"model.layers.3.mamba"`.
         state_shapes: Shape of each state tensor of one request.
-        state_dtypes: Name of the element type of each, e.g. `"float32"`.
+        state_dtypes: Name of each state tensor's element type, e.g. `"float32"`.
     """
 
     name: str
@@ -65,13 +66,13 @@ class RecurrentLayerConfig:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What the model was made of, part by part: digests, or any texts that differ when the part does.
+    """What the model was made of, part by part: digests, or any strings that differ when the part differs.
 
     Peers must have equal weights, configuration and adapters. Tokenizer and chat template may differ, because each
-    prompt's tokens are compared; if they do, the consumer says so once. See `model_identity`.
+    prompt's tokens are compared; the consumer logs such a difference once. See `model_identity`.
 
     Attributes:
-        tokenizer: Empty if it is not known: then it is not compared.
+        tokenizer: If it is empty, the tokenizer is unknown and is not compared.
         chat_template: Likewise.
     """
 
@@ -84,7 +85,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, as far as its KV cache depends on it.
+    """What the KV cache of the whole model depends on.
 
     Attributes:
         model: Its kind or name. Peers must have the same one.
@@ -92,8 +93,8 @@ class ModelConfig:
         max_model_len: Longest sequence, prompt and answer together, in tokens.
         layers: Its attention layers, in the order in which they run.
         recurrent_layers: Its recurrent layers, likewise.
-        num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0: not the
-            same for all, or unknown. Then no two ranks are taken to keep the same head.
+        num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0 if layers
+            differ or the number is unknown. In that case no two ranks are taken to keep the same head.
         num_layers: Layers that keep a cache, over all pipeline stages; 0: each rank keeps all of them.
         identity: What else must be equal on a peer, or should be.
     """
@@ -113,12 +114,12 @@ class CacheConfig:
     """The KV cache pool.
 
     Attributes:
-        block_size: Tokens a block.
+        block_size: Tokens per block.
         cache_dtype: Name of the stored dtype; `"auto"` means the model's.
         memory_utilization: Share of the device's memory that the node may use, 0 to 1.
         enable_prefix_caching: Keep and reuse blocks of finished requests.
         hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random per process.
-        num_blocks_override: Number of blocks whatever the memory; 0 means as many as fit.
+        num_blocks_override: Number of blocks; 0: as many as fit into the memory.
         attention_backend: Name of the attention backend; `"auto"`: the best one for the device.
         kv_cache_layout: The order inside a page: each token's heads together, or each head's tokens.
     """
@@ -133,7 +134,13 @@ class CacheConfig:
     kv_cache_layout: PageOrder = "NHD"
 
     def __post_init__(self) -> None:
-        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
+        if self.kv_cache_layout not in get_args(PageOrder):
+            raise ConfigurationError(
+                f"kv_cache_layout must be one of {', '.join(map(repr, get_args(PageOrder)))}, got "
+                f"{self.kv_cache_layout!r}",
+                key="kv_cache_layout",
+                value=self.kv_cache_layout,
+            )
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ class ParallelConfig:
     """How the model is spread over ranks.
 
     Attributes:
-        epoch: Random number of this start of the node, which all its ranks are told; 0: there is one rank, and it
+        epoch: Random number of this start of the node, the same for all its ranks; 0: there is one rank, and it
             draws the number.
     """
 
@@ -184,7 +191,7 @@ class CompilationConfig:
         enable_sequence_parallelism: Between layers, each tensor-parallel rank keeps a share of the tokens.
         full_graph: The model is one graph: it is not split at the attention layers.
         use_graph_partition: The compiler itself partitions the graph, after its passes.
-        compile_sizes: Token counts for which a graph of its own is compiled.
+        compile_sizes: Token counts that each have their own compiled graph.
     """
 
     enable_sequence_parallelism: bool = False
@@ -199,14 +206,17 @@ class KVTransferConfig:
 
     Attributes:
         kv_connector: Name of a registered connector, or of a class in `kv_connector_module_path`.
-        kv_role: `kv_producer` offers, `kv_consumer` loads, `kv_both` does either, as each request asks.
+        kv_role: `kv_producer` offers, `kv_consumer` loads, `kv_both` does what each request asks.
         engine_id: This node's name in the handoff protocol; unique per node, by default random.
         kv_connector_module_path: Import path of an out-of-tree connector's module; empty for registered ones.
         kv_connector_extra_config: Options of the connector; it refuses those that it does not know.
-        kv_load_failure_policy: What becomes of a request whose load fails: `recompute` the prompt, or `fail` it.
+        kv_load_failure_policy: What to do with a request whose load fails: `recompute` the prompt, or `fail` it.
+
+    Raises:
+        ConfigurationError: a value is not allowed; the error names its key.
     """
 
-    kv_connector: str
+    kv_connector: Annotated[str, text(max_chars=1024, min_chars=1)]
     kv_role: KVRole
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     kv_connector_module_path: str = ""
@@ -214,10 +224,7 @@ class KVTransferConfig:
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
 
     def __post_init__(self) -> None:
-        if not self.kv_connector:
-            raise ConfigurationError("kv_connector is empty", key="kv_connector", value=self.kv_connector)
-        _require_choice("kv_role", self.kv_role, get_args(KVRole))
-        _require_choice("kv_load_failure_policy", self.kv_load_failure_policy, get_args(LoadFailurePolicy))
+        require_valid(self)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -226,15 +233,7 @@ class KVTransferConfig:
         Raises:
             ConfigurationError: a key is unknown, missing, or has a value that is not allowed.
         """
-        known = {f.name for f in fields(cls)}
-        for key in mapping:
-            if key not in known:
-                what = f"unknown key {key!r} in the KV transfer configuration"
-                raise unknown_key(what, str(key), known, key=key, value=mapping[key])
-        for key in ("kv_connector", "kv_role"):
-            if key not in mapping:
-                raise ConfigurationError(f"the KV transfer configuration lacks {key!r}", key=key)
-        return cls(**mapping)
+        return from_mapping(cls, mapping, "key", " in the KV transfer configuration")
 
     @property
     def is_kv_producer(self) -> bool:
@@ -247,7 +246,7 @@ class KVTransferConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that a node is told. `kv_transfer` is None on a node that hands nothing over."""
+    """All settings of a node. `kv_transfer` is None on a node that neither offers nor loads."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -255,8 +254,3 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     kv_transfer: KVTransferConfig | None = None
-
-
-def _require_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{key}={value!r}; allowed: {', '.join(choices)}", key=key, value=value)

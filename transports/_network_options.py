@@ -1,26 +1,27 @@
-"""What a user may set of every transport to other hosts."""
+"""Options that all transports to other hosts have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, get_type_hints
+from typing import Annotated, ClassVar
 
-from ._options import require_int
-from ._tcp import ports_of, require_seconds, require_type
+from ._options import require_valid
+from ._tcp import ports_of
 from .base import MAX_MESSAGE_BYTES
+from .checked import integer, seconds
 from .errors import BackpressureError, ConfigurationError
 
 
 def require_room(num_connecting: int, max_connecting: int) -> None:
-    """Check that one more connection may be made.
+    """Check that one more connection may be started.
 
     Raises:
-        BackpressureError: too many are in the making.
+        BackpressureError: too many are in progress.
     """
     if num_connecting >= max_connecting:
         raise BackpressureError(
-            f"cannot connect: {num_connecting} connections are being made already, as many as max_connecting allows; try "
-            "again when some of them stand or have failed, or raise max_connecting"
+            f"cannot connect: {num_connecting} connections are in progress already, as many as max_connecting allows; try "
+            "again when some of them have succeeded or failed, or raise max_connecting"
         )
 
 
@@ -32,14 +33,15 @@ class NetworkOptions:
         bind_host: Host name or IP address to listen on.
         port: Port to listen on; 0 lets the system choose.
         port_range: `"low-high"`: listen on the first free port of these; instead of `port`.
-        advertise_host: What peers connect to; needed when `bind_host` is a wildcard, of use with several NICs.
-        slice_bytes: Most bytes of one region that travel as one message.
-        window_slices: Slices that may be on their way from one peer.
+        advertise_host: The host that peers connect to. It is required when `bind_host` is a wildcard, and chooses the NIC
+            on a machine with several.
+        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`.
+        window_slices: Maximum slices in flight from one peer.
         peer_timeout_s: A peer that is silent for longer is lost.
-        handshake_timeout_s: Who connects must have said who he is after this time.
-        max_connecting: Connections that may be in the making at a time. `start_connect` refuses more, and of those that
-            others make, the one that has said nothing for the longest time is dropped.
-        max_queued_bytes: Bytes of messages to one peer that may wait here.
+        handshake_timeout_s: Seconds an incoming connection has to complete the handshake.
+        max_connecting: Maximum connections in progress at a time. `start_connect` refuses more. Of incoming connections
+            that have not completed the handshake, the one that has been silent longest is dropped.
+        max_queued_bytes: Maximum bytes of messages to one peer that wait here; `send` refuses more.
         num_guards: Words in the guard table.
 
     Raises:
@@ -50,37 +52,34 @@ class NetworkOptions:
     MAX_WINDOW_BYTES: ClassVar[int]
 
     bind_host: str = "127.0.0.1"
-    port: int = 0
+    port: Annotated[int, integer(0, 65535)] = 0
     port_range: str = ""
     advertise_host: str = ""
-    slice_bytes: int = 2 << 20
-    window_slices: int = 4
-    peer_timeout_s: float = 2.0
-    handshake_timeout_s: float = 5.0
-    max_connecting: int = 128
-    max_queued_bytes: int = 8 << 20
-    num_guards: int = 65536
+    slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 4
+    peer_timeout_s: Annotated[float, seconds(0.4, 3600)] = 2.0
+    handshake_timeout_s: Annotated[float, seconds(0.1, 3600)] = 5.0
+    max_connecting: Annotated[int, integer(1, 65536)] = 128
+    max_queued_bytes: Annotated[int, integer(MAX_MESSAGE_BYTES, 1 << 30)] = 8 << 20
+    num_guards: Annotated[int, integer(1, 1 << 24)] = 65536
 
     def __post_init__(self) -> None:
-        for key, kind in get_type_hints(type(self)).items():
-            if kind in (bool, str):
-                require_type(key, getattr(self, key), kind)
-        require_int("port", self.port, 0, 65535)
-        require_int("slice_bytes", self.slice_bytes, 64 << 10, self.MAX_SLICE_BYTES)
-        require_int("window_slices", self.window_slices, 1, 64)
-        require_int("max_connecting", self.max_connecting, 1, 65536)
-        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
-        require_int("num_guards", self.num_guards, 1, 1 << 24)
-        require_seconds("peer_timeout_s", self.peer_timeout_s, 0.4, 3600)
-        require_seconds("handshake_timeout_s", self.handshake_timeout_s, 0.1, 3600)
+        require_valid(self)
+        if self.slice_bytes > self.MAX_SLICE_BYTES:
+            raise ConfigurationError(
+                f"slice_bytes must be at most {self.MAX_SLICE_BYTES}, got {self.slice_bytes}",
+                key="slice_bytes",
+                value=self.slice_bytes,
+            )
         if self.slice_bytes * self.window_slices > self.MAX_WINDOW_BYTES:
             raise ConfigurationError(
-                f"slice_bytes * window_slices is at most {self.MAX_WINDOW_BYTES}",
+                f"slice_bytes * window_slices must be at most {self.MAX_WINDOW_BYTES}, got "
+                f"{self.slice_bytes} * {self.window_slices}; lower one of them",
                 key="window_slices",
                 value=self.window_slices,
             )
         self.ports()
 
     def ports(self) -> range:
-        """The ports to try, in order. Raises ConfigurationError: see `ports_of`."""
+        """Return the ports to try, in order. Raises ConfigurationError: see `ports_of`."""
         return ports_of(self.port, self.port_range)

@@ -1,33 +1,71 @@
-"""Options of a transport: a mapping from the user becomes a frozen dataclass, or an error that names the key."""
+"""Options: a mapping that a user wrote becomes a frozen dataclass, or an error that names the key."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from .checked import Refused, defaults_of, record, shown
 from .errors import ConfigurationError
 
 Options = TypeVar("Options")
 
 
 def parse_options(cls: type[Options], options: Mapping[str, object], scheme: str) -> Options:
-    """Build the dataclass `cls` from `options`.
+    """Build the dataclass `cls` from the options of a transport. See `from_mapping`."""
+    return from_mapping(cls, options, "option", f" of transport {scheme!r}")
+
+
+def from_mapping(cls: type[Options], mapping: object, noun: str, place: str = "") -> Options:
+    """Build the dataclass `cls` from a mapping that a user wrote.
+
+    Args:
+        noun: What a key is, in an error message, e.g. `"option"`.
+        place: Where it stands, in an error message, e.g. `" of transport 'shm'"`.
 
     Raises:
-        ConfigurationError: a key that `cls` has no field for; or what `cls` itself refuses.
+        ConfigurationError: `mapping` is no mapping; `cls` has no field for a key, or a required one is missing; or what
+            `cls` itself refuses.
     """
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    for key, value in options.items():
+    if not isinstance(mapping, Mapping):
+        raise ConfigurationError(f"the {noun}s{place} must be a mapping, got {shown(mapping)}", value=mapping)
+    known = defaults_of(cls)
+    require_known(mapping, known, noun, place)
+    for name, has_default in known.items():
+        if name not in mapping and not has_default:
+            raise ConfigurationError(f"{noun} {name!r}{place} is missing", key=name)
+    return cls(**mapping)
+
+
+def require_known(mapping: Mapping[str, object], known: Iterable[str], noun: str, place: str = "") -> None:
+    """Refuse a key that is not among `known`.
+
+    Raises:
+        ConfigurationError: there is one; the error names it, and the known key that looks most like it.
+    """
+    known = tuple(known)
+    for key, value in mapping.items():
         if key not in known:
-            what = f"unknown option {key!r} of transport {scheme!r}"
-            raise unknown_key(what, str(key), known, key=key, value=value)
-    return cls(**options)
+            raise unknown_key(f"unknown {noun} {key!r}{place}", str(key), known, key=str(key), value=value)
+
+
+def require_valid(options: object) -> None:
+    """Check the fields of a dataclass as its annotations declare them (`checked`). For `__post_init__`.
+
+    Raises:
+        ConfigurationError: a field is not what it must be; the error names it and its value.
+    """
+    kind: type[Any] = type(options)
+    try:
+        record(kind).checked(vars(options))
+    except Refused as refused:
+        key = refused.field
+        raise ConfigurationError(refused.text(""), key=key, value=getattr(options, key)) from None
 
 
 def unknown_key(what: str, name: str, known: Iterable[str], *, key: str, value: object) -> ConfigurationError:
-    """The error about a name that nothing knows, with the known one that looks most like it.
+    """Make the error about an unknown name. Its message ends with the known names, the most similar one first.
 
     Args:
         what: What failed, e.g. `"unknown connector option 'leas_s'"`.
@@ -37,15 +75,3 @@ def unknown_key(what: str, name: str, known: Iterable[str], *, key: str, value: 
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f": did you mean {nearest[0]!r}?" if nearest else ";"
     return ConfigurationError(f"{what}{hint} known: {', '.join(names)}", key=key, value=value)
-
-
-def require_int(key: str, value: object, low: int, high: int) -> None:
-    """Check that an option is a whole number from `low` to `high`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigurationError(
-            f"{key} must be a whole number from {low} to {high}, got {value!r}", key=key, value=value
-        )

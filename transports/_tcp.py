@@ -1,4 +1,4 @@
-"""Hosts and ports: what a user may write, and binding to it."""
+"""Hosts and ports: what a user may write, and how to bind to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import ConfigurationError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to `host` never leaves this machine. A name other than `localhost` may."""
+    """Whether traffic to `host` never leaves this machine. Of names, only `localhost` counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -19,20 +19,20 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` is an IP address that means every interface."""
+    """Whether `host` is an IP address that stands for every interface."""
     return ipaddress.ip_address(host).is_unspecified
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def ports_of(port: int, port_range: str) -> range:
-    """The ports to try, in order.
+    """Return the ports to try, in order.
 
     Args:
-        port: The only one; 0 lets the system choose.
+        port: The only port to try; 0 lets the system choose.
         port_range: `"low-high"`, instead of `port`.
 
     Raises:
@@ -44,7 +44,8 @@ def ports_of(port: int, port_range: str) -> range:
     is_range = dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536
     if port or not is_range:
         raise ConfigurationError(
-            f"port_range={port_range!r} must be 'low-high' within 1-65535, and port must not be set",
+            f"port_range must be 'low-high' within 1-65535, and port must not be set; got port_range={port_range!r}, "
+            f"port={port}",
             key="port_range",
             value=port_range,
         )
@@ -57,15 +58,17 @@ def bind_first(
     """Listen on the first of `ports` that is free.
 
     Args:
-        prepare: Called with the socket before it is bound; an `OSError` of it counts as the port's.
+        prepare: Called with the socket before it is bound. If it raises an `OSError`, the next port is tried.
 
     Raises:
-        ConfigurationError: the host is not ours, or no port is free.
+        ConfigurationError: `host` is not an address of this machine, or no port is free.
     """
     try:
         found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigurationError(f"bind_host={host!r}: {error}", key="bind_host", value=host) from error
+        raise ConfigurationError(
+            f"bind_host={host!r} cannot be resolved: {error}", key="bind_host", value=host
+        ) from error
     family, _, _, _, address = found[0]
     for port in ports:
         with outside(f"cannot listen on {host} port {port}", ConfigurationError):
@@ -84,25 +87,3 @@ def bind_first(
     raise ConfigurationError(
         f"cannot listen on {host} port {tried}: {reason}", key="port", value=ports[0]
     ) from reason
-
-
-def require_seconds(key: str, value: object, low: float, high: float) -> None:
-    """Check that an option is a time from `low` to `high` seconds.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigurationError(
-            f"{key} must be {low} to {high} seconds, got {value!r}", key=key, value=value
-        )
-
-
-def require_type(key: str, value: object, kind: type) -> None:
-    """Check that an option is of one type.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if not isinstance(value, kind):
-        raise ConfigurationError(f"{key} must be a {kind.__name__}, got {value!r}", key=key, value=value)

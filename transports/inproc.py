@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ._copy import copy_regions
 from ._memory import MappedArena, WordTable, require_available, require_host, require_transfer
-from ._options import parse_options, require_int
+from ._options import parse_options, require_valid
 from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
+from .checked import integer
 from .endpoint import Backend, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
 from .errors import (
     BackpressureError,
@@ -44,12 +45,11 @@ class InProcessOptions:
         max_queued_bytes: Bytes of messages to one peer that may wait to be taken before `send` refuses more.
     """
 
-    num_guards: int = 65536
-    max_queued_bytes: int = 8 << 20
+    num_guards: Annotated[int, integer(1, 1 << 24)] = 65536
+    max_queued_bytes: Annotated[int, integer(MAX_MESSAGE_BYTES, 1 << 30)] = 8 << 20
 
     def __post_init__(self) -> None:
-        require_int("num_guards", self.num_guards, 1, 1 << 24)
-        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
+        require_valid(self)
 
 
 @dataclass(eq=False)

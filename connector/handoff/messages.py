@@ -1,22 +1,23 @@
 """The messages of the handoff protocol, and their form on the wire.
 
-A message travels as a MessagePack array of its tag and a map of its fields. Everything that arrives is
-hostile until `decode` has returned: sizes are limited, types are strict (a bool is not an integer), and
-a field that is missing, unknown or ill-typed is named in the error.
+A message travels as a MessagePack array of a tag and a map of fields. Its class declares both: the tag in the decorator,
+and for each field its type and bounds. Everything that arrives is hostile until `decode` has returned: sizes are limited
+before anything is walked, types are strict (a bool is not an integer), and the error names a field that is missing,
+unknown or ill-typed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Final, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
 import msgpack
 
 from ...transports.base import MAX_MESSAGE_BYTES
+from ...transports.checked import Record, Refused, each, integer, integers, mapping, refuse, text
 from ...transports.errors import ProtocolError, VersionMismatchError
-from ..checks import MAX_TEXT_CHARS, Check, array, boolean, checked_fields, integer, integers, text
 
 PROTOCOL_VERSION: Final = 6
 
@@ -27,116 +28,186 @@ MAX_GROUPS: Final = 64
 MAX_GROUP_BLOCKS: Final = 1 << 18
 MAX_HEARTBEAT_LEASES: Final = 1 << 16
 MAX_RANKS: Final = 1024
+#: Longest text of any kind, in characters.
+MAX_TEXT_CHARS: Final = 1024
 
 _MAX_FIELDS = 256
-#: Arrays and maps in one message. A layout has a few for each layer, and block tables one for each group. Without a bound,
-#: a message of nothing but nested arrays would take seconds to decode.
+#: Arrays and maps in one message. A layout has a few per layer, and block tables one per group. Without a bound, a message
+#: of nothing but nested arrays would take seconds to decode.
 _MAX_CONTAINERS = 1 << 16
-_MAX_BLOCK_ID = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
+# -- what fields may hold ----------------------------------------------------------------------------
+
+
+def _plain_map(value: object) -> dict[str, object]:
+    known = mapping(value)
+    if len(known) > _MAX_FIELDS:
+        raise Refused(f"must be a mapping of at most {_MAX_FIELDS} entries, got {len(known)}")
+    for key in known:
+        if type(key) is not str or len(key) > MAX_TEXT_CHARS:
+            refuse(f"a mapping whose keys are strings of at most {MAX_TEXT_CHARS} characters", key)
+    return dict(known)
+
+
+def _compatibility_fields(value: object) -> dict[str, str | int]:
+    known = _plain_map(value)
+    for key, entry in known.items():
+        try:
+            (_number if type(entry) is int else _text)(entry)
+        except Refused as refused:
+            refused.path = f".{key[:40]}{refused.path}"
+            raise
+    return cast(dict[str, str | int], known)
+
+
+_text = text(MAX_TEXT_CHARS)
+_number = integer(-MAX_LEASE, MAX_LEASE)
+
+Text = Annotated[str, _text]
+Lease = Annotated[int, integer(1, MAX_LEASE)]
+Epoch = Annotated[int, integer(1, MAX_EPOCH)]
+Version = Annotated[int, integer(0, MAX_LEASE)]
+Rank = Annotated[int, integer(0, MAX_RANKS - 1)]
+NumRanks = Annotated[int, integer(1, MAX_RANKS)]
+GuardIndex = Annotated[int, integer(0, _MAX_INT32)]
+BlockTables = Annotated[
+    tuple[tuple[int, ...], ...], each(integers(0, _MAX_INT32, MAX_GROUP_BLOCKS), MAX_GROUPS)
+]
+
+_RECORDS: dict[str, Record[Any]] = {}
+_TAGS: dict[type, str] = {}
+_Class = TypeVar("_Class", bound=type)
+
+
+def _message(tag: str) -> Callable[[_Class], _Class]:
+    """Let a class travel under a tag. The tag is the protocol's, so the class may be renamed."""
+
+    def add(cls: _Class) -> _Class:
+        assert tag not in _RECORDS
+        _RECORDS[tag], _TAGS[cls] = Record(cls), tag
+        return cls
+
+    return add
+
+
+# -- the messages ------------------------------------------------------------------------------------
+# A node of any version must recognize the first message of any other version, to report the version that differs. So
+# the tags "Hello" and "Welcome" and their field `version` never change.
+
+
+@_message("Hello")
 @dataclass(frozen=True)
 class Hello:
-    """Consumer: who I am, and the digest of what must be equal on both sides."""
+    """Consumer: my identity, and the digest of what must be equal on both sides."""
 
-    version: int
-    engine_id: str
-    epoch: int
-    digest: str
+    version: Version
+    engine_id: Text
+    epoch: Epoch
+    digest: Text
 
 
+@_message("Welcome")
 @dataclass(frozen=True)
 class Welcome:
-    """Producer: who I am, what must be equal, in clear, and my pool's layout.
+    """Producer: my identity, what must be equal on both sides, in clear, and my pool's layout.
 
     Attributes:
         fields: The compatibility fields that `digest` covers.
         layout: A `KVLayout` in plain form; meaningful only to a peer whose fields are equal.
     """
 
-    version: int
-    engine_id: str
-    epoch: int
-    digest: str
-    fields: Mapping[str, str | int]
-    layout: Mapping[str, object]
+    version: Version
+    engine_id: Text
+    epoch: Epoch
+    digest: Text
+    fields: Annotated[Mapping[str, str | int], _compatibility_fields]
+    layout: Annotated[Mapping[str, object], _plain_map]
 
 
+@_message("Claim")
 @dataclass(frozen=True)
 class Claim:
     """Consumer: I shall read this offer; from now on its lease follows my heartbeats.
 
     Attributes:
-        rank: Which rank of its node the consumer is.
+        rank: The consumer's rank in its node.
         num_ranks: Ranks of that node; each claims and releases the offer for itself.
     """
 
-    request_id: str
-    lease: int
-    rank: int
-    num_ranks: int
+    request_id: Text
+    lease: Lease
+    rank: Rank
+    num_ranks: NumRanks
 
 
+@_message("Grant")
 @dataclass(frozen=True)
 class Grant:
     """Producer: you may read these blocks for as long as the guard holds the lease number.
 
     Attributes:
-        content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it with that of
-            its own prompt before it reads anything.
         num_tokens: Tokens of the request that are offered.
-        num_ready: How many of them, from the first on, have their keys and values in the blocks by now.
-        block_ids: Per group, the request's block table; for the tokens that are ready, and perhaps for more.
+        num_ready: The first tokens, this many, have their keys and values in the blocks by now.
+        block_ids: Per group, the request's block table. It covers the tokens that are ready, and may cover more.
+        content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it with the
+            digest of its own prompt before it reads anything.
     """
 
-    request_id: str
-    lease: int
-    guard_index: int
-    num_tokens: int
-    num_ready: int
-    block_ids: tuple[tuple[int, ...], ...]
-    content: str = ""
+    request_id: Text
+    lease: Lease
+    guard_index: GuardIndex
+    num_tokens: Annotated[int, integer(1, _MAX_INT32)]
+    num_ready: Annotated[int, integer(0, _MAX_INT32)]
+    block_ids: BlockTables
+    content: Text = ""
 
 
+@_message("Parked")
 @dataclass(frozen=True)
 class Parked:
-    """Producer: I know this offer's request, and shall answer your claim when I make the offer. Said again and again until then."""
+    """Producer: I know this offer's request, and shall answer your claim when I make the offer. Repeated until then."""
 
-    request_id: str
-    lease: int
+    request_id: Text
+    lease: Lease
 
 
+@_message("Progress")
 @dataclass(frozen=True)
 class Progress:
     """Producer: more of a granted offer is ready.
 
     Attributes:
-        num_ready: As in `Grant`; more than said before.
-        more_block_ids: Per group, what comes behind the block table that was said so far.
+        num_ready: As in `Grant`, and greater than in the message before.
+        more_block_ids: Per group, the blocks that follow the block table sent so far.
     """
 
-    request_id: str
-    lease: int
-    num_ready: int
-    more_block_ids: tuple[tuple[int, ...], ...]
+    request_id: Text
+    lease: Lease
+    num_ready: Annotated[int, integer(1, _MAX_INT32)]
+    more_block_ids: BlockTables
 
 
+@_message("Deny")
 @dataclass(frozen=True)
 class Deny:
-    """Producer: the offer is over, was never made, or is claimed by another."""
+    """Producer: the offer is over, was never made, or is claimed by another node."""
 
-    request_id: str
-    lease: int
-    reason: str
+    request_id: Text
+    lease: Lease
+    reason: Text
 
 
+@_message("Heartbeat")
 @dataclass(frozen=True)
 class Heartbeat:
     """Consumer: renew these leases."""
 
-    leases: tuple[int, ...]
+    leases: Annotated[tuple[int, ...], integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)]
 
 
+@_message("Release")
 @dataclass(frozen=True)
 class Release:
     """Consumer: I am done with this offer, which I claimed.
@@ -147,25 +218,29 @@ class Release:
         num_ranks: As in `Claim`.
     """
 
-    request_id: str
-    lease: int
+    request_id: Text
+    lease: Lease
     delivered: bool
-    rank: int
-    num_ranks: int
+    rank: Rank
+    num_ranks: NumRanks
 
 
+@_message("Revoke")
 @dataclass(frozen=True)
 class Revoke:
     """Producer: the offer ended on my side."""
 
-    request_id: str
-    lease: int
-    reason: str
+    request_id: Text
+    lease: Lease
+    reason: Text
 
 
 ConsumerMessage = Hello | Claim | Heartbeat | Release
 ProducerMessage = Welcome | Grant | Parked | Progress | Deny | Revoke
 Message = ConsumerMessage | ProducerMessage
+
+
+# -- bytes -------------------------------------------------------------------------------------------
 
 
 def encode(message: Message) -> bytes:
@@ -174,10 +249,12 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: a field is over its limits, or the whole is longer than `MAX_MESSAGE_BYTES`.
     """
-    tag = type(message).__name__
-    fields = checked_fields(tag, vars(message), _CHECKS[tag])
+    tag = _TAGS[type(message)]
     try:
+        fields = _RECORDS[tag].checked(vars(message))
         data = cast(bytes, msgpack.packb([tag, fields]))
+    except Refused as refused:
+        raise ProtocolError(refused.text(tag)) from None
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"{tag} cannot be encoded: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
@@ -193,23 +270,35 @@ def decode(data: bytes) -> Message:
         ProtocolError: anything else that is not exactly one message; the error names the field.
     """
     tag, fields = _unpack(data)
-    checks = _CHECKS.get(tag)
-    if checks is None:
+    record = _RECORDS.get(tag)
+    if record is None:
         raise ProtocolError(f"unknown message {tag[:40]!r}")
-    if "version" in checks:
-        _require_version(tag, fields)
-    return _TYPES[tag](**checked_fields(tag, fields, checks))
+    try:
+        if "version" in record.has_default:
+            _require_version(record, fields)
+        return cast(Message, record.read(fields))
+    except Refused as refused:
+        raise ProtocolError(refused.text(tag)) from None
+
+
+def _require_version(record: Record[Any], fields: Mapping[str, object]) -> None:
+    """Compare versions before anything else is checked: another version may have other fields."""
+    if "version" not in fields:
+        raise Refused("is missing", ".version")
+    version = record.checked({"version": fields["version"]})["version"]
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
 
 
 def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
     """Unpack the array of tag and fields, under the limits."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+        raise ProtocolError(f"malformed message: {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     numbers = count(1)
 
     def counted(entries: object) -> object:
         if next(numbers) > _MAX_CONTAINERS:
-            raise ProtocolError(f"a message of more than {_MAX_CONTAINERS} arrays and maps")
+            raise ProtocolError(f"malformed message: more than {_MAX_CONTAINERS} arrays and maps")
         return entries
 
     try:
@@ -227,9 +316,9 @@ def _unpack(data: bytes) -> tuple[str, dict[str, object]]:
     except ProtocolError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a message that is not MessagePack within the limits: {error}") from error
+        raise ProtocolError(f"malformed message: not MessagePack within the limits: {error}") from error
     if type(parts) is not tuple or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not dict:
-        raise ProtocolError("a message is an array of a tag and a map of fields")
+        raise ProtocolError("malformed message: it must be an array of a tag and a map of fields")
     return parts[0], parts[1]
 
 
@@ -237,82 +326,10 @@ def _map_without_duplicates(pairs: object) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in cast(Iterable[tuple[object, object]], pairs):
         if type(key) is not str:
-            raise ProtocolError(f"a field's name is a string, got {type(key).__name__}")
+            raise ProtocolError(
+                f"malformed message: a field's name must be a string, got {type(key).__name__}"
+            )
         if key in result:
-            raise ProtocolError(f"field {key[:40]!r} appears twice")
+            raise ProtocolError(f"malformed message: field {key[:40]!r} appears twice")
         result[key] = value
     return result
-
-
-def _require_version(tag: str, fields: Mapping[str, object]) -> None:
-    if "version" not in fields:
-        raise ProtocolError(f"{tag}.version is missing")
-    version = integer(0, MAX_LEASE)(f"{tag}.version", fields["version"])
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
-
-
-# -- checks of fields that only messages have --------------------------------------------------------
-
-
-def _block_tables(name: str, value: object) -> tuple[tuple[int, ...], ...]:
-    check = integers(0, _MAX_BLOCK_ID, MAX_GROUP_BLOCKS)
-    tables = array(name, value, MAX_GROUPS)
-    return tuple(check(f"{name}[{index}]", table) for index, table in enumerate(tables))
-
-
-def _compatibility_fields(name: str, value: object) -> dict[str, str | int]:
-    fields = _plain_map(name, value)
-    for key, entry in fields.items():
-        if type(entry) is int:
-            integer(-MAX_LEASE, MAX_LEASE)(f"{name}.{key[:40]}", entry)
-        else:
-            text(f"{name}.{key[:40]}", entry)
-    return cast(dict[str, str | int], fields)
-
-
-def _plain_map(name: str, value: object) -> dict[str, object]:
-    if not isinstance(value, Mapping):
-        raise ProtocolError(f"{name} must be a map, got {type(value).__name__}")
-    if len(value) > _MAX_FIELDS:
-        raise ProtocolError(f"{name} has {len(value)} entries; at most {_MAX_FIELDS} are allowed")
-    for key in value:
-        text(f"a key of {name}", key)
-    return dict(value)
-
-
-_lease = integer(1, MAX_LEASE)
-_TYPES: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Claim, Heartbeat, Release),
-        *(Welcome, Grant, Parked, Progress, Deny, Revoke),
-    )
-}
-_IDENTITY: dict[str, Check] = {
-    "version": integer(0, MAX_LEASE),
-    "engine_id": text,
-    "epoch": integer(1, MAX_EPOCH),
-    "digest": text,
-}
-_OFFER: dict[str, Check] = {"request_id": text, "lease": _lease}
-_SPEAKER: dict[str, Check] = {"rank": integer(0, MAX_RANKS - 1), "num_ranks": integer(1, MAX_RANKS)}
-_CHECKS: dict[str, dict[str, Check]] = {
-    "Hello": _IDENTITY,
-    "Welcome": {**_IDENTITY, "fields": _compatibility_fields, "layout": _plain_map},
-    "Claim": {**_OFFER, **_SPEAKER},
-    "Grant": {
-        **_OFFER,
-        "guard_index": integer(0, _MAX_BLOCK_ID),
-        "num_tokens": integer(1, _MAX_BLOCK_ID),
-        "num_ready": integer(0, _MAX_BLOCK_ID),
-        "block_ids": _block_tables,
-        "content": text,
-    },
-    "Parked": _OFFER,
-    "Progress": {**_OFFER, "num_ready": integer(1, _MAX_BLOCK_ID), "more_block_ids": _block_tables},
-    "Deny": {**_OFFER, "reason": text},
-    "Heartbeat": {"leases": integers(1, MAX_LEASE, MAX_HEARTBEAT_LEASES)},
-    "Release": {**_OFFER, "delivered": boolean, **_SPEAKER},
-    "Revoke": {**_OFFER, "reason": text},
-}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self, cast
 
-from ...transports._options import unknown_key
+from ...transports._options import from_mapping, require_known, require_valid
+from ...transports.checked import text
 from ...transports.errors import ConfigurationError
 from ..base import KVConnectorBase
 from ..config import KVTransferConfig
@@ -26,10 +27,13 @@ class ChildOptions:
         name: The child's name in `kv_transfer_params`, the same on both nodes. If empty, the name of its class.
     """
 
-    kv_connector: str
+    kv_connector: Annotated[str, text(max_chars=1024, min_chars=1)]
     kv_connector_module_path: str = ""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+
+    def __post_init__(self) -> None:
+        require_valid(self)
 
     @classmethod
     def from_mapping(cls, mapping: Any) -> Self:
@@ -41,19 +45,7 @@ class ChildOptions:
         """
         if not isinstance(mapping, Mapping):
             raise _error(f"each entry must be a mapping, not {mapping!r}", mapping)
-        known = {setting.name for setting in fields(cls)}
-        for key in mapping:
-            if key not in known:
-                what = f"option {_OPTION!r}: unknown key {key!r}"
-                raise unknown_key(what, str(key), known, key=_OPTION, value=key)
-        if not mapping.get("kv_connector"):
-            raise _error("an entry lacks 'kv_connector'", mapping)
-        for key, value in mapping.items():
-            wanted = Mapping if key == "kv_connector_extra_config" else str
-            if not isinstance(value, wanted):
-                kind = "mapping" if wanted is Mapping else "string"
-                raise _error(f"{key} must be a {kind}, not {value!r}", value)
-        return cls(**mapping)
+        return from_mapping(cls, mapping, "key", f" in an entry of option {_OPTION!r}")
 
 
 class MultiConnector(KVConnectorBase):
@@ -115,10 +107,7 @@ class MultiConnector(KVConnectorBase):
 
 
 def _parse(options: Mapping[str, Any]) -> list[ChildOptions]:
-    for key in options:
-        if key != _OPTION:
-            what = f"unknown connector option {key!r}"
-            raise unknown_key(what, str(key), (_OPTION,), key=key, value=options[key])
+    require_known(options, (_OPTION,), "connector option")
     entries = options.get(_OPTION)
     if not isinstance(entries, list | tuple) or not entries:
         raise _error(f"must be a list of at least one connector, not {entries!r}", entries)

@@ -1,59 +1,57 @@
-"""What lies inside an attention layer's page, by content: whose heads, and where each token's vectors are.
+"""What lies inside an attention layer's page, by content: which heads, and where each token's vectors are.
 
 A *slot* is a token's position in a pool: `block_id * block_size + offset`. A *kernel block* is the block of an
-attention kernel; one or more, in a row, make a block of the block table.
+attention kernel; one or more consecutive kernel blocks make a block of the block table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Annotated
 
-from ...transports.errors import ProtocolError
-from ..checks import Check, checked_fields, integer, text
+from ...transports.checked import Refused, integer, text
 
-_MAX_BYTES = 2**60
+# Limits of what a peer may describe. Every offset inside an accepted layout fits an int64.
+MAX_BYTES = 2**60
+_MAX_NAME_CHARS = 1024
 _MAX_SHARES = 1 << 16
-_MAX_PARTS = 2
 _MAX_KERNEL_BLOCK_SIZE = 1 << 20
+
+Name = Annotated[str, text(_MAX_NAME_CHARS)]
+Offset = Annotated[int, integer(0, MAX_BYTES)]
+Size = Annotated[int, integer(1, MAX_BYTES)]
+_Count = Annotated[int, integer(1, _MAX_SHARES)]
 
 
 @dataclass(frozen=True)
 class Shard:
     """Which part of a layer one rank keeps: shares `first` to `first + num - 1` of the model's `total`.
 
-    A share is a KV head of an attention layer; of a layer that is not kept by heads, it is a rank's part. Two
+    A share is a KV head of an attention layer. If a layer is not kept by heads, a share is one rank's part of it. Two
     ranks may keep the same share.
     """
 
-    first: int
-    num: int
-    total: int
+    first: Annotated[int, integer(0, _MAX_SHARES)]
+    num: _Count
+    total: _Count
 
     @property
     def end(self) -> int:
-        """The share behind the last one."""
+        """The share after the last one."""
         return self.first + self.num
 
     def to_plain(self) -> dict[str, object]:
-        """As a map of integers."""
+        """Return a map of integers, for a peer."""
         return asdict(self)
 
-    @classmethod
-    def from_plain(cls, name: str, plain: Mapping[str, object]) -> Self:
-        """Parse what a peer says.
-
-        Raises:
-            ProtocolError: a field is missing, unknown, ill-typed or over its limits; the error names it.
-        """
-        shard = cls(**checked_fields(name, plain, _SHARD_CHECKS))
-        if shard.end > shard.total:
-            raise ProtocolError(f"{name} ends at share {shard.end} of {shard.total}")
-        return shard
+    def require_consistent(self) -> None:
+        """Check what a peer says about its shard."""
+        if self.end > self.total:
+            raise Refused(f"ends at share {self.end} of {self.total}")
 
 
-#: A layer that one rank keeps as a whole, of which no parts are known.
+#: A layer that one rank keeps as a whole and that is not divided into heads.
 WHOLE = Shard(0, 1, 1)
 
 
@@ -63,31 +61,31 @@ class SlotArray:
 
     The vector of slot `s`, part `p` and the shard's head `h` lies at the layer's base offset plus
     `s // kernel_block_size * kernel_block_stride + s % kernel_block_size * slot_stride + p * part_stride +
-    h * head_stride`. So the order inside a page (tokens or heads first) and the split into kernel blocks are
-    nothing but numbers.
+    h * head_stride`. The strides express the order inside a page (tokens or heads first) and the split into kernel
+    blocks.
 
     Attributes:
         element: Element type, e.g. `"float16"`.
         num_parts: 2, keys and values; or 1, a latent that stands for both.
         vector_bytes: Bytes of one head's vector.
-        kernel_block_size: Slots a kernel block.
+        kernel_block_size: Slots per kernel block.
         kernel_block_stride: Bytes from one kernel block to the next.
         slot_stride: Bytes from one slot to the next in a kernel block.
         part_stride: Bytes from keys to values.
         head_stride: Bytes from one head to the next.
     """
 
-    element: str
-    num_parts: int
-    vector_bytes: int
-    kernel_block_size: int
-    kernel_block_stride: int
-    slot_stride: int
-    part_stride: int
-    head_stride: int
+    element: Name
+    num_parts: Annotated[int, integer(1, 2)]
+    vector_bytes: Size
+    kernel_block_size: Annotated[int, integer(1, _MAX_KERNEL_BLOCK_SIZE)]
+    kernel_block_stride: Offset
+    slot_stride: Offset
+    part_stride: Offset
+    head_stride: Offset
 
     def end(self, num_slots: int, num_heads: int) -> int:
-        """Bytes from the layer's base offset to behind the last vector."""
+        """Bytes from the layer's base offset to the end of the last vector."""
         num_kernel_blocks = num_slots // self.kernel_block_size
         return (
             (num_kernel_blocks - 1) * self.kernel_block_stride
@@ -98,17 +96,8 @@ class SlotArray:
         )
 
     def to_plain(self) -> dict[str, object]:
-        """As a map of strings and integers."""
+        """Return a map of strings and integers, for a peer."""
         return asdict(self)
-
-    @classmethod
-    def from_plain(cls, name: str, plain: Mapping[str, object]) -> Self:
-        """Parse what a peer says; where the vectors end is for the layout to check.
-
-        Raises:
-            ProtocolError: a field is missing, unknown, ill-typed or over its limits; the error names it.
-        """
-        return cls(**checked_fields(name, plain, _SLOT_CHECKS))
 
 
 def slot_array_of_view(
@@ -119,10 +108,10 @@ def slot_array_of_view(
     Args:
         shape: `(num_kernel_blocks, num_parts, kernel_block_size, num_heads, head_size)`.
         strides: Of the same axes, in elements.
-        itemsize: Bytes an element.
+        itemsize: Bytes per element.
 
     Returns:
-        The array; None if a vector's elements are not next to each other, so that only whole pages can move.
+        The array; None if a vector's elements are not contiguous, so that only whole pages can move.
     """
     kernel_block, part, slot, head, elem = (stride * itemsize for stride in strides)
     if elem != itemsize and shape[4] > 1:
@@ -137,21 +126,3 @@ def slot_array_of_view(
         part_stride=part,
         head_stride=head,
     )
-
-
-_stride = integer(0, _MAX_BYTES)
-_SHARD_CHECKS: dict[str, Check] = {
-    "first": integer(0, _MAX_SHARES),
-    "num": integer(1, _MAX_SHARES),
-    "total": integer(1, _MAX_SHARES),
-}
-_SLOT_CHECKS: dict[str, Check] = {
-    "element": text,
-    "num_parts": integer(1, _MAX_PARTS),
-    "vector_bytes": integer(1, _MAX_BYTES),
-    "kernel_block_size": integer(1, _MAX_KERNEL_BLOCK_SIZE),
-    "kernel_block_stride": _stride,
-    "slot_stride": _stride,
-    "part_stride": _stride,
-    "head_stride": _stride,
-}

@@ -136,7 +136,7 @@ def test_a_malformed_value_is_named(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("params", [[], "do_remote_decode", 7, True])
 def test_params_that_are_no_object_are_refused(params: Any) -> None:
-    with pytest.raises(InvalidTransferParamsError, match="it must be an object"):
+    with pytest.raises(InvalidTransferParamsError, match="kv_transfer_params must be an object"):
         parse_transfer_params(params)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import get_args
 
@@ -10,13 +11,13 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 
-from kvferry.connector.checks import MAX_TEXT_CHARS
 from kvferry.connector.handoff import messages
 from kvferry.connector.handoff.messages import (
     MAX_GROUP_BLOCKS,
     MAX_GROUPS,
     MAX_LEASE,
     MAX_RANKS,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Claim,
     Deny,
@@ -48,7 +49,7 @@ EXAMPLES = [
     Release("r", 1, True, 0, 1),
     Revoke("r", 1, "it expired"),
 ]
-BY_TAG = {type(message).__name__: message for message in EXAMPLES}
+BY_TAG = {msgpack.unpackb(encode(message))[0]: message for message in EXAMPLES}
 
 text = st.text(st.characters(codec="utf-8"), max_size=40)
 lease = st.integers(1, MAX_LEASE)
@@ -99,6 +100,33 @@ def plain_fields(tag: str) -> dict[str, object]:
 
 def test_there_is_an_example_of_every_message() -> None:
     assert {type(message) for message in EXAMPLES} == set(get_args(messages.Message))
+    assert len(BY_TAG) == len(EXAMPLES)
+
+
+@pytest.fixture
+def renamed() -> Iterator[None]:
+    """All classes of messages have another name."""
+    names = {type(message): type(message).__name__ for message in EXAMPLES}
+    for kind in names:
+        kind.__name__ = "Renamed"
+    yield
+    for kind, name in names.items():
+        kind.__name__ = name
+
+
+ENCODED = [encode(message) for message in EXAMPLES]
+
+
+@pytest.mark.usefixtures("renamed")
+def test_the_wire_does_not_change_when_a_class_is_renamed() -> None:
+    assert [encode(message) for message in EXAMPLES] == ENCODED
+    assert [decode(data) for data in ENCODED] == EXAMPLES
+
+
+def test_any_version_knows_the_first_message_of_any_other() -> None:
+    """These two tags and the field `version` are all that every version must share."""
+    for tag in ("Hello", "Welcome"):
+        assert "version" in vars(BY_TAG[tag])
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
@@ -123,7 +151,7 @@ def test_nesting_is_bounded_before_it_takes_time(nested: bytes) -> None:
     deep = nested * 400 + b"\xc0"
     num_deep = (MAX_MESSAGE_BYTES - 100) // len(deep)
     data = b"\x92\xa7Welcome\x81\xa1x\xdd" + num_deep.to_bytes(4, "big") + deep * num_deep
-    with pytest.raises(ProtocolError, match="more than 65536 arrays and maps"):
+    with pytest.raises(ProtocolError, match="malformed message: more than 65536 arrays and maps"):
         decode(data)
 
 
@@ -190,28 +218,48 @@ def test_an_unknown_field_is_named(tag: str) -> None:
 @pytest.mark.parametrize(
     ("tag", "change", "message"),
     [
-        ("Claim", {"lease": True}, "Claim.lease must be an integer, got bool"),
-        ("Claim", {"lease": 0}, "Claim.lease is from 1"),
-        ("Claim", {"lease": 2**63}, "Claim.lease is from 1"),
-        ("Claim", {"request_id": "x" * (MAX_TEXT_CHARS + 1)}, "Claim.request_id has 1025 characters"),
-        ("Claim", {"rank": MAX_RANKS}, "Claim.rank is from 0"),
-        ("Release", {"num_ranks": 0}, "Release.num_ranks is from 1"),
-        ("Release", {"delivered": 1}, "Release.delivered must be a boolean, got int"),
-        ("Heartbeat", {"leases": [1, True]}, "Heartbeat.leases holds only integers"),
-        ("Heartbeat", {"leases": [1, -1]}, "Heartbeat.leases holds integers from 1"),
-        ("Heartbeat", {"leases": [1] * (messages.MAX_HEARTBEAT_LEASES + 1)}, "Heartbeat.leases has 65537"),
-        ("Grant", {"block_ids": [[1], 2]}, r"Grant.block_ids\[1\] must be an array"),
-        ("Grant", {"block_ids": [[]] * (MAX_GROUPS + 1)}, "Grant.block_ids has 65 entries"),
-        ("Grant", {"block_ids": [[-1]]}, r"Grant.block_ids\[0\] holds integers from 0"),
+        ("Claim", {"lease": True}, "Claim.lease must be an integer from 1 to 9223372036854775807, got True"),
+        ("Claim", {"lease": 0}, "Claim.lease must be an integer from 1"),
+        ("Claim", {"lease": 2**63}, "Claim.lease must be an integer from 1"),
+        (
+            "Claim",
+            {"request_id": "x" * (MAX_TEXT_CHARS + 1)},
+            "Claim.request_id must be a string of at most 1024 characters, got 1025",
+        ),
+        ("Claim", {"rank": MAX_RANKS}, "Claim.rank must be an integer from 0"),
+        ("Release", {"num_ranks": 0}, "Release.num_ranks must be an integer from 1"),
+        ("Release", {"delivered": 1}, "Release.delivered must be true or false, got 1"),
+        (
+            "Heartbeat",
+            {"leases": [1, True]},
+            r"Heartbeat.leases\[1\] must be an integer from 1 to 9223372036854775807, got True",
+        ),
+        ("Heartbeat", {"leases": [1, -1]}, r"Heartbeat.leases\[1\] must be an integer from 1"),
+        (
+            "Heartbeat",
+            {"leases": [1] * (messages.MAX_HEARTBEAT_LEASES + 1)},
+            "Heartbeat.leases must be a list of at most 65536 entries, got 65537",
+        ),
+        ("Grant", {"block_ids": [[1], 2]}, r"Grant.block_ids\[1\] must be a list, got 2"),
+        (
+            "Grant",
+            {"block_ids": [[]] * (MAX_GROUPS + 1)},
+            "Grant.block_ids must be a list of at most 64 entries, got 65",
+        ),
+        ("Grant", {"block_ids": [[-1]]}, r"Grant.block_ids\[0\]\[0\] must be an integer from 0"),
         ("Grant", {"block_ids": [[1] * (MAX_GROUP_BLOCKS + 1)]}, "within the limits"),
-        ("Progress", {"num_ready": 0}, "Progress.num_ready is from 1"),
-        ("Progress", {"more_block_ids": [[-1]]}, r"Progress.more_block_ids\[0\] holds integers from 0"),
-        ("Grant", {"num_tokens": 0}, "Grant.num_tokens is from 1"),
-        ("Welcome", {"fields": [1]}, "Welcome.fields must be a map, got tuple"),
-        ("Welcome", {"fields": {"a": True}}, "Welcome.fields.a must be a string, got bool"),
+        ("Progress", {"num_ready": 0}, "Progress.num_ready must be an integer from 1"),
+        (
+            "Progress",
+            {"more_block_ids": [[-1]]},
+            r"Progress.more_block_ids\[0\]\[0\] must be an integer from 0",
+        ),
+        ("Grant", {"num_tokens": 0}, "Grant.num_tokens must be an integer from 1"),
+        ("Welcome", {"fields": [1]}, r"Welcome.fields must be a mapping, got \(1,\)"),
+        ("Welcome", {"fields": {"a": True}}, "Welcome.fields.a must be a string, got True"),
         ("Welcome", {"fields": {str(i): i for i in range(300)}}, "within the limits"),
         ("Welcome", {"layout": {1: 2}}, "not allowed for map key"),
-        ("Hello", {"epoch": 0}, "Hello.epoch is from 1"),
+        ("Hello", {"epoch": 0}, "Hello.epoch must be an integer from 1"),
     ],
 )
 def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from .._adapter import AdaptedEndpoint
-from .._options import parse_options
+from .._options import parse_options, require_valid
 from .._outside import outside
 from ..base import Arena, Connected, Endpoint, Event, MessageReceived, PeerLost, Route, TransferEnded
 from ..endpoint import PeerTransport
@@ -54,11 +54,11 @@ class AutoOptions:
     network_options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.network, str) or self.network == SCHEME:
-            raise ConfigurationError(f"network cannot be {self.network!r}", key="network", value=self.network)
-        for key in ("local_options", "network_options"):
-            if not isinstance(value := getattr(self, key), Mapping):
-                raise ConfigurationError(f"{key} must be a mapping, got {value!r}", key=key, value=value)
+        require_valid(self)
+        if self.network == SCHEME:
+            raise ConfigurationError(
+                f"network must be a transport to other hosts, got {SCHEME!r}", key="network", value=SCHEME
+            )
 
 
 @dataclass(frozen=True)

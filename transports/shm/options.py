@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from .._options import require_int
+from .._options import require_valid
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import ConfigurationError
+from ..checked import integer, integers, refuse, seconds, string
 from .copier import PIECE_BYTES
+
+
+def _folder(value: object) -> str:
+    path = string(value)
+    if path and not os.path.isdir(path):
+        refuse("an existing folder", path)
+    return path
 
 
 @dataclass(frozen=True)
@@ -31,38 +38,14 @@ class SharedMemoryOptions:
         allowed_uids: Users besides our own whose processes we talk to.
     """
 
-    num_guards: int = 65536
-    copy_threads: int = 1
-    inline_bytes: int = 2 << 20
-    max_queued_bytes: int = 8 << 20
-    max_connecting: int = 128
-    handshake_timeout_s: float = 5.0
-    socket_dir: str = ""
-    allowed_uids: Sequence[int] = ()
+    num_guards: Annotated[int, integer(1, 1 << 24)] = 65536
+    copy_threads: Annotated[int, integer(1, 64)] = 1
+    inline_bytes: Annotated[int, integer(0, PIECE_BYTES)] = 2 << 20
+    max_queued_bytes: Annotated[int, integer(MAX_MESSAGE_BYTES, 1 << 30)] = 8 << 20
+    max_connecting: Annotated[int, integer(1, 65536)] = 128
+    handshake_timeout_s: Annotated[float, seconds()] = 5.0
+    socket_dir: Annotated[str, _folder] = ""
+    allowed_uids: Annotated[Sequence[int], integers(0, 2**32 - 2, max_count=65536)] = ()
 
     def __post_init__(self) -> None:
-        require_int("num_guards", self.num_guards, 1, 1 << 24)
-        require_int("copy_threads", self.copy_threads, 1, 64)
-        require_int("inline_bytes", self.inline_bytes, 0, PIECE_BYTES)
-        require_int("max_queued_bytes", self.max_queued_bytes, MAX_MESSAGE_BYTES, 1 << 30)
-        require_int("max_connecting", self.max_connecting, 1, 65536)
-        _require("handshake_timeout_s", self.handshake_timeout_s, _is_positive(self.handshake_timeout_s))
-        _require(
-            "socket_dir", self.socket_dir, isinstance(self.socket_dir, str) and _is_folder(self.socket_dir)
-        )
-        _require("allowed_uids", self.allowed_uids, isinstance(self.allowed_uids, list | tuple))
-        for uid in self.allowed_uids:
-            require_int("allowed_uids", uid, 0, 2**32 - 2)
-
-
-def _require(key: str, value: object, is_valid: bool) -> None:
-    if not is_valid:
-        raise ConfigurationError(f"{key} cannot be {value!r}", key=key, value=value)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _is_folder(path: str) -> bool:
-    return not path or os.path.isdir(path)
+        require_valid(self)

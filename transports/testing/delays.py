@@ -10,10 +10,11 @@ import heapq
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from .._options import parse_options, require_int
+from .._options import parse_options, require_valid
 from ..base import Endpoint, Event, PeerLost, TransferEnded
+from ..checked import integer
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import create_transport
 from .wrapping import RenamedEndpoint, WrappedTransport
@@ -31,12 +32,11 @@ class DelayOptions:
 
     inner: str = "inproc"
     options: Mapping[str, object] = field(default_factory=dict)
-    seed: int = 0
-    max_turns: int = 8
+    seed: Annotated[int, integer(0, 2**63 - 1)] = 0
+    max_turns: Annotated[int, integer(0, 1 << 20)] = 8
 
     def __post_init__(self) -> None:
-        require_int("seed", self.seed, 0, 2**63 - 1)
-        require_int("max_turns", self.max_turns, 0, 1 << 20)
+        require_valid(self)
 
 
 @dataclass(order=True)

@@ -7,9 +7,11 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from .. import errors
-from .._options import parse_options, require_int
+from .._options import parse_options, require_valid
+from ..checked import integer
 from ..errors import ConfigurationError, TransportError
 
 #: Calls of a transport, and of its guard table, that can raise what they do not document.
@@ -51,13 +53,13 @@ class Fault:
 
     kind: str
     at: str = "transfer"
-    nth: int = 1
+    nth: Annotated[int, integer(1, 1 << 30)] = 1
     error: str = "TransferTimeoutError"
 
     def __post_init__(self) -> None:
+        require_valid(self)
         if self.kind not in _KINDS.get(self.at, ()):
             raise ConfigurationError(f"no fault {self.kind!r} at a {self.at}", key="kind", value=self.kind)
-        require_int("nth", self.nth, 1, 1 << 30)
         of_call = self.at in CALLS
         kind = getattr(builtins if of_call else errors, self.error, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception if of_call else TransportError)):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 from urllib.parse import urlsplit
 
 from .._network_options import NetworkOptions
-from .._options import require_int
 from .._tcp import authority, is_loopback
+from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
 
 SCHEME = "ucx"
@@ -46,13 +46,11 @@ class UCXOptions(NetworkOptions):
     refuse_tcp: bool = False
     rndv_threshold: str = "auto"
     rndv_scheme: str = "auto"
-    tcp_segment_bytes: int = 256 << 10
-    spin_us: int = 200
+    tcp_segment_bytes: Annotated[int, integer(8 << 10, 16 << 20)] = 256 << 10
+    spin_us: Annotated[int, integer(0, 10_000)] = 200
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("tcp_segment_bytes", self.tcp_segment_bytes, 8 << 10, 16 << 20)
-        require_int("spin_us", self.spin_us, 0, 10_000)
         if self.refuse_tcp and "tcp" in self.tls.lstrip("^").split(",") and not self.tls.startswith("^"):
             raise ConfigurationError(
                 f"refuse_tcp=true, and tls={self.tls!r} asks for tcp", key="refuse_tcp", value=True

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from .._network_options import NetworkOptions
-from .._options import require_int
 from .._tcp import authority
+from ..checked import integer
 from ..errors import ConfigurationError
 
 SCHEME = "zeromq"
-
-_CURVE_CHOICES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +35,16 @@ class ZeroMQOptions(NetworkOptions):
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
     MAX_WINDOW_BYTES: ClassVar[int] = 64 << 20
 
-    curve: str = "auto"
+    curve: Literal["auto", "on", "off"] = "auto"
     allow_plaintext: bool = False
     curve_secret_key_file: str = ""
     curve_allowed_keys_file: str = ""
     shared_secret_file: str = ""
     checksums: bool = True
-    slice_bytes: int = 4 << 20
-    window_slices: int = 6
-    io_threads: int = 1
+    slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 6
+    io_threads: Annotated[int, integer(1, 16)] = 1
     congestion_control: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.curve not in _CURVE_CHOICES:
-            known = ", ".join(_CURVE_CHOICES)
-            raise ConfigurationError(f"curve={self.curve!r}; allowed: {known}", key="curve", value=self.curve)
-        require_int("io_threads", self.io_threads, 1, 16)
 
 
 @dataclass(frozen=True)
