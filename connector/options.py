@@ -1,16 +1,24 @@
-"""The options of a peer-to-peer connector: what stands in `kv_connector_extra_config`, parsed once."""
+"""The options of a peer-to-peer connector: the mapping `kv_connector_extra_config`, parsed once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from ..transports._options import unknown_key
+from ..transports._options import require_known, require_valid
+from ..transports.checked import Refused, shown
 from ..transports.errors import ConfigurationError
 from .handoff.config import HandoffConfig
 
 _TIMING_KEYS = tuple(setting.name for setting in fields(HandoffConfig))
+
+
+def _scheme(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    hint = "; the transport's own options go under transport_options" if isinstance(value, Mapping) else ""
+    raise Refused(f"must be the name of a transport, e.g. 'shm', got {shown(value)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -18,53 +26,50 @@ class ConnectorOptions:
     """Options of a connector that reads a peer's pool.
 
     Attributes:
-        cross_layer_blocks: Ask for the uniform layout: one block of all layers is one run of bytes.
+        cross_layer_blocks: Ask for the uniform layout: each block of all layers is one run of bytes.
         address: Where to listen, in the transport's own form; empty lets the transport choose.
-        transport: The transport's own options; it refuses those that it does not know.
-        handoff: Deadlines and bounds; a user writes each beside the others, e.g. `{"lease_s": 10}`.
+        transport: Scheme of the transport that carries the bytes, e.g. `"shm"`.
+        transport_options: The transport's own options; it refuses those that it does not know.
+        handoff: Deadlines and bounds. A user writes each beside the other options, e.g. `{"lease_s": 10}`.
+
+    Raises:
+        ConfigurationError: a value is not allowed; the error names its key.
     """
 
     cross_layer_blocks: bool = True
     address: str = ""
-    transport: Mapping[str, object] = field(default_factory=dict)
+    transport: Annotated[str, _scheme] = "shm"
+    transport_options: Mapping[str, object] = field(default_factory=dict)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
 
+    def __post_init__(self) -> None:
+        require_valid(self)
+
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+    def from_mapping(cls, mapping: Mapping[str, Any], scheme: str = "") -> Self:
         """Parse what a user wrote.
+
+        Args:
+            scheme: Of a connector that stands for one transport: the option `transport` may be left out, and may not name
+                another one. Empty: the user chooses.
 
         Raises:
             ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
         """
-        require_known(mapping)
-        own = {key: _checked(key, mapping[key]) for key in _TYPES if key in mapping}
+        require_known(mapping, (*_OWN_KEYS, *_TIMING_KEYS), "connector option")
+        own = {key: mapping[key] for key in _OWN_KEYS if key in mapping}
         timing = {key: mapping[key] for key in _TIMING_KEYS if key in mapping}
-        return cls(**own, handoff=HandoffConfig(**timing))
+        if scheme:
+            own.setdefault("transport", scheme)
+        options = cls(**own, handoff=HandoffConfig(**timing))
+        if scheme and options.transport != scheme:
+            raise ConfigurationError(
+                f"transport={options.transport!r} does not fit this connector, which stands for {scheme!r}: leave "
+                f"transport out, or set kv_connector to {options.transport!r}",
+                key="transport",
+                value=options.transport,
+            )
+        return options
 
 
-def require_known(mapping: Mapping[str, Any], *more: str) -> None:
-    """Refuse keys that are neither options of a connector nor in `more`.
-
-    Raises:
-        ConfigurationError: there is one; the error names it, and the known one that looks most like it.
-    """
-    known = (*_TYPES, *_TIMING_KEYS, *more)
-    for key in mapping:
-        if key not in known:
-            what = f"unknown connector option {key!r}"
-            raise unknown_key(what, str(key), known, key=str(key), value=mapping[key])
-
-
-#: The options that are not deadlines: their type, and its name in words.
-_TYPES: Mapping[str, tuple[type, str]] = {
-    "cross_layer_blocks": (bool, "true or false"),
-    "address": (str, "a string"),
-    "transport": (Mapping, "a mapping of the transport's options"),
-}
-
-
-def _checked(key: str, value: Any) -> Any:
-    kind, words = _TYPES[key]
-    if not isinstance(value, kind):
-        raise ConfigurationError(f"{key}={value!r}: it must be {words}", key=key, value=value)
-    return value
+_OWN_KEYS = tuple(option.name for option in fields(ConnectorOptions) if option.name != "handoff")

@@ -33,15 +33,16 @@ class PeerToPeerConnector(KVConnectorBase):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        if (
-            cls.__init__ is PeerToPeerConnector.__init__
-        ):  # a subclass with its own constructor may have more options
-            check_options(cls.transport_scheme, ConnectorOptions.from_mapping(options).transport)
+        if cls.__init__ is PeerToPeerConnector.__init__:  # a subclass with its own constructor may take more options
+            parsed = ConnectorOptions.from_mapping(options, cls.transport_scheme)
+            check_options(cls.transport_scheme, parsed.transport_options)
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # Parsed before either half is made, so that both roles refuse a wrong option.
         transfer = config.kv_transfer
-        self._options = ConnectorOptions.from_mapping(transfer.kv_connector_extra_config if transfer else {})
+        self._options = ConnectorOptions.from_mapping(
+            transfer.kv_connector_extra_config if transfer else {}, self.transport_scheme
+        )
         super().__init__(config, role, kv_cache_config)
 
     def make_scheduler_half(self) -> HandoffScheduler:
@@ -49,7 +50,7 @@ class PeerToPeerConnector(KVConnectorBase):
 
     def make_worker_half(self) -> HandoffWorker:
         options = self._options
-        transport = create_transport(self.transport_scheme, options.transport)
+        transport = create_transport(self.transport_scheme, options.transport_options)
         return HandoffWorker(self.config, self.kv_cache_config, transport, options)
 
     @property

@@ -17,7 +17,7 @@ from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
 from ..worker_half import HandoffWorker, new_epoch
-from .config import HostOptions, engine_config, kv_cache_config
+from .config import connector_options, engine_config, kv_cache_config
 from .identity import model_identity
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
@@ -40,7 +40,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     """Hands finished prompts' blocks over between vLLM nodes; the decode node reads the prefill node's pool.
 
     Loads are asynchronous, nothing is saved layer by layer. The options in `kv_connector_extra_config` are
-    `transport` (`"shm"` if absent), `transport_options`, and those of `ConnectorOptions`.
+    those of `ConnectorOptions`.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -78,13 +78,13 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """One block of all layers as one run of bytes, if the user asks for it; vLLM falls back where it cannot."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        HostOptions.from_mapping(extra)  # asked before there is a pool: a wrong option is told now
+        connector_options(extra)  # asked before there is a pool: a wrong option is told now
         return "BLHNC" if extra.get("cross_layer_blocks") is True else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No call of ours is part of a graph. vLLM asks while it reads its configuration: a wrong option is told then."""
-        HostOptions.from_mapping(extra_config)
+        connector_options(extra_config)
         return False
 
     @classmethod
@@ -209,7 +209,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
-    HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config)
     transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
@@ -224,13 +224,13 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
     epoch = ranks.broadcast_object(
         new_epoch()
     )  # a start of the node is one start, whatever the number of ranks
-    options = HostOptions.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config)
     half = HandoffWorker(
         engine_config(vllm_config, pool, ranks.rank_in_group, epoch, model_identity(vllm_config)),
         pool,
-        create_transport(options.transport, options.connector.transport),
-        options.connector,
+        create_transport(options.transport, options.transport_options),
+        options,
     )
     return WorkerSide(vllm_config, config, half)
 

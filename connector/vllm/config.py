@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ...transports.errors import ConfigurationError
 from ...transports.registry import check_options
@@ -23,7 +22,7 @@ from ..kv_cache_specs import (
     KVCacheSpec,
     UniformTypeKVCacheSpecs,
 )
-from ..options import ConnectorOptions, require_known
+from ..options import ConnectorOptions
 from .identity import model_name
 
 if TYPE_CHECKING:
@@ -53,42 +52,16 @@ _KINDS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class HostOptions:
-    """What stands in `kv_connector_extra_config`.
+def connector_options(mapping: Mapping[str, Any]) -> ConnectorOptions:
+    """Parse `kv_connector_extra_config`, and ask the transport whether it knows its options.
 
-    Attributes:
-        transport: Scheme of the transport: `"shm"`, `"zeromq"`, ….
-        connector: The rest; the transport's own options stand under `transport_options`.
+    Raises:
+        ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
+        BackendUnavailableError: the transport cannot be loaded.
     """
-
-    transport: str
-    connector: ConnectorOptions
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Parse what a user wrote.
-
-        Raises:
-            ConfigurationError: a key is unknown, or has a value that is not allowed; the error names it.
-            BackendUnavailableError: the transport cannot be loaded.
-        """
-        require_known(
-            mapping, "transport_options"
-        )  # by the user's names: the two of a transport are others below
-        rest = dict(mapping)
-        transport = rest.pop("transport", "shm")
-        if not isinstance(transport, str):
-            raise ConfigurationError(
-                f"transport={transport!r}: it must be the name of a transport, e.g. 'shm'",
-                key="transport",
-                value=transport,
-            )
-        if "transport_options" in rest:
-            rest["transport"] = rest.pop("transport_options")
-        connector = ConnectorOptions.from_mapping(rest)
-        check_options(transport, connector.transport)
-        return cls(transport, connector)
+    options = ConnectorOptions.from_mapping(mapping)
+    check_options(options.transport, options.transport_options)
+    return options
 
 
 def engine_config(

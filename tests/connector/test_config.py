@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector import KVConnectorRole, KVTransferConfig
+from kvferry.connector import KVConnectorRole, KVTransferConfig, SharedMemoryConnector
 from kvferry.connector.factory import KVConnectorFactory
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.p2p import PeerToPeerConnector
-from kvferry.connector.shm import SharedMemoryConnector
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 
@@ -69,12 +68,13 @@ def test_options_of_all_kinds_stand_side_by_side() -> None:
             "address": "shm://@x",
             "lease_s": 4,
             "heartbeat_s": 1,
-            "transport": {"a": 1},
+            "transport_options": {"a": 1},
         }
     )
     assert not options.cross_layer_blocks
     assert options.handoff.lease_s == 4
-    assert options.transport == {"a": 1}
+    assert options.transport_options == {"a": 1}
+    assert options.transport == "shm"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,8 @@ def test_options_of_all_kinds_stand_side_by_side() -> None:
         ({"cross_layer_blocks": 1}, "cross_layer_blocks"),
         ({"address": 7}, "address"),
         ({"transfer": "pull"}, "transfer"),
-        ({"transport": "shm"}, "transport"),
+        ({"transport": 3}, "transport"),
+        ({"transport_options": "fast"}, "transport_options"),
         ({"lease_s": "30"}, "lease_s"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
@@ -106,9 +107,33 @@ def test_both_halves_refuse_an_unknown_option(role: KVConnectorRole) -> None:
 
 
 def test_the_transport_refuses_an_unknown_option() -> None:
-    config = engine_config("shm", kv_connector_extra_config={"transport": {"color": "red"}})
+    config = engine_config("shm", kv_connector_extra_config={"transport_options": {"color": "red"}})
     with pytest.raises(ConfigurationError, match="'color'"):
         SharedMemoryConnector(config, KVConnectorRole.WORKER, CacheShape().kv_cache_config())
+
+
+@pytest.mark.parametrize("connector", ["shm", "zeromq"])
+def test_a_transport_s_options_under_their_old_key_are_refused_with_the_new_one(connector: str) -> None:
+    config = KVTransferConfig(
+        connector, "kv_both", kv_connector_extra_config={"transport": {"num_guards": 7}}
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        KVConnectorFactory.check_options(config)
+    assert (caught.value.key, caught.value.value) == ("transport", {"num_guards": 7})
+    assert "{'num_guards': 7}" in str(caught.value)
+    assert "the transport's own options go under transport_options" in str(caught.value)
+
+
+def test_the_transport_may_be_named_beside_a_connector_that_stands_for_it() -> None:
+    options: dict[str, Any] = {"transport": "shm", "transport_options": {"num_guards": 7}}
+    KVConnectorFactory.check_options(KVTransferConfig("shm", "kv_both", kv_connector_extra_config=options))
+    with pytest.raises(
+        ConfigurationError, match="transport='shm' does not fit.*set kv_connector to 'shm'"
+    ) as e:
+        KVConnectorFactory.check_options(
+            KVTransferConfig("zeromq", "kv_both", kv_connector_extra_config=options)
+        )
+    assert e.value.key == "transport"
 
 
 @pytest.mark.parametrize(
@@ -117,13 +142,13 @@ def test_the_transport_refuses_an_unknown_option() -> None:
         ("shm", {"leas_s": 1}, "unknown connector option 'leas_s': did you mean 'lease_s'? known: address, "),
         ("zeromq", {"adress": "a"}, "unknown connector option 'adress': did you mean 'address'? "),
         ("shm", {"color": "red"}, "unknown connector option 'color'; known: address, "),
-        ("shm", {"transport": {"copy_thread": 2}}, "option 'copy_thread' of transport 'shm': did you mean 'copy_threads'? "),
-        ("zeromq", {"transport": {"prot": 2}}, "option 'prot' of transport 'zeromq': did you mean 'port'? "),
-        ("inproc", {"transport": {"guards": 2}}, "did you mean 'num_guards'? "),
-        ("auto", {"transport": {"netwrok": "zeromq"}}, "did you mean 'network'? "),
-        ("auto", {"transport": {"local_options": {"copy_thread": 2}}}, "did you mean 'copy_threads'? "),
-        ("auto", {"transport": {"network": "zeromq", "network_options": {"prot": 2}}}, "did you mean 'port'? "),
-        ("auto", {"transport": {"network": "zeromk"}}, "unknown transport 'zeromk': did you mean 'zeromq'? "),
+        ("shm", {"transport_options": {"copy_thread": 2}}, "option 'copy_thread' of transport 'shm': did you mean 'copy_threads'? "),
+        ("zeromq", {"transport_options": {"prot": 2}}, "option 'prot' of transport 'zeromq': did you mean 'port'? "),
+        ("inproc", {"transport_options": {"guards": 2}}, "did you mean 'num_guards'? "),
+        ("auto", {"transport_options": {"netwrok": "zeromq"}}, "did you mean 'network'? "),
+        ("auto", {"transport_options": {"local_options": {"copy_thread": 2}}}, "did you mean 'copy_threads'? "),
+        ("auto", {"transport_options": {"network": "zeromq", "network_options": {"prot": 2}}}, "did you mean 'port'? "),
+        ("auto", {"transport_options": {"network": "zeromk"}}, "unknown transport 'zeromk': did you mean 'zeromq'? "),
         ("MultiConnector", {"conectors": []}, "unknown connector option 'conectors': did you mean 'connectors'? "),
         ("MultiConnector", {"connectors": [{"kv_conector": "shm"}]}, "did you mean 'kv_connector'? "),
         (
@@ -144,8 +169,10 @@ def test_an_unknown_option_is_told_with_the_nearest_name_before_there_is_a_pool(
 
 
 def test_values_are_looked_at_as_well() -> None:
-    config = KVTransferConfig("shm", "kv_both", kv_connector_extra_config={"transport": {"copy_threads": 0}})
-    with pytest.raises(ConfigurationError, match="copy_threads must be a whole number"):
+    config = KVTransferConfig(
+        "shm", "kv_both", kv_connector_extra_config={"transport_options": {"copy_threads": 0}}
+    )
+    with pytest.raises(ConfigurationError, match="copy_threads must be an integer from 1 to 64, got 0"):
         KVConnectorFactory.check_options(config)
 
 

@@ -61,7 +61,7 @@ def pair(
     with ExitStack() as stack:
 
         def make(transport: Mapping[str, object]) -> ModelFreeNode:
-            options: dict[str, Any] = {**deadlines, "transport": transport}
+            options: dict[str, Any] = {**deadlines, "transport_options": transport}
             config = engine_config(
                 "FaultyConnector",
                 kv_connector_module_path="kvferry.connector.testing",

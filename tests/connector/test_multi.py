@@ -169,7 +169,7 @@ class TestOptions:
             make_scheduler(SHM, lease_s=3)
 
     def test_a_child_that_cannot_start_takes_the_others_with_it(self) -> None:
-        bad = {**ZEROMQ, "kv_connector_extra_config": {"transport": {"wings": 2}}}
+        bad = {**ZEROMQ, "kv_connector_extra_config": {"transport_options": {"wings": 2}}}
         config = engine_config("MultiConnector", kv_connector_extra_config={"connectors": [SHM, bad]})
         with pytest.raises(ConfigurationError, match="wings"):  # the leak guards see to the rest
             MultiConnector(config, KVConnectorRole.WORKER, CacheShape().kv_cache_config())

@@ -41,7 +41,7 @@ def make_node(stack: ExitStack, *faults: Mapping[str, object], **options: object
     config = engine_config(
         "FaultyConnector",
         kv_connector_module_path="kvferry.connector.testing",
-        kv_connector_extra_config={**OPTIONS, **options, "transport": transport},
+        kv_connector_extra_config={**OPTIONS, **options, "transport_options": transport},
     )
     return stack.enter_context(ModelFreeNode(config, CacheShape()))
 

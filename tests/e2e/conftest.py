@@ -31,7 +31,7 @@ TINY_NODE = (
 LEASE = ("--connector-option", "lease_s=6", "--connector-option", "heartbeat_s=1")
 
 #: A node that a test stops must count as alive for as long as a busy machine needs to look at the others.
-PATIENT = ("--connector-option", 'transport={"peer_timeout_s": 10}')
+PATIENT = ("--connector-option", 'transport_options={"peer_timeout_s": 10}')
 
 
 def pytest_configure(config: pytest.Config) -> None:

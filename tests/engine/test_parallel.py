@@ -166,7 +166,7 @@ def test_a_rank_whose_handoff_thread_died_is_noticed_while_there_is_nothing_to_d
         "FaultyConnector",
         "kv_both",
         kv_connector_module_path="kvferry.connector.testing",
-        kv_connector_extra_config={"transport": {"faults": faults}},
+        kv_connector_extra_config={"transport_options": {"faults": faults}},
     )
     settings = EngineSettings(
         str(tiny_model("llama")),

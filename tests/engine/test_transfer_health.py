@@ -48,7 +48,7 @@ async def served(
         "FaultyConnector",
         "kv_both",
         kv_connector_module_path="kvferry.connector.testing",
-        kv_connector_extra_config={"transport": {"faults": faults or []}},
+        kv_connector_extra_config={"transport_options": {"faults": faults or []}},
         kv_load_failure_policy=policy,  # type: ignore[arg-type]
     )
     settings = EngineSettings(str(tiny_model("llama")), block_size=4, num_blocks=60, kv_transfer=transfer)

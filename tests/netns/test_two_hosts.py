@@ -44,7 +44,7 @@ class Host:
     ) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
-            options = json.dumps({**HANDOFF, "transport": transport})
+            options = json.dumps({**HANDOFF, "transport_options": transport})
             program = [sys.executable, str(node_program), str(theirs.fileno()), connector, options]
             self._process = subprocess.Popen(
                 [*prefix, *program],

@@ -21,7 +21,7 @@ from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
 from kvferry.connector.vllm.config import (
-    HostOptions,
+    connector_options,
     engine_config,
     host_fields,
     kv_cache_config,
@@ -63,20 +63,20 @@ def test_vllm_knows_it_by_name_alone():
 
 class TestOptions:
     def test_defaults(self):
-        assert HostOptions.from_mapping({}).transport == "shm"
+        assert connector_options({}).transport == "shm"
 
     def test_everything_a_user_may_write(self):
-        options = HostOptions.from_mapping(
+        options = connector_options(
             {"transport": "zeromq", "transport_options": {"port": 1}, "lease_s": 10, "address": "a"}
         )
         assert options.transport == "zeromq"
-        assert options.connector.transport == {"port": 1}
-        assert options.connector.handoff.lease_s == 10
+        assert options.transport_options == {"port": 1}
+        assert options.handoff.lease_s == 10
 
     @pytest.mark.parametrize("mapping", [{"transport": 1}, {"transport": {}}, {"lease": 1}, {"lease_s": "1"}])
     def test_refused(self, mapping):
         with pytest.raises(ConfigurationError) as caught:
-            HostOptions.from_mapping(mapping)
+            connector_options(mapping)
         assert caught.value.key == next(iter(mapping))
 
     def test_an_unknown_option_is_told_with_the_nearest_name_while_vllm_reads_its_configuration(self):

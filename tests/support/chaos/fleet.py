@@ -25,7 +25,7 @@ TIMING = {
     "load_wait_s": 10,
 }
 #: Over the network a load takes a while, so that faults happen in the middle of it.
-SMALL_SLICES = 'transport={"slice_bytes": 65536, "window_slices": 1}'
+SMALL_SLICES = 'transport_options={"slice_bytes": 65536, "window_slices": 1}'
 
 
 class Fleet:
