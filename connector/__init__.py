@@ -48,23 +48,25 @@ from .output import KVConnectorOutput
 from .stats import KVConnectorStats, TransferRecord
 
 if TYPE_CHECKING:
-    from .auto import AutoConnector
-    from .inproc import InProcConnector
     from .multi import MultiConnector
-    from .p2p import PeerToPeerConnector
-    from .shm import SharedMemoryConnector
-    from .ucx import UCXConnector
-    from .zeromq import ZeroMQConnector
+    from .p2p import (
+        AutoConnector,
+        InProcConnector,
+        PeerToPeerConnector,
+        SharedMemoryConnector,
+        UCXConnector,
+        ZeroMQConnector,
+    )
 
 #: Imported when first asked for: they bring the protocol and the transports.
 _LAZY = {
-    "AutoConnector": ".auto",
-    "InProcConnector": ".inproc",
+    "AutoConnector": ".p2p",
+    "InProcConnector": ".p2p",
     "MultiConnector": ".multi",
     "PeerToPeerConnector": ".p2p",
-    "SharedMemoryConnector": ".shm",
-    "UCXConnector": ".ucx",
-    "ZeroMQConnector": ".zeromq",
+    "SharedMemoryConnector": ".p2p",
+    "UCXConnector": ".p2p",
+    "ZeroMQConnector": ".p2p",
 }
 
 __all__ = [

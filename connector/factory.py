@@ -1,45 +1,33 @@
-"""From the name of a connector to the connector: built-in, registered, installed, or in a module of yours.
+"""From the name of a connector to its class.
 
-A name is looked up in this order: the module in `kv_connector_module_path`, if one is given, and nowhere else;
-names registered in this process, the built-in ones among them; entry points of the group `kvferry.connectors`.
-Nothing is imported before it is asked for.
+If `kv_connector_module_path` is given, the name is a class of that module. Otherwise it is, in this order: a name
+registered in this process; a built-in transport's scheme, e.g. `"shm"`, or its connector's class, e.g.
+`"SharedMemoryConnector"`; an entry point of the group `kvferry.connectors`; or the scheme of any other transport. A module
+is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from ..transports.errors import BackendUnavailableError, ConfigurationError, KVTransferStateError
+from ..transports._loading import load_class
+from ..transports._options import unknown_key
+from ..transports.errors import ConfigurationError, KVTransferStateError
 from .base import KVConnectorBase, KVConnectorRole
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from .config import EngineConfig, KVTransferConfig
     from .kv_cache_specs import KVCacheConfig
 
-_ENTRY_POINT_GROUP = "kvferry.connectors"
+ENTRY_POINT_GROUP = "kvferry.connectors"
 
 
 class KVConnectorFactory:
     """Makes connectors by name."""
 
-    #: Name → (module, class). A transport's short name stands for its connector.
-    _registry: ClassVar[dict[str, tuple[str, str]]] = {
-        "AutoConnector": ("kvferry.connector.auto", "AutoConnector"),
-        "InProcConnector": ("kvferry.connector.inproc", "InProcConnector"),
-        "MultiConnector": ("kvferry.connector.multi", "MultiConnector"),
-        "SharedMemoryConnector": ("kvferry.connector.shm", "SharedMemoryConnector"),
-        "UCXConnector": ("kvferry.connector.ucx", "UCXConnector"),
-        "ZeroMQConnector": ("kvferry.connector.zeromq", "ZeroMQConnector"),
-        "auto": ("kvferry.connector.auto", "AutoConnector"),
-        "inproc": ("kvferry.connector.inproc", "InProcConnector"),
-        "shm": ("kvferry.connector.shm", "SharedMemoryConnector"),
-        "ucx": ("kvferry.connector.ucx", "UCXConnector"),
-        "zeromq": ("kvferry.connector.zeromq", "ZeroMQConnector"),
-    }
+    #: Name → `module:Class`.
+    _registry: ClassVar[dict[str, str]] = {"MultiConnector": "kvferry.connector.multi:MultiConnector"}
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
@@ -48,50 +36,57 @@ class KVConnectorFactory:
         Raises:
             ConfigurationError: `name` stands for another class already. It still does.
         """
-        known = cls._registry.setdefault(name, (module_path, class_name))
-        if known != (module_path, class_name):
+        target = f"{module_path}:{class_name}"
+        scheme = _built_in_schemes().get(name)
+        known = f"the connector over transport {scheme!r}" if scheme else cls._registry.get(name, target)
+        if known != target:
             raise ConfigurationError(
-                f"connector {name!r} is registered already, as {known[0]}.{known[1]}",
-                key=name,
-                value=class_name,
+                f"connector {name!r} is registered already, as {known}", key=name, value=target
             )
+        cls._registry[name] = target
 
     @classmethod
     def available_connectors(cls) -> tuple[str, ...]:
-        """Every name that needs no module path, sorted."""
-        return tuple(sorted({*cls._registry, *_installed()}))
+        """Return every name that needs no module path, sorted."""
+        from ..transports.registry import available_transports
+
+        return tuple(sorted({*cls._registry, *_built_in_schemes(), *_installed(), *available_transports()}))
 
     @classmethod
     def get_connector_class(cls, kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:
-        """The class that a configuration names.
+        """Import the class that a configuration names.
 
         Raises:
             ConfigurationError: the name is unknown, its module cannot be imported, it lacks the class, or the
-                class is no connector. Nothing was made.
+                class is not a connector. Nothing was made.
             BackendUnavailableError: the connector's own requirements are missing; the message says which.
         """
         name, module_path = kv_transfer_config.kv_connector, kv_transfer_config.kv_connector_module_path
+        what = f"connector {name!r}"
         if module_path:
-            return _load(name, module_path, name, key="kv_connector_module_path")
-        if name in cls._registry:
-            return _load(name, *cls._registry[name], key="kv_connector")
-        if name in (installed := _installed()):
-            module, _, attribute = installed[name].value.partition(":")
-            return _load(name, module, attribute, key="kv_connector")
-        raise ConfigurationError(
-            f"unknown connector {name!r}; known: {', '.join(cls.available_connectors())}; "
-            "for one of your own, set kv_connector_module_path",
-            key="kv_connector",
-            value=name,
-        )
+            return load_class(
+                f"{module_path}:{name}", KVConnectorBase, what=what, key="kv_connector_module_path"
+            )
+        if (target := cls._registry.get(name)) is not None:
+            return load_class(target, KVConnectorBase, what=what, key="kv_connector")
+        if (scheme := _built_in_schemes().get(name)) is not None:
+            return _connector_over(scheme)
+        if (target := _installed().get(name)) is not None:
+            return load_class(target, KVConnectorBase, what=what, key="kv_connector")
+        known = cls.available_connectors()
+        if name in known:
+            return _connector_over(name)
+        error = unknown_key(f"unknown {what}", name, known, key="kv_connector", value=name)
+        hint = "for one of your own, set kv_connector_module_path"
+        raise ConfigurationError(f"{error}; {hint}", key="kv_connector", value=name)
 
     @classmethod
     def check_options(cls, kv_transfer_config: KVTransferConfig) -> None:
-        """Refuse what no connector could be made of, before anything expensive is done for it.
+        """Refuse a configuration from which no connector can be made, before anything expensive is done.
 
         Raises:
-            ConfigurationError: see `get_connector_class`; or the connector refuses its options. One that does not say
-                which it knows refuses them when it is made.
+            ConfigurationError: see `get_connector_class`; or the connector refuses its options. A connector without
+                a `check_options` of its own refuses them only when it is made.
             BackendUnavailableError: the connector's own requirements are missing; the message says which.
         """
         cls.get_connector_class(kv_transfer_config).check_options(
@@ -102,7 +97,7 @@ class KVConnectorFactory:
     def create_connector(
         cls, config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> KVConnectorBase:
-        """Make one half of the connector that `config.kv_transfer` names.
+        """Make the scheduler half or the worker half of the connector that `config.kv_transfer` names.
 
         Raises:
             KVTransferStateError: `config.kv_transfer` is None.
@@ -115,30 +110,32 @@ class KVConnectorFactory:
         return connector_class(config, role, kv_cache_config)
 
 
-def _installed() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # as slow to import as all of this package
+def connector_name(target: str) -> str:
+    """Name the connector over a transport after its class, e.g. `"UCXConnector"` for `"…ucx:UCXTransport"`."""
+    return target.partition(":")[2].removesuffix("Transport") + "Connector"
 
-    return {point.name: point for point in entry_points(group=_ENTRY_POINT_GROUP)}
+
+# What follows is imported when it is needed: each import takes as long as that of this whole package.
 
 
-def _load(name: str, module_path: str, class_name: str, *, key: str) -> type[KVConnectorBase]:
-    try:
-        module = import_module(module_path)
-    except BackendUnavailableError:
-        raise
-    except Exception as error:  # the module is a stranger's: whatever it raises is about this setting
-        raise ConfigurationError(
-            f"connector {name!r}: module {module_path!r} cannot be imported: {type(error).__name__}: {error}",
-            key=key,
-            value=module_path,
-        ) from error
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, KVConnectorBase)):
-        what = "has no class" if found is None else "has no KVConnectorBase subclass"
-        raise ConfigurationError(
-            f"connector {name!r}: module {module_path!r} {what} {class_name!r}", key=key, value=class_name
-        )
-    return found
+def _built_in_schemes() -> dict[str, str]:
+    """Return the built-in transports' schemes by the two names of each connector: the scheme, and its class's name."""
+    from ..transports.registry import BUILT_IN
+
+    by_class = {connector_name(row.target): scheme for scheme, row in BUILT_IN.items()}
+    return {**by_class, **{scheme: scheme for scheme in BUILT_IN}}
+
+
+def _installed() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _connector_over(scheme: str) -> type[KVConnectorBase]:
+    from .p2p import connector_over
+
+    return connector_over(scheme)
 
 
 def _require_constructor(connector_class: type[KVConnectorBase], name: str) -> None:

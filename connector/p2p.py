@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..transports.registry import check_options, create_transport
+from ..transports.registry import check_options, create_transport, load_transport
 from .base import KVConnectorBase, KVConnectorRole
+from .factory import connector_name
 from .options import ConnectorOptions
 from .scheduler_half import HandoffScheduler
 from .worker_half import HandoffWorker
@@ -63,3 +65,60 @@ class PeerToPeerConnector(KVConnectorBase):
             isinstance(address, str) and address.startswith(f"{self.transport_scheme}:")
             for address in addresses
         )
+
+
+# -- the connectors over the built-in transports -----------------------------------------------------------
+# Any other transport has a connector without being named here: `connector_over` makes it.
+
+
+class AutoConnector(PeerToPeerConnector):
+    """Hand over by shared memory to peers on this host, and by a network transport to others."""
+
+    transport_scheme: ClassVar[str] = "auto"
+
+
+class InProcConnector(PeerToPeerConnector):
+    """Hand over between two engines in one process: for tests, and to try a scheduler without a second node."""
+
+    transport_scheme: ClassVar[str] = "inproc"
+
+
+class SharedMemoryConnector(PeerToPeerConnector):
+    """Hand over between processes of one host: the consumer maps the producer's pool and copies out of it."""
+
+    transport_scheme: ClassVar[str] = "shm"
+
+
+class UCXConnector(PeerToPeerConnector):
+    """Hand over between hosts by UCX: over RDMA if the hosts have it, over TCP otherwise."""
+
+    transport_scheme: ClassVar[str] = "ucx"
+
+
+class ZeroMQConnector(PeerToPeerConnector):
+    """Hand over between hosts by TCP, with checksums, and with encryption beyond loopback."""
+
+    transport_scheme: ClassVar[str] = "zeromq"
+
+
+_CLASSES = (AutoConnector, InProcConnector, SharedMemoryConnector, UCXConnector, ZeroMQConnector)
+_BY_SCHEME = {connector.transport_scheme: connector for connector in _CLASSES}
+
+
+@cache
+def connector_over(scheme: str) -> type[PeerToPeerConnector]:
+    """Return the one connector class over a transport.
+
+    Raises:
+        ConfigurationError: no such transport is installed.
+    """
+    if scheme in _BY_SCHEME:
+        return _BY_SCHEME[scheme]
+    transport = load_transport(scheme)
+    name = connector_name(f":{transport.__name__}")
+    body = {
+        "__doc__": f"Hand over by transport {scheme!r}.",
+        "__module__": __name__,
+        "transport_scheme": scheme,
+    }
+    return type(name, (PeerToPeerConnector,), body)

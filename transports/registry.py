@@ -1,4 +1,4 @@
-"""From a scheme to a transport. Nothing is imported before it is asked for.
+"""From a scheme to a transport. A transport is imported when it is first asked for.
 
 A third party's transport is an entry point in the group `kvferry.transports`, named by its scheme; or a program names
 it in `register_transport`.
@@ -6,33 +6,49 @@ it in `register_transport`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Final, cast
 
+from ._loading import load_class
 from ._options import unknown_key
 from ._outside import outside
 from .base import Transport
-from .errors import BackendUnavailableError, ConfigurationError
+from .errors import ConfigurationError
 
-ENTRY_POINT_GROUP = "kvferry.transports"
+ENTRY_POINT_GROUP: Final = "kvferry.transports"
 
-#: Scheme: (module relative to this package, class). Works from a source tree that was never installed.
-_BUILT_IN = {
-    "auto": (".auto", "AutoTransport"),
-    "inproc": (".inproc", "InProcTransport"),
-    "shm": (".shm", "SharedMemoryTransport"),
-    "ucx": (".ucx", "UCXTransport"),
-    "zeromq": (".zeromq", "ZeroMQTransport"),
-}
 
-_INSTALL_HINTS = {
-    "shm": "it needs Linux and Python's own `os.memfd_create`",
-    "ucx": "`pip install 'kvferry[ucx]'`",
-    "zeromq": "`pip install pyzmq xxhash`",
-}
+@dataclass(frozen=True)
+class BuiltIn:
+    """A transport of this package.
 
+    Attributes:
+        target: `module:Class`; the module is relative to this package.
+        package: The Python package without which the transport cannot work; empty: none.
+        remedy: What to do if it cannot be loaded.
+    """
+
+    target: str
+    package: str = ""
+    remedy: str = "install what it needs"
+
+
+#: The built-in transports by scheme. Connectors, their names and the tests derive from this table, which works in a source
+#: tree that was never installed.
+BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
+    {
+        "auto": BuiltIn("auto:AutoTransport"),
+        "inproc": BuiltIn("inproc:InProcTransport"),
+        "shm": BuiltIn(
+            "shm:SharedMemoryTransport", remedy="it needs Linux and Python's own `os.memfd_create`"
+        ),
+        "ucx": BuiltIn("ucx:UCXTransport", package="ucxx", remedy="`pip install 'kvferry[ucx]'`"),
+        "zeromq": BuiltIn("zeromq:ZeroMQTransport", package="zmq", remedy="`pip install pyzmq xxhash`"),
+    }
+)
 
 _registered: dict[str, str] = {}
 
@@ -50,13 +66,13 @@ def register_transport(scheme: str, target: str) -> None:
 
 
 def available_transports() -> Mapping[str, str]:
-    """List what `create_transport` can be asked for, without importing it.
+    """List the schemes that `create_transport` knows, without importing anything.
 
     Returns:
         Read-only: scheme to `module:Class`. A built-in cannot be replaced by an entry point of the same name.
     """
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | _registered
-    found |= {scheme: f"{__package__}{module}:{name}" for scheme, (module, name) in _BUILT_IN.items()}
+    found |= {scheme: f"{__package__}.{row.target}" for scheme, row in BUILT_IN.items()}
     return MappingProxyType(dict(sorted(found.items())))
 
 
@@ -68,16 +84,12 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
         options: The transport's own options.
 
     Raises:
-        ConfigurationError: no such scheme; what it names is not a transport; or an option is unknown or wrong.
+        ConfigurationError: no such scheme; its target is not a transport; or an option is unknown or wrong.
         BackendUnavailableError: the transport's module, or something that it imports, is not installed.
         BackpressureError: there are too few file descriptors.
     """
-    transport = _named(scheme)(options)
-    if not isinstance(transport, Transport):
-        raise ConfigurationError(
-            f"{available_transports()[scheme]} is not a Transport", key="transport", value=scheme
-        )
-    return transport
+    create = cast(Callable[[Mapping[str, object]], Transport], load_transport(scheme))
+    return create(options)
 
 
 def check_options(scheme: str, options: Mapping[str, object]) -> None:
@@ -87,26 +99,19 @@ def check_options(scheme: str, options: Mapping[str, object]) -> None:
         ConfigurationError: no such scheme, or an option is unknown or wrong.
         BackendUnavailableError: the transport's module, or something that it imports, is not installed.
     """
-    found = _named(scheme)
-    if isinstance(found, type) and issubclass(found, Transport):
-        found.check_options(options)
+    load_transport(scheme).check_options(options)
 
 
-def _named(scheme: str) -> Callable[[Mapping[str, object]], object]:
+def load_transport(scheme: str) -> type[Transport]:
+    """Import the class of the transport named `scheme`.
+
+    Raises:
+        ConfigurationError: no such scheme, or its target is not a transport.
+        BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+    """
     with outside("cannot look up the installed transports", ConfigurationError):
         known = available_transports()
     if scheme not in known:
         raise unknown_key(f"unknown transport {scheme!r}", scheme, known, key="transport", value=scheme)
-    return _load(scheme, known[scheme])
-
-
-def _load(scheme: str, target: str) -> Callable[[Mapping[str, object]], object]:
-    module_name, _, class_name = target.partition(":")
-    try:
-        loaded: Callable[[Mapping[str, object]], object] = getattr(
-            importlib.import_module(module_name), class_name
-        )
-    except (ImportError, AttributeError) as error:
-        hint = _INSTALL_HINTS.get(scheme, f"install what {module_name} needs")
-        raise BackendUnavailableError(f"transport {scheme!r} cannot be loaded: {error}; {hint}") from error
-    return loaded
+    remedy = BUILT_IN[scheme].remedy if scheme in BUILT_IN else f"install what {known[scheme]} needs"
+    return load_class(known[scheme], Transport, what=f"transport {scheme!r}", key="transport", remedy=remedy)

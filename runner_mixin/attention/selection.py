@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from ...transports._loading import load_class
 from ...transports.errors import BackendUnavailableError, ConfigurationError
 from .backend import AttentionBackend
 
@@ -91,15 +91,4 @@ def _unavailable_reason(
 
 
 def _load(name: str, path: str) -> type[AttentionBackend]:
-    module, _, attribute = path.partition(":")
-    try:
-        backend = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"attention backend {name!r} cannot be loaded from {path!r}: {error}",
-            key="attention_backend",
-            value=name,
-        ) from error
-    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise ConfigurationError(f"{path!r} is not an AttentionBackend", key="attention_backend", value=name)
-    return backend
+    return load_class(path, AttentionBackend, what=f"attention backend {name!r}", key="attention_backend")

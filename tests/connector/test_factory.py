@@ -6,15 +6,24 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from kvferry.connector import KVConnectorBase, KVConnectorFactory, KVConnectorRole, KVTransferConfig
-from kvferry.connector.inproc import InProcConnector
-from kvferry.connector.shm import SharedMemoryConnector
+import kvferry.connector
+from kvferry.connector import (
+    InProcConnector,
+    KVConnectorBase,
+    KVConnectorFactory,
+    KVConnectorRole,
+    KVTransferConfig,
+    PeerToPeerConnector,
+    SharedMemoryConnector,
+)
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.registry import BUILT_IN, register_transport
 
 COMPLETE = """
 from kvferry.connector import KVConnectorBase
@@ -47,8 +56,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return name
 
 
-def create(name: str, module_path: str = "") -> KVConnectorBase:
-    config = engine_config(name, kv_connector_module_path=module_path)
+def create(name: str, module_path: str = "", options: Mapping[str, object] = {}) -> KVConnectorBase:
+    config = engine_config(name, kv_connector_module_path=module_path, kv_connector_extra_config=options)
     return KVConnectorFactory.create_connector(
         config, KVConnectorRole.SCHEDULER, CacheShape().kv_cache_config()
     )
@@ -68,9 +77,31 @@ def test_built_in_connectors_go_by_either_name(name: str, expected: type[KVConne
     assert isinstance(create(name), expected)
 
 
+@pytest.mark.parametrize("scheme", BUILT_IN)
+def test_every_built_in_transport_has_a_connector(scheme: str) -> None:
+    connector = KVConnectorFactory.get_connector_class(KVTransferConfig(scheme, "kv_both"))
+    assert getattr(kvferry.connector, connector.__name__) is connector
+    assert {scheme, connector.__name__} <= set(KVConnectorFactory.available_connectors())
+    by_class = KVTransferConfig(connector.__name__, "kv_both")
+    assert KVConnectorFactory.get_connector_class(by_class) is connector
+
+
+def test_a_registered_transport_needs_no_connector_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.transports.registry._registered", {})
+    register_transport("dove", "kvferry.transports.inproc:InProcTransport")
+    connector = KVConnectorFactory.get_connector_class(KVTransferConfig("dove", "kv_both"))
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig("dove", "kv_both")) is connector
+    assert issubclass(connector, PeerToPeerConnector)
+    assert connector.transport_scheme == "dove"
+    assert create("dove", options={"transport": "dove"})
+    with pytest.raises(ConfigurationError, match="option 'wings' of transport"):
+        connector.check_options({"transport_options": {"wings": 2}})
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        ConfigurationError, match="unknown connector 'SharedMemConnector'.*SharedMemoryConnector"
+        ConfigurationError,
+        match="unknown connector 'SharedMemConnector': did you mean 'SharedMemoryConnector'.*kv_connector_module_path",
     ) as e:
         create("SharedMemConnector")
     assert e.value.key == "kv_connector"

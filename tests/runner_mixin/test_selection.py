@@ -68,7 +68,7 @@ def test_an_out_of_tree_backend_is_found_by_name(register, monkeypatch):
     assert select_attention_backend(CPU, torch.float32, "own") is module.Own
     assert attention_backend_names()[-1] == "OWN"
     register("OWN", "own_attention:NotOne")
-    with pytest.raises(ConfigurationError, match="is not an AttentionBackend"):
+    with pytest.raises(ConfigurationError, match="has no AttentionBackend subclass 'NotOne'"):
         select_attention_backend(CPU, torch.float32, "OWN")
     register("OWN", "own_attention:Missing")
     with pytest.raises(ConfigurationError, match="cannot be loaded"):
