@@ -30,7 +30,7 @@ from .config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from .factory import KVConnectorFactory
+from .factory import KVConnectorFactory, built_in_schemes
 from .kv_cache_specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -59,15 +59,7 @@ if TYPE_CHECKING:
     )
 
 #: Imported when first asked for: they bring the protocol and the transports.
-_LAZY = {
-    "AutoConnector": ".p2p",
-    "InProcConnector": ".p2p",
-    "MultiConnector": ".multi",
-    "PeerToPeerConnector": ".p2p",
-    "SharedMemoryConnector": ".p2p",
-    "UCXConnector": ".p2p",
-    "ZeroMQConnector": ".p2p",
-}
+_LAZY = {"MultiConnector": ".multi", "PeerToPeerConnector": ".p2p"}
 
 __all__ = [
     "AttentionLayerConfig",
@@ -116,4 +108,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name], __name__), name)
+    if name.endswith("Connector") and (scheme := built_in_schemes().get(name)) is not None:
+        from .p2p import connector_over
+
+        return connector_over(scheme)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,7 @@ class KVConnectorFactory:
             ConfigurationError: `name` stands for another class already. It still does.
         """
         target = f"{module_path}:{class_name}"
-        scheme = _built_in_schemes().get(name)
+        scheme = built_in_schemes().get(name)
         known = f"the connector over transport {scheme!r}" if scheme else cls._registry.get(name, target)
         if known != target:
             raise ConfigurationError(
@@ -50,7 +50,7 @@ class KVConnectorFactory:
         """Return every name that needs no module path, sorted."""
         from ..transports.registry import available_transports
 
-        return tuple(sorted({*cls._registry, *_built_in_schemes(), *_installed(), *available_transports()}))
+        return tuple(sorted({*cls._registry, *built_in_schemes(), *_installed(), *available_transports()}))
 
     @classmethod
     def get_connector_class(cls, kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:
@@ -69,7 +69,7 @@ class KVConnectorFactory:
             )
         if (target := cls._registry.get(name)) is not None:
             return load_class(target, KVConnectorBase, what=what, key="kv_connector")
-        if (scheme := _built_in_schemes().get(name)) is not None:
+        if (scheme := built_in_schemes().get(name)) is not None:
             return _connector_over(scheme)
         if (target := _installed().get(name)) is not None:
             return load_class(target, KVConnectorBase, what=what, key="kv_connector")
@@ -118,7 +118,7 @@ def connector_name(target: str) -> str:
 # What follows is imported when it is needed: each import takes as long as that of this whole package.
 
 
-def _built_in_schemes() -> dict[str, str]:
+def built_in_schemes() -> dict[str, str]:
     """Return the built-in transports' schemes by the two names of each connector: the scheme, and its class's name."""
     from ..transports.registry import BUILT_IN
 

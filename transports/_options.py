@@ -56,7 +56,7 @@ def require_valid(options: object) -> None:
     Raises:
         ConfigurationError: a field is not what it must be; the error names it and its value.
     """
-    kind: type[Any] = type(options)
+    kind: Any = type(options)
     try:
         record(kind).checked(vars(options))
     except Refused as refused:

@@ -23,7 +23,7 @@ from kvferry.connector import (
 )
 from kvferry.connector.testing import CacheShape, engine_config
 from kvferry.transports.errors import ConfigurationError
-from kvferry.transports.registry import BUILT_IN, register_transport
+from kvferry.transports.registry import BUILT_IN, BuiltIn, register_transport
 
 COMPLETE = """
 from kvferry.connector import KVConnectorBase
@@ -84,6 +84,17 @@ def test_every_built_in_transport_has_a_connector(scheme: str) -> None:
     assert {scheme, connector.__name__} <= set(KVConnectorFactory.available_connectors())
     by_class = KVTransferConfig(connector.__name__, "kv_both")
     assert KVConnectorFactory.get_connector_class(by_class) is connector
+
+
+def test_a_row_of_the_table_is_all_that_a_connector_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = BuiltIn("testing.delays:DelayedTransport")
+    monkeypatch.setattr("kvferry.transports.registry.BUILT_IN", {**BUILT_IN, "late": row})
+    connector = KVConnectorFactory.get_connector_class(KVTransferConfig("late", "kv_both"))
+    assert (
+        KVConnectorFactory.get_connector_class(KVTransferConfig("DelayedConnector", "kv_both")) is connector
+    )
+    assert kvferry.connector.DelayedConnector is connector
+    assert connector.__name__ == "DelayedConnector"
 
 
 def test_a_registered_transport_needs_no_connector_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from kvferry.connector.testing import (
     Request,
     load,
 )
-
-UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
+from kvferry.transports.testing import built_in
 
 
 class TestOurs(HandoffConformance):
-    @pytest.fixture(params=["inproc", "shm", "zeromq", UCX, "auto"])
+    @pytest.fixture(params=built_in())
     def transfer(self, request: pytest.FixtureRequest) -> Mapping[str, Any]:
         return {"kv_connector": request.param}
 

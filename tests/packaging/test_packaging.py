@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
+from kvferry.connector import KVConnectorFactory, KVTransferConfig
+from kvferry.connector.p2p import connector_over
+from kvferry.transports.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("connector", "runner_mixin", "transports")
@@ -31,6 +36,17 @@ def test_every_package_on_disk_is_listed() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_linked_where_tools_look_for_it(package: str) -> None:
     assert (ROOT / "src" / "kvferry" / package).resolve() == ROOT / package
+
+
+def test_the_entry_points_are_those_of_the_table_of_built_in_transports() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    targets = {scheme: f"kvferry.transports.{row.target}" for scheme, row in BUILT_IN.items()}
+    assert points["kvferry.transports"] == targets
+    names = {connector_over(scheme).__name__ for scheme in BUILT_IN} | {"MultiConnector"}
+    assert points["kvferry.connectors"].keys() == names
+    for name, target in points["kvferry.connectors"].items():
+        found = EntryPoint(name, target, "kvferry.connectors").load()
+        assert found is KVConnectorFactory.get_connector_class(KVTransferConfig(name, "kv_both"))
 
 
 @pytest.mark.parametrize("package", PACKAGES)

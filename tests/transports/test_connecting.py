@@ -17,16 +17,14 @@ import pytest
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports._limited_log import LimitedLog
 from kvferry.transports.errors import BackpressureError, ConfigurationError, PeerLostError
-from kvferry.transports.registry import create_transport
-from kvferry.transports.testing import World
+from kvferry.transports.registry import BUILT_IN, create_transport
+from kvferry.transports.testing import World, built_in
 from kvferry.transports.ucx.library import Worker
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 UCX = pytest.param("ucx", marks=needs_ucxx)
-ADDRESSES = {
+ADDRESSES = {scheme: f"{scheme}://127.0.0.1:1" for scheme in BUILT_IN} | {
     "shm": "shm://@none",
-    "zeromq": "zeromq://127.0.0.1:1",
-    "ucx": "ucx://127.0.0.1:1",
     "auto": "auto://host;shm://@none;none",
     "inproc": "inproc://none",
 }
@@ -58,7 +56,7 @@ def stranger(address: str) -> socket.socket:
 # -- addresses of other transports -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX, "auto", "inproc"])
+@pytest.mark.parametrize("scheme", built_in())
 @pytest.mark.parametrize("other", ADDRESSES)
 def test_an_address_of_another_scheme_is_refused_at_once(
     make_world: Callable[..., World], scheme: str, other: str
@@ -160,7 +158,7 @@ def test_ucx_opens_nothing_for_addresses_where_no_node_is(
     assert opened == []
 
 
-@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX])
+@pytest.mark.parametrize("scheme", built_in(without=("auto", "inproc")))
 def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., World], scheme: str) -> None:
     world = make_world(scheme, max_connecting=3)
     server, client = world.node(4096), world.node(4096)
@@ -173,7 +171,7 @@ def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., Wo
     world.serve(lambda: Connected(again, incoming=False) in client.history)
 
 
-@pytest.mark.parametrize("scheme", ["shm", "zeromq", UCX])
+@pytest.mark.parametrize("scheme", built_in(without=("auto", "inproc")))
 def test_strangers_hold_neither_a_listener_nor_its_log(
     make_world: Callable[..., World], scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from kvferry.transports.testing import built_in
+
 NEEDS_UCXX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
-SCHEMES = ["shm", "zeromq", pytest.param("ucx", marks=NEEDS_UCXX)]
+SCHEMES = built_in(without=("auto", "inproc"))
 
 PRELUDE = """
 import logging, os, resource, socket, sys, time

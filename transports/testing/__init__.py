@@ -14,6 +14,7 @@ from __future__ import annotations
 from .harness import Link, Node, World, pairs_of
 from .hostile_proxy import HostileProxy, Mishap
 from .proxy import FlippingProxy
+from .schemes import built_in
 from .suite import TransportConformance
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "Node",
     "TransportConformance",
     "World",
+    "built_in",
     "pairs_of",
 ]
