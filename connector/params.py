@@ -94,7 +94,7 @@ class _OfferParams:
 
 @dataclass(frozen=True)
 class _Flags:
-    """What a request wants done. vLLM's proxies send null for a flag that they do not set."""
+    """What a request asks for. vLLM's proxies send null for a flag that they do not set."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -134,11 +134,12 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     if params is None:
         return TransferWish()
     if not isinstance(params, Mapping):
-        raise _error("must be an object", "", params)
+        why = f"kv_transfer_params must be an object, got {shown(params)}"
+        raise InvalidTransferParamsError(why, key="kv_transfer_params", value=shown(params))
     flags = _read(_FLAGS, params)
     if flags.do_release and (flags.do_remote_prefill or flags.do_remote_decode):
-        why = "do_release cannot be combined with do_remote_prefill or do_remote_decode: a request that releases an offer "
-        raise _error(f"{why}can neither load nor offer", "do_release", True)
+        why = "do_release must be false beside do_remote_prefill or do_remote_decode: a request that releases an offer can "
+        raise invalid_params(f"{why}neither load nor offer", "do_release", True)
     offer = _remote_offer(params) if flags.do_remote_prefill or flags.do_release else None
     return TransferWish(
         offer_result=flags.do_remote_decode,
@@ -174,12 +175,9 @@ def _read(record: Record[T], params: Mapping[str, Any]) -> T:
     try:
         return record.read_known(params)
     except Refused as refused:
-        raise _error(refused.text(""), refused.field, params.get(refused.field)) from None
+        raise invalid_params(refused.text(""), refused.field, params.get(refused.field)) from None
 
 
-def _error(why: str, key: str, value: object) -> InvalidTransferParamsError:
-    return InvalidTransferParamsError(
-        f"kv_transfer_params: {why}" if key else f"kv_transfer_params {why}, got {shown(value)}",
-        key=key or "kv_transfer_params",
-        value=shown(value),
-    )
+def invalid_params(why: str, key: str, value: object) -> InvalidTransferParamsError:
+    """Make the error about one key. `why` is a sentence that begins with the key."""
+    return InvalidTransferParamsError(f"kv_transfer_params: {why}", key=key, value=shown(value))

@@ -11,7 +11,6 @@ from ...transports.errors import KVTransferStateError
 from .config import HandoffConfig
 from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
 from .messages import (
-    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     Claim,
     ConsumerMessage,

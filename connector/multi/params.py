@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidTransferParamsError
+from ...transports.checked import Refused, mapping
+from ..params import invalid_params
 
 if TYPE_CHECKING:
     from ..base import ConnectorRequest, SchedulerHalf
@@ -83,18 +84,8 @@ def split_params(
 
 def _sections(params: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     sections = params.get(SECTIONS) or {}
-    if not isinstance(sections, Mapping):
-        raise _error(sections)
-    for name, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise _error(section)
-        yield str(name), section
-
-
-def _error(value: object) -> InvalidTransferParamsError:
-    kind = type(value).__name__
-    return InvalidTransferParamsError(
-        f"malformed kv_transfer_params: {SECTIONS!r} must map connector names to objects, but contains a {kind}",
-        key=SECTIONS,
-        value=kind,
-    )
+    try:
+        for name, section in mapping(sections).items():
+            yield str(name), mapping(section)
+    except Refused as refused:
+        raise invalid_params(refused.text(SECTIONS), SECTIONS, sections) from None

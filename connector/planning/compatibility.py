@@ -1,4 +1,4 @@
-"""Whether two nodes' KV caches mean the same, decided by a digest first and by named fields second."""
+"""Whether the KV caches of two nodes mean the same. A digest decides first, named fields second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from ...transports.errors import IncompatiblePeerError
 
-#: The order in which differences are told: what a person would mend first comes first.
+#: The order in which differences are reported: what a person would fix first comes first.
 FIELD_ORDER: Final = (
     "protocol",
     "model",
@@ -25,25 +25,25 @@ FIELD_ORDER: Final = (
     "byte_order",
 )
 
-#: Fields that may differ: the tokens of each prompt are compared, and a cache depends on nothing else of these.
+#: Fields that may differ: a cache depends on them only through the tokens of each prompt, which are compared.
 ADVISORY: Final = ("tokenizer", "chat_template")
 
 _ABSENT = "(absent)"
 
 
 def digest(fields: Mapping[str, str | int]) -> str:
-    """Fingerprint of the fields that must be equal, whatever their order: 64 hexadecimal digits."""
+    """Return a fingerprint of the fields that must be equal, in any order: 64 hexadecimal digits."""
     required = {field: value for field, value in fields.items() if field not in ADVISORY}
     canonical = json.dumps(required, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def require_compatible(local: Mapping[str, str | int], remote: Mapping[str, str | int]) -> None:
-    """Compare two nodes field by field; advisory fields are left out.
+    """Compare two nodes field by field, except for advisory fields.
 
     Raises:
-        IncompatiblePeerError: a field differs, or only one side has it; names the first in `FIELD_ORDER`,
-            then by name.
+        IncompatiblePeerError: a field differs, or only one side has it. The error names the first such field, in
+            `FIELD_ORDER` and then by name.
     """
     for field in _ordered({*local, *remote}):
         ours, theirs = local.get(field, _ABSENT), remote.get(field, _ABSENT)
@@ -56,7 +56,7 @@ def advisory_differences(
 ) -> tuple[tuple[str, str | int, str | int], ...]:
     """List the advisory fields that differ, each with our value and the peer's.
 
-    A field that either side does not know, because it is absent or empty, is not compared.
+    A field that is absent or empty on either side is unknown there, and is not compared.
     """
     pairs = ((field, local.get(field, ""), remote.get(field, "")) for field in ADVISORY)
     return tuple((field, ours, theirs) for field, ours, theirs in pairs if ours and theirs and ours != theirs)

@@ -1,7 +1,7 @@
-"""Which bytes of a peer's pool go where in ours: two layouts and a list of blocks in, region pairs out.
+"""Which bytes of a peer's pool go where in ours. The inputs are two layouts and a list of blocks, the output region pairs.
 
-Pages are paired by content (name of the layer, byte of the page, block), never by position. Neighbours are
-merged when they are adjacent on both sides. Everything is numpy arrays, end to end.
+Pages are paired by content (name of the layer, byte of the page, block), never by position. Regions are merged if they
+are adjacent on both sides. Everything is numpy arrays, end to end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Step = tuple[int, int, int]
 
 
 def plan(local: KVLayout, remote: KVLayout, blocks: Sequence[BlockPairs]) -> RegionPairs:
-    """Pair the pages of `blocks`, one array a group. See `Planner`, which does the first half once per peer."""
+    """Pair the pages of `blocks`, one array per group. See `Planner`, which does the first half once per peer."""
     return Planner(local, remote).plan(blocks)
 
 
@@ -38,7 +38,7 @@ class Planner:
     Layers of one group that lie in the same bytes on both sides are moved once.
 
     Raises:
-        IncompatiblePeerError: the layouts cannot be paired; names the field.
+        IncompatiblePeerError: the layouts cannot be paired; the error names the field.
     """
 
     def __init__(self, local: KVLayout, remote: KVLayout) -> None:
@@ -53,7 +53,7 @@ class Planner:
             self._layers_of_group[ours.group_index] += 1
         try:
             self._block_tables = {step: merged(np.concatenate(parts)) for step, parts in tables.items()}
-        except RegionError as error:  # ours share a cache, theirs do not: which of theirs would be right?
+        except RegionError as error:  # ours share a cache and theirs do not, so two of theirs would be written into one of ours
             raise IncompatiblePeerError(
                 field="layers that share a cache", local="some", remote="none"
             ) from error
@@ -62,14 +62,14 @@ class Planner:
         """Pair the pages of blocks.
 
         Args:
-            blocks: One array a group, in any order of blocks.
+            blocks: One array per group, with the blocks in any order.
 
         Returns:
             The fewest region pairs, in the order of their local offsets.
 
         Raises:
-            RegionError: another number of groups, a block id that is not of its pool, a null block, or a
-                local block that would be written twice.
+            RegionError: the number of groups differs from the layouts', a block id is outside its pool or is the null
+                block, or a local block would be written twice.
         """
         self._require_known(blocks)
         tables = [
@@ -79,7 +79,7 @@ class Planner:
         return RegionPairs(merged(np.concatenate(tables)) if tables else np.empty((0, 3), np.int64))
 
     def num_regions_per_layer(self, blocks: Sequence[BlockPairs]) -> int:
-        """Region pairs that the same blocks need when each layer has a cache of its own, on both sides."""
+        """Count the region pairs that the same blocks need if each layer has its own cache on both sides."""
         counts = zip(self._layers_of_group, blocks, strict=True)
         return sum(num_layers * _num_runs(pairs) for num_layers, pairs in counts)
 
@@ -101,7 +101,7 @@ class Planner:
 
 
 def _paired_layers(local: KVLayout, remote: KVLayout) -> Iterator[tuple[LayerLayout, LayerLayout]]:
-    """Pair layers by name, or tell the first difference."""
+    """Pair layers by name, or raise an error that names the first difference."""
     theirs_by_name = {layer.name: layer for layer in remote.layers}
     our_names = {layer.name for layer in local.layers}
     for name in theirs_by_name:
@@ -117,7 +117,7 @@ def _paired_layers(local: KVLayout, remote: KVLayout) -> Iterator[tuple[LayerLay
 def _distinct(
     layers: Iterable[tuple[LayerLayout, LayerLayout]],
 ) -> Iterable[tuple[LayerLayout, LayerLayout]]:
-    """One of each set of layers that differ in nothing but their names, on both sides."""
+    """Keep one of each set of layers that differ only in their names, on both sides."""
     return {
         (replace(ours, name=""), replace(theirs, name="")): (ours, theirs) for ours, theirs in layers
     }.values()
@@ -129,7 +129,7 @@ def _require_equal(field: str, local: object, remote: object) -> None:
 
 
 def page_table(ours: LayerLayout, theirs: LayerLayout) -> RegionTable:
-    """Pair one layer's pages of block 0: cut where either side is cut, so that each piece is contiguous on both."""
+    """Pair one layer's pages of block 0. They are cut where either side is cut, so each piece is contiguous on both."""
     our_offsets, our_ends = _fragment_columns(ours)
     their_offsets, their_ends = _fragment_columns(theirs)
     ends = np.union1d(our_ends, their_ends)
@@ -145,20 +145,20 @@ def page_table(ours: LayerLayout, theirs: LayerLayout) -> RegionTable:
 
 
 def _fragment_columns(layer: LayerLayout) -> tuple[Int64Array, Int64Array]:
-    """Pool offset of each fragment of block 0, and where it ends in the page."""
+    """Return the pool offset of each fragment of block 0, and where the fragment ends in the page."""
     fragments = np.array(layer.fragments, dtype=np.int64).reshape(-1, 2)
     return layer.base_offset + fragments[:, 0], np.cumsum(fragments[:, 1])
 
 
 def _pool_offsets(page_offsets: Int64Array, offsets: Int64Array, ends: Int64Array) -> Int64Array:
-    """Where bytes of a page lie in the pool."""
+    """Return where bytes of a page lie in the pool."""
     index = np.searchsorted(ends, page_offsets, side="right")
     starts = np.concatenate(([0], ends[:-1]))
     return offsets[index] + (page_offsets - starts[index])
 
 
 def repeated(table: RegionTable, local_offsets: Int64Array, remote_offsets: Int64Array) -> RegionTable:
-    """Copy a table for each pair of offsets, so many bytes farther on each side.
+    """Copy a table for each pair of offsets, and add the offsets to the copy.
 
     Args:
         local_offsets: Shape `(num_copies,)`.
@@ -172,7 +172,7 @@ def repeated(table: RegionTable, local_offsets: Int64Array, remote_offsets: Int6
 
 
 def merged(table: RegionTable) -> RegionTable:
-    """Sort by local offset, and join what is adjacent on both sides.
+    """Sort by local offset, and join regions that are adjacent on both sides.
 
     A run never joins two segments of a pool: each segment begins with bytes of block 0, which never moves.
 
@@ -194,7 +194,7 @@ def merged(table: RegionTable) -> RegionTable:
 
 
 def _num_runs(pairs: BlockPairs) -> int:
-    """Runs of blocks that are adjacent at both ends."""
+    """Count runs of blocks that are adjacent on both sides."""
     if not len(pairs):
         return 0
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]

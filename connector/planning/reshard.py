@@ -1,11 +1,11 @@
-"""Which bytes of a producer's ranks go where in our pool, when the two nodes are not alike.
+"""Which bytes of a producer's ranks go where in our pool if the two nodes are not alike.
 
 Bytes are paired by what they mean: layer, token, keys or values, head. So the nodes may differ in the number of
 ranks and in the heads and layers of each, in block size, in the order inside a page, and in where pages lie.
-Layers whose pages have a secret inside move by whole pages. See `plan.py` for two nodes of one shape.
+If the order inside a layer's pages is unknown, whole pages move. See `plan.py` for two nodes of the same shape.
 
-A *unit* is the longest run of tokens that is never cut by a block of either side. All units of a layer look
-alike, so one is planned once per peer, and repeated for the blocks of a request: numpy arrays, end to end.
+A *unit* is the longest run of tokens that is never cut by a block of either side. All units of a layer are alike, so one is
+planned once per peer and repeated for the blocks of a request. Everything is numpy arrays, end to end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class GroupTables:
     """One group's blocks of a request, on both sides.
 
     Attributes:
-        first_block_index: Position of `local_block_ids[0]` in our block table. What comes before is here already.
-        local_block_ids: Shape `(num_blocks,)`. A null block (0) stands for a position that nobody needs.
+        first_block_index: Position of `local_block_ids[0]` in our block table. We have the blocks before it already.
+        local_block_ids: Shape `(num_blocks,)`. A null block (0) stands for a position that is not needed.
         remote_block_ids: Shape `(num_remote_blocks,)`, the producer's block table from the request's first token.
     """
 
@@ -44,11 +44,11 @@ class GroupTables:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's blocks, and how far a token's bytes are from those of the pool's first slot.
+    """One node's blocks, and how far a token's bytes are from those of the pool's first slot.
 
     Attributes:
         num_blocks: Of the pool.
-        span: Slots from which on `span_stride` is added: a kernel block, or a block that moves whole.
+        span: Slots per `span_stride`: those of a kernel block, or of a block that moves whole.
         grain_stride: Bytes from one grain of a span to the next.
     """
 
@@ -59,7 +59,7 @@ class _Side:
     grain_stride: int
 
     def require_known(self, name: str, block_ids: Int64Array) -> None:
-        """Refuse the null block, and ids that are not of the pool."""
+        """Refuse the null block, and ids outside the pool."""
         wrong = (block_ids < 1) | (block_ids >= self.num_blocks)
         if wrong.any():
             first = int(block_ids[int(np.argmax(wrong))])
@@ -68,17 +68,17 @@ class _Side:
             )
 
     def offsets(self, slots: Int64Array, grain: int) -> Int64Array:
-        """Bytes from slot 0 to each slot; a slot is the first of its grain."""
+        """Return the bytes from slot 0 to each slot. Each slot is the first of its grain."""
         return slots // self.span * self.span_stride + slots % self.span // grain * self.grain_stride
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What layers have in common whose bytes move in the same strides.
+    """What layers whose bytes move in the same strides have in common.
 
     Attributes:
-        grain: Tokens that move together: 1, or a block where only whole pages can.
-        unit: Tokens of a unit; a multiple of `grain`.
+        grain: Tokens that move together: 1, or those of a block if only whole pages can move.
+        unit: Tokens per unit; a multiple of `grain`.
     """
 
     rank: int
@@ -91,10 +91,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Units:
-    """Where units lie on both sides, shape `(num_units,)`; only the last tokens of a request make a unit short.
+    """Where units lie on both sides, shape `(num_units,)`. Only the last unit of a request may be short.
 
     Attributes:
-        num_tokens: In each of the units.
+        num_tokens: Tokens in each unit.
     """
 
     local_slots: Int64Array
@@ -106,10 +106,10 @@ class ReshardPlanner:
     """Pairs of our layout and those of all ranks of a producer, made once per peer.
 
     Args:
-        remotes: By rank, tensor-parallel and pipeline-parallel ranks alike.
+        remotes: By rank, both tensor-parallel and pipeline-parallel ones.
 
     Raises:
-        IncompatiblePeerError: the layouts cannot be paired; names the field.
+        IncompatiblePeerError: the layouts cannot be paired; the error names the field.
     """
 
     def __init__(self, local: KVLayout, remotes: Sequence[KVLayout]) -> None:
@@ -122,7 +122,7 @@ class ReshardPlanner:
         self._layers = {step: _alike(parts) for step, parts in tables.items()}
         try:
             self._grain_tables = {step: merged(np.concatenate(parts)) for step, parts in tables.items()}
-        except RegionError as error:  # layers of ours overlap: whose bytes would be right?
+        except RegionError as error:  # layers of ours overlap, so one would overwrite the other
             raise IncompatiblePeerError(
                 field="layers that share a cache", local="some", remote="none"
             ) from error
@@ -131,21 +131,21 @@ class ReshardPlanner:
         }
 
     def plan(self, groups: Sequence[GroupTables], num_tokens: int) -> list[RegionPairs]:
-        """Pair the bytes of a request's first `num_tokens` tokens, as far as local blocks are there for them.
+        """Pair the bytes of a request's first `num_tokens` tokens for which there are local blocks.
 
-        Bytes of later tokens in the last block stay as they are, unless it moves whole.
+        Bytes of later tokens in the last block stay unchanged, unless the block moves whole.
 
         Args:
-            groups: One entry a group.
+            groups: One entry per group.
 
         Returns:
-            For each rank the fewest region pairs, in the order of their local offsets. A rank from which nothing
-            is needed has none.
+            For each rank the fewest region pairs, in the order of their local offsets; none for a rank that is not
+            needed.
 
         Raises:
-            RegionError: another number of groups, a block id that is not of its pool, a null block at the
-                producer where we need one, blocks of ours for which the producer has no tokens, or a local
-                block that would be written twice.
+            RegionError: the number of groups differs from the layouts', a block id is outside its pool, the producer has
+                the null block where we need a block, the producer has no tokens for one of our blocks, or a local block
+                would be written twice.
         """
         if len(groups) != self._num_groups:
             raise RegionError(f"{len(groups)} block tables for {self._num_groups} groups of layers")
@@ -159,7 +159,7 @@ class ReshardPlanner:
         ]
 
     def num_regions_per_layer(self, groups: Sequence[GroupTables], num_tokens: int) -> list[int]:
-        """Region pairs that the same bytes need, for each rank, when no pair spans two layers."""
+        """Count the region pairs per rank that the same bytes need if no pair spans two layers."""
         counts = [0] * self._num_ranks
         for step, layers in self._layers.items():
             units = _units(groups[step.group_index], step, num_tokens)
@@ -170,7 +170,7 @@ class ReshardPlanner:
 
 
 def _alike(tables: Sequence[RegionTable]) -> list[tuple[RegionTable, int]]:
-    """One table of each set of layers whose bytes lie alike, however far from each other; and how many they are."""
+    """Return one table per set of layers that differ only in their base offsets, and the size of the set."""
     found: dict[bytes, tuple[RegionTable, int]] = {}
     for table in tables:
         shape = table.copy()
@@ -238,7 +238,7 @@ def _vector_offsets(layer: LayerLayout, array: SlotArray, share: Share) -> Int64
 
 
 def _unit_table(step: _Step, grain_table: RegionTable, num_tokens: int) -> RegionTable:
-    """Pair the first `num_tokens` tokens of the pool; they are at most a unit."""
+    """Pair the first `num_tokens` tokens of the pool, at most one unit."""
     grains = np.arange(-(-num_tokens // step.grain), dtype=np.int64)
     table = repeated(grain_table, grains * step.local.grain_stride, grains * step.remote.grain_stride)
     return merged(table)
@@ -267,7 +267,7 @@ def _units(group: GroupTables, step: _Step, num_tokens: int) -> _Units:
 
 
 def _require_offered(first_tokens: Int64Array, num_tokens: int) -> None:
-    """A local block without a single offered token would count as loaded, and be garbage."""
+    """Refuse a local block without any offered token: it would count as loaded, with undefined contents."""
     wrong = (first_tokens < 0) | (first_tokens >= num_tokens)
     if wrong.any():
         first = int(first_tokens[int(np.argmax(wrong))])

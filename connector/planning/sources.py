@@ -15,7 +15,7 @@ _Candidate = tuple[int, LayerLayout]
 
 @dataclass(frozen=True)
 class Share:
-    """A run of one layer's heads, or its whole pages, and who has them.
+    """A run of one layer's heads, or its whole pages, and the rank that has them.
 
     Attributes:
         rank: Index of the producer's rank.
@@ -30,24 +30,24 @@ class Share:
     num: int
 
     def slots(self) -> tuple[SlotArray, SlotArray] | None:
-        """What is known of the inside of the pages, ours and theirs; None: they move whole."""
+        """Return what is known about the inside of our pages and theirs; None if they move whole."""
         if self.ours.slots is None or self.theirs.slots is None:
             return None
         return self.ours.slots, self.theirs.slots
 
 
 def choose_sources(local: KVLayout, remotes: Sequence[KVLayout]) -> list[Share]:
-    """Find a rank for each head of each of our layers, and as few ranks as possible.
+    """Find a rank for each head of each of our layers, using as few ranks as possible.
 
-    A rank may keep other layers, and more heads, than we do. What several ranks keep comes from one of them, the
-    first in the order of `remotes`. Layers of ours that lie in the same bytes are filled once.
+    A rank may keep other layers, and more heads, than we do. If several ranks keep the same head, it comes from the first of
+    them in the order of `remotes`. Layers of ours that lie in the same bytes are filled once.
 
     Returns:
         Shares that fill each of our layers exactly once.
 
     Raises:
-        IncompatiblePeerError: a layer is missing, cannot be paired, or nobody has all of its heads; names the
-            field.
+        IncompatiblePeerError: a layer is missing or cannot be paired, or no rank has one of its heads. The error names
+            the field.
     """
     holders: dict[str, list[_Candidate]] = {}
     for rank, remote in enumerate(remotes):
@@ -68,7 +68,7 @@ def _without_names(share: Share) -> Share:
 
 
 def _shares_of_layer(ours: LayerLayout, candidates: Sequence[_Candidate]) -> Iterator[Share]:
-    """Cover our shard from its first share on, each time with the candidate that reaches farthest."""
+    """Cover our shard from its first share on. Each step takes the candidate that reaches farthest."""
     _require(f"layers.{ours.name}", bool(candidates), "present", "absent")
     for _, theirs in candidates:
         _require_same_meaning(ours, theirs)
@@ -90,17 +90,17 @@ def _shares_of_layer(ours: LayerLayout, candidates: Sequence[_Candidate]) -> Ite
 
 
 def _reach(shard: Shard, first: int) -> int:
-    """The share behind the last that `shard` has in a row from `first` on; `first` if it does not have that."""
+    """Return the share after the last one that `shard` has from `first` on; `first` if it does not have that one."""
     return shard.end if shard.first <= first < shard.end else first
 
 
 def _can_be_read(ours: LayerLayout, theirs: LayerLayout) -> bool:
-    """Whole pages need the same heads on both sides; of any other, a part can be read."""
+    """Say whether `theirs` can fill `ours`. Whole pages need the same heads on both sides."""
     return ours.shard == theirs.shard or (ours.slots is not None and theirs.slots is not None)
 
 
 def _require_same_meaning(ours: LayerLayout, theirs: LayerLayout) -> None:
-    """Name the first field by which the two cannot be paired."""
+    """Raise an error that names the first field that prevents pairing."""
     prefix = f"layers.{ours.name}"
     _require_equal(f"{prefix}.group_index", ours.group_index, theirs.group_index)
     _require_equal(f"{prefix}.shard.total", ours.shard.total, theirs.shard.total)
