@@ -380,10 +380,10 @@ class ConsumerProtocol:
     # -- releases ------------------------------------------------------------------------------------
 
     def _release_all(self, load: Load, *, delivered: bool) -> list[Action]:
-        """Tell every rank of the producer that the load is over, except those that know it, or are gone.
+        """Send a release to every rank of the producer that is owed one.
 
-        A rank without a session yet is told when there is one: until then nothing can have ended there, and without a
-        release its blocks would be held until the lease runs out.
+        A rank without a session yet gets it when there is one. Without a release it would hold its blocks until the lease
+        runs out.
         """
         actions: list[Action] = []
         for part in load.parts:

@@ -20,11 +20,11 @@ BlockTables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a node is, and what a peer must know of its cache.
+    """The identity of a node, and what a peer must know of its cache.
 
     Attributes:
-        epoch: Random number of this start of the node, from 1 to `MAX_EPOCH`.
-        digest: Of `fields`: see `compatibility.digest`.
+        epoch: A random number for this start of the node, from 1 to `MAX_EPOCH`.
+        digest: The digest of `fields`; see `compatibility.digest`.
         fields: What must be equal on both sides, or should be.
         layout: Where the pages lie in this node's pool.
     """
@@ -38,15 +38,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class RemoteOffer:
-    """What the consumer was told of a producer's offer, over a path that is not authenticated.
+    """A producer's offer as the consumer's request describes it. It came over a path that is not authenticated.
 
     Attributes:
-        request_id: The producer's name of the request.
+        request_id: The producer's id of the request.
         addresses: One per rank of the producer.
         num_tokens: Tokens whose keys and values are offered.
-        block_ids: Per group; never believed, the producer's grant is what counts.
-        content: Digest of the consumer's own prompt, as far as the offer goes (see `content_digest`): what the producer's
-            grant must repeat. It is not part of what the consumer was told.
+        block_ids: Per group. Nothing is read by them: only the block ids of the producer's grant count.
+        content: Digest of as much of the consumer's own prompt as the offer covers (see `content_digest`). The consumer
+            computes it; the producer's grant must repeat it.
     """
 
     engine_id: str
@@ -64,8 +64,8 @@ class GroupBlocks:
     """A run of one group's block table that is to be loaded.
 
     Attributes:
-        first_block_index: Position of `block_ids[0]` in the request's block table. What comes before is here already.
-        block_ids: Local blocks to write. A null block (0) stands for a position that nobody needs.
+        first_block_index: Position of `block_ids[0]` in the request's block table. The blocks before it are here already.
+        block_ids: Local blocks to write. A null block (0) stands for a position that is not needed.
     """
 
     first_block_index: int
@@ -89,7 +89,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Send:
-    """Encode and send. If that raises, the peer has failed: call `NodeProtocol.peer_failed`."""
+    """Encode and send this message. If that raises, the peer has failed: call `NodeProtocol.peer_failed`."""
 
     peer_id: int
     message: Message
@@ -105,18 +105,18 @@ class SetGuard:
 
 @dataclass(frozen=True)
 class ClearGuard:
-    """Make every later check of guard `index` fail."""
+    """Clear guard `index`: every later check of it fails."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class StartRead:
-    """Start this read. When it ended, or could not start, call `ConsumerProtocol.read_ended`.
+    """Start this read. When it has ended, or could not be started, call `ConsumerProtocol.read_ended`.
 
     Attributes:
-        rank: Which rank of the producer is read from; there is one read at a time of a request from a rank.
-        num_regions_per_layer: Regions that the same blocks need when each layer has a cache of its own.
+        rank: The rank of the producer that is read. A request has at most one read per rank at a time.
+        num_regions_per_layer: Regions that the same blocks would need if each layer had a cache of its own.
     """
 
     request_id: str
@@ -130,17 +130,17 @@ class StartRead:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Drop the peer. Reads from it end soon, and are reported as any other read."""
+    """Drop the peer. Its reads end soon, and their ends are reported like those of other reads."""
 
     peer_id: int
 
 
 @dataclass(frozen=True)
 class PeerDiffers:
-    """Warn: a peer differs in what may differ. Once per start of a peer's node.
+    """Warn that a peer differs in fields that may differ. Once per start of a peer's node.
 
     Attributes:
-        differences: Field, our value, the peer's; at least one.
+        differences: Field, our value, the peer's value; at least one.
     """
 
     engine_id: str
@@ -158,7 +158,7 @@ class PeerDiffers:
 
 @dataclass(frozen=True)
 class OfferEnded:
-    """Report: the offer is over, once per offer. Its blocks can be reused from now on, not before."""
+    """Report, once per offer, that it has ended. Its blocks may be reused from now on, not before."""
 
     request_id: str
     outcome: Literal["delivered", "aborted", "expired"]
@@ -167,19 +167,19 @@ class OfferEnded:
 
 @dataclass(frozen=True)
 class OfferCompleted:
-    """Tell: the offer of a request that is being loaded was still being computed, and is ready as a whole now."""
+    """Report that the offer of a load, which was still being computed, is ready as a whole now."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class LoadEnded:
-    """Report: a load that was asked for is over, once per load. Nothing writes into its blocks any more.
+    """Report, once per load that was asked for, that it has ended. Nothing writes into its blocks any more.
 
     Attributes:
-        outcome: `"loaded"`: all bytes are in place. `"failed"` or `"dropped"`: the blocks' contents are undefined.
-        error: Why it failed; None exactly if it was loaded or dropped.
-        blocks: What the load was asked to fill.
+        outcome: `"loaded"`: all bytes are in place. `"failed"` or `"dropped"`: the contents of the blocks are undefined.
+        error: Why it failed; None if it was loaded or dropped.
+        blocks: The blocks that it was to fill.
     """
 
     request_id: str

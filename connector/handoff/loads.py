@@ -116,7 +116,7 @@ class Load:
         """Where it is in the consumer's table."""
         if self.verdict is not None:
             return LoadState.DRAINING if self.num_reads else LoadState.ENDED
-        # Reading as soon as one rank is read, because then blocks are the transport's; else as far as the last rank is.
+        # Reading as soon as one rank is read, because then blocks are the transport's. Otherwise as far as the last rank.
         return LoadState.READING if self.num_reads else min(part.state for part in self.parts)
 
     @property
@@ -217,7 +217,7 @@ class Load:
             part.deadline = deadline
 
     def forgive(self, part: Part) -> None:
-        """Note that a rank need not be told of the end, and is not waited for."""
+        """Note that a rank needs no release, and that this load no longer waits for it."""
         part.is_owed_release = False
         part.deadline = math.inf
 
@@ -395,7 +395,7 @@ class Loads:
 
     def remember(self, request_id: str, error: KVTransferError) -> None:
         """Keep a failure until its load is asked for, or is dropped."""
-        # A request may be aborted in ways that this node never hears of, so the number is bounded.
+        # This node may never learn that such a request was aborted, so the number of failures is bounded.
         if len(self._failures) >= self._max_failures:
             del self._failures[next(iter(self._failures))]
         self._failures[request_id] = error

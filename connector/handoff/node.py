@@ -1,4 +1,4 @@
-"""Both roles of a node on one transport: what a peer does goes to the role that it concerns.
+"""The producer and the consumer of a node on one transport. Each event goes to the one that it concerns.
 
 A runtime turns transport events into these calls, and orders into calls of `producer` and `consumer`:
 
@@ -7,8 +7,8 @@ A runtime turns transport events into these calls, and orders into calls of `pro
     PeerLost         → peer_lost               timeout            → advance, at next_deadline()
     TransferEnded    → consumer.read_ended
 
-What the transport has to tell comes before `advance`: after a process was stopped for a while, the heartbeats
-and answers that wait in its sockets still count.
+The runtime handles events before it calls `advance`. After a process was stopped for a while, heartbeats and answers wait in
+its sockets; they must count before any deadline does.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ class NodeProtocol:
         self.consumer = consumer
 
     def peer_connected(self, peer_id: int, incoming: bool, now: float) -> list[Action]:
-        """A peer can be talked to."""
-        role = self.producer if incoming else self.consumer
-        return role.peer_connected(peer_id, now)
+        """Begin with a peer that is connected. The consumer connects, so an incoming peer is one."""
+        side = self.producer if incoming else self.consumer
+        return side.peer_connected(peer_id, now)
 
     def peer_lost(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
-        """A peer is gone, or never came."""
+        """End what a peer was needed for that is gone, or could not be reached."""
         return [*self.producer.peer_lost(peer_id, now), *self.consumer.peer_lost(peer_id, error, now)]
 
     def peer_failed(self, peer_id: int, error: KVTransferError, now: float) -> list[Action]:
-        """A peer misbehaved, or nothing can be sent to it: drop it."""
+        """Drop a peer that misbehaved, or to which nothing can be sent."""
         return [Disconnect(peer_id), *self.peer_lost(peer_id, error, now)]
 
     def message_received(self, peer_id: int, data: bytes, now: float) -> list[Action]:
-        """A message came. A peer that sends what the protocol forbids is dropped."""
+        """Handle a message. A peer that sends what the protocol forbids is dropped."""
         try:
             message = decode(data)
         except VersionMismatchError as error:
+            # A consumer gets our `Welcome`, which has our version: so its own error names both versions.
             return [*self.producer.answer_hello(peer_id), *self.consumer.peer_lost(peer_id, error, now)]
         except ProtocolError as error:
             return self.peer_failed(peer_id, error, now)

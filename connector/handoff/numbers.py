@@ -1,4 +1,4 @@
-"""Numbers for guards: never the same twice, and not to be guessed."""
+"""Lease numbers, which guards hold: unique and unguessable."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NUM_ROUNDS = 4
 class GuardNumbers:
     """Draws numbers from 1 to 2**62 - 1: a counter under a keyed permutation.
 
-    A peer that has been admitted can read under any guard whose value it knows. Numbers in order would let it read what
-    it never claimed, and random ones could repeat. A permutation of a counter does neither.
+    A peer that was admitted can read under any guard whose value it knows. Consecutive numbers would let it read what it never
+    claimed, and random numbers could repeat. A permutation of a counter avoids both.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class GuardNumbers:
         self._count = 0
 
     def draw(self) -> int:
-        """A number that was not drawn before."""
+        """Draw a number that was not drawn before."""
         number = 0
-        while number == 0:  # which means that a guard is clear
+        while number == 0:  # a guard that holds 0 is clear
             number = self._permute(self._count)
             self._count += 1
         return number

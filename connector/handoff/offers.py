@@ -15,8 +15,8 @@ from .messages import Claim, Grant, Progress, Release
 
 logger = logging.getLogger(__name__)
 
-#: How often a parked claim is answered within the time after which its consumer would give up. One answer may be late
-#: or lost with a slow peer; with three, the consumer still hears in time.
+#: How often a parked claim is answered within the time after which its consumer would give up. With three, an answer may be
+#: late, as from a busy host, and the next one still comes in time.
 _ANSWERS_PER_CLAIM_TIMEOUT = 3
 
 
@@ -147,7 +147,7 @@ class Offer:
 
     Attributes:
         state: Where it is in the producer's table.
-        grant: What its claimants are told, and under which guard; None before it is made.
+        grant: The grant that its claimants get; it has the guard, too. None before the offer is made.
         deadline: When something is due: while announced, the next answer to parked claims; while offered or claimed, the
             end of the lease; infinity if nothing is.
         claimants: The ranks that read it.
@@ -175,7 +175,7 @@ class Offer:
 
     @property
     def granted(self) -> Grant:
-        """What its claimants are told; only of an offer that is made."""
+        """The grant of an offer that is made."""
         assert self.grant is not None, f"{self!r} grants nothing yet"
         return self.grant
 
@@ -203,7 +203,7 @@ class Offer:
         """Note that more tokens are ready.
 
         Returns:
-            What the claimants are to be told; None if nothing is new.
+            The message for the claimants; None if nothing is new.
 
         Raises:
             KVTransferStateError: the block tables are not the known ones with blocks added. Nothing is changed.
@@ -286,7 +286,7 @@ class Offer:
         self._go_to(OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED)
 
     def _count_readers(self) -> None:
-        """Tell *offered* from *claimed*. An offer whose ranks are all done is about to end, so it stays as it is."""
+        """Set *offered* or *claimed*. An offer whose ranks are all done is about to end, so it stays as it is."""
         if self.state not in (OfferState.OFFERED, OfferState.CLAIMED) or self.claimants.are_done:
             return
         state = OfferState.CLAIMED if self.claimants.peers else OfferState.OFFERED

@@ -1,4 +1,4 @@
-"""What is to be read from which rank of a producer: our blocks, its block tables, and the layouts of all its ranks."""
+"""What to read from which rank of a producer, from our blocks, its block tables, and the layouts of all its ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_PLANNERS = 64
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What is to be read from one rank of the producer; at least one pair.
+    """What to read from one rank of the producer; at least one pair.
 
     Attributes:
-        num_regions_per_layer: Regions that the same blocks need when each layer has a cache of its own.
+        num_regions_per_layer: Regions that the same blocks would need if each layer had a cache of its own.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class NodePlanner(Protocol):
             One plan for each rank from which something is needed.
 
         Raises:
-            RegionError: the number of groups differs, a position is behind the end of the producer's table, a block
+            RegionError: the number of groups differs, a position is past the end of the producer's table, a block
                 is not of its pool, or a local block would be written twice.
         """
 
@@ -57,7 +57,8 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
 
     Args:
         remotes: The layouts of its ranks.
-        rank: Ours in our own node: of several ranks that keep just what we do, the one of our number is read.
+        rank: Our number in our own node. If several ranks keep just what we do, the one with our number is read, so that
+            all ranks of the producer serve about as much.
 
     Raises:
         IncompatiblePeerError: the caches cannot be paired; names the field.
@@ -66,12 +67,12 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
         try:
             return _FromOneRank(candidate, Planner(local, remotes[candidate]))
         except IncompatiblePeerError:
-            continue  # not alike; what is wrong, if anything is, the other planner tells
+            continue  # not alike; if the caches do not fit at all, the other planner raises the error that says why
     return _FromManyRanks(ReshardPlanner(local, remotes))
 
 
 class _FromOneRank:
-    """A rank of the producer keeps just what we do, in blocks like ours."""
+    """Reads from one rank, which keeps just what we do, in blocks like ours."""
 
     def __init__(self, rank: int, planner: Planner) -> None:
         self._rank = rank
@@ -86,7 +87,7 @@ class _FromOneRank:
 
 
 class _FromManyRanks:
-    """The producer is of another shape."""
+    """Reads from all ranks of a producer of another shape."""
 
     def __init__(self, planner: ReshardPlanner) -> None:
         self._planner = planner
@@ -107,10 +108,10 @@ def pair_blocks(blocks: LocalBlocks, tables: BlockTables) -> list[BlockPairs]:
     """Pair the blocks to load with block tables of the same block sizes. Positions with a local null block are left out.
 
     Returns:
-        One array a group, shape `(num_blocks, 2)`: local block id, remote block id.
+        One array per group, shape `(num_blocks, 2)`: local block id, remote block id.
 
     Raises:
-        RegionError: the number of groups differs, or a position is behind the end of the producer's table.
+        RegionError: the number of groups differs, or a position is past the end of the producer's table.
     """
     _require_as_many(blocks, tables)
     return [_pair_group(index, *pair) for index, pair in enumerate(zip(blocks, tables, strict=True))]
@@ -146,7 +147,7 @@ class NodePlanners:
 
     Args:
         local: Our pool's layout.
-        rank: Ours, in our own node.
+        rank: Our number in our own node.
     """
 
     def __init__(self, local: KVLayout, rank: int) -> None:
@@ -172,5 +173,5 @@ class NodePlanners:
         return self._planners[key]
 
     def forget(self, peer_id: int) -> None:
-        """A connection is gone."""
+        """Forget the planners of a connection that is gone."""
         self._planners = {key: planner for key, planner in self._planners.items() if peer_id not in key}

@@ -1,4 +1,4 @@
-"""The consumer's peers: one producer an address, from the wish to connect to a finished handshake."""
+"""The consumer's peers, one producer per address: connecting, the handshake, and the backoff after a failure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
 from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, Heartbeat, Hello, Welcome
 
-#: In place of a peer id: the runtime has not told it yet.
+#: In place of the peer id of a connection that the runtime has not started yet.
 _UNKNOWN = -1
-#: So many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of again.
+#: How many starts of peers' nodes are remembered as warned of. Past it all are forgotten, and warned of again.
 _MAX_WARNED = 1024
 
 
@@ -25,7 +25,7 @@ class PeerSession:
 
     Attributes:
         layout: Where the pages lie in its pool.
-        next_heartbeat: When its leases are to be renewed; infinity while there are none.
+        next_heartbeat: When its leases must be renewed; infinity while there are none.
     """
 
     peer_id: int
@@ -44,7 +44,7 @@ class PeerSession:
 
 @dataclass
 class _Waiting:
-    """Before a connection: as many as may be in progress are. It waits since `since`, until `deadline`."""
+    """Waiting since `since`, until `deadline`, because `max_connecting` other connections are in progress."""
 
     since: float
     deadline: float
@@ -53,7 +53,7 @@ class _Waiting:
 
 @dataclass
 class _Connecting:
-    """Until `deadline`, a connection is made and hands are shaken."""
+    """Connecting and shaking hands, until `deadline`."""
 
     deadline: float
     failures: int
@@ -62,7 +62,7 @@ class _Connecting:
 
 @dataclass
 class _Resting:
-    """After a failure: nobody connects before `until`. Somebody who `is_wanted` is connected to then."""
+    """Backing off after a failure, until `until`. Then an address that `is_wanted` is connected to."""
 
     until: float
     failures: int
@@ -75,12 +75,13 @@ _State = _Waiting | _Connecting | PeerSession | _Resting
 class Peers:
     """Producers by address.
 
-    An address is unknown, waiting, connecting, ready (it has a session) or resting. A connection that fails rests
-    for a time that doubles with each failure; whoever wants the address meanwhile waits for the next attempt,
-    so a claim waits at most `max_backoff_s + connect_timeout_s` for its session.
+    An address is unknown, waiting, connecting, ready (it has a session) or resting. After a failure it rests, for a time
+    that doubles with each failure. A claim that needs the address meanwhile waits for the next attempt, so it waits at
+    most `max_backoff_s + connect_timeout_s` for its session.
 
     Connections cost descriptors, and anyone who can send a request can name addresses. So at most `max_connecting` are in
-    progress at once; further addresses wait, the longest wait first. Waiting counts towards `connect_timeout_s`.
+    progress at once. Further addresses wait; the one that has waited longest is next. Waiting counts towards
+    `connect_timeout_s`.
     """
 
     def __init__(self, identity: Identity, config: HandoffConfig) -> None:
@@ -91,7 +92,7 @@ class Peers:
         self._warned: set[tuple[str, int]] = set()  # engine id and epoch
 
     def session(self, address: str) -> PeerSession | None:
-        """The session with this address, if hands are shaken."""
+        """The session with this address, if the handshake is done."""
         state = self._states.get(address)
         return state if isinstance(state, PeerSession) else None
 
@@ -106,7 +107,7 @@ class Peers:
     # -- one address -----------------------------------------------------------------------------------
 
     def want(self, address: str, now: float) -> list[Action]:
-        """See to it that the address becomes ready, or fails."""
+        """Connect to the address, unless that is in progress or done."""
         state = self._states.get(address)
         if state is None:
             return self._connect(address, 0, now)
@@ -116,29 +117,31 @@ class Peers:
         return []
 
     def started(self, address: str, peer_id: int) -> list[Action]:
-        """The connection that was asked for goes by this peer id."""
+        """Note the peer id of the connection that was asked for."""
         state = self._states.get(address)
         if not isinstance(state, _Connecting) or state.peer_id != _UNKNOWN:
-            return [Disconnect(peer_id)]  # it took so long that nobody waits for it any more
+            return [Disconnect(peer_id)]  # it took so long that the address has failed meanwhile
         state.peer_id = peer_id
         self._address_of[peer_id] = address
         return []
 
     def say_hello(self, peer_id: int) -> list[Action]:
-        """The connection is made: shake hands."""
+        """Begin the handshake on a connection that is made."""
         me = self._identity
         return [Send(peer_id, Hello(PROTOCOL_VERSION, me.engine_id, me.epoch, me.digest))]
 
     def welcome(self, address: str, welcome: Welcome) -> PeerSession:
-        """End the handshake: digest first, then the fields, and only then the layout.
+        """Finish the handshake: compare the digest first, then the fields, and only then decode the layout.
+
+        A layout of another model may have a form that we cannot judge, so the fields must be equal before it is looked at.
 
         Raises:
             IncompatiblePeerError: the peer's cache cannot be read into ours; names the field.
-            ProtocolError: the layout is malformed, or hands were shaken before.
+            ProtocolError: the layout is malformed, or the handshake was done before.
         """
         state = self._states[address]
         if not isinstance(state, _Connecting):
-            raise ProtocolError("a second Welcome")
+            raise ProtocolError(f"unexpected Welcome from {address}: the handshake is done")
         mine = self._identity
         if welcome.digest != mine.digest:
             require_compatible(mine.fields, welcome.fields)
@@ -149,9 +152,9 @@ class Peers:
         return session
 
     def compare(self, welcome: Welcome, rank: int) -> list[Action]:
-        """Warn of what may differ and does; once per start of the peer's node, whichever of its ranks says it first.
+        """Warn of fields that may differ and do: once per start of the peer's node, not once per rank.
 
-        Every rank of ours meets every rank of the peer, so rank 0 speaks for all.
+        Every rank of ours connects to every rank of the peer, so only rank 0 warns.
         """
         differences = advisory_differences(self._identity.fields, welcome.fields)
         name = welcome.engine_id, welcome.epoch
@@ -163,7 +166,7 @@ class Peers:
         return [PeerDiffers(welcome.engine_id, differences)]
 
     def fail(self, address: str, now: float) -> list[Action]:
-        """Drop a peer that is connecting or ready, and let the address rest."""
+        """Drop a peer that is connecting or ready, and back off from its address."""
         state = self._states.get(address)
         if state is None or isinstance(state, _Resting):
             return []
@@ -180,7 +183,7 @@ class Peers:
         return actions + self._start_waiting(now)
 
     def forget(self, address: str) -> None:
-        """Let an address that rests be unknown again, so that the next attempt is made at once."""
+        """End the backoff of an address, so that the next attempt is made at once."""
         if isinstance(self._states.get(address), _Resting):
             del self._states[address]
 
@@ -195,14 +198,16 @@ class Peers:
         ]
 
     def lateness(self, address: str) -> TransferTimeoutError:
-        """What an overdue address has waited for too long."""
+        """Why an overdue address has no session."""
         if isinstance(self._states.get(address), _Waiting):
             busy = f"max_connecting={self._config.max_connecting} other connections were in progress"
-            return TransferTimeoutError(f"{address} was not connected to in time: {busy}")
-        return TransferTimeoutError(f"{address} did not shake hands in time")
+            return TransferTimeoutError(f"timed out waiting to connect to {address}: {busy}")
+        return TransferTimeoutError(
+            f"timed out waiting for the handshake with {address}; is its node running?"
+        )
 
     def advance(self, now: float) -> list[Action]:
-        """Connect to addresses that wait for their turn or have rested; forget those that are not wanted."""
+        """Connect to addresses that wait for a turn or whose backoff is over; forget those that are not wanted."""
         actions = self._start_waiting(now)
         resting = [(key, state) for key, state in self._states.items() if isinstance(state, _Resting)]
         return actions + [
@@ -223,12 +228,14 @@ class Peers:
         return actions
 
     def _connect(self, address: str, failures: int, now: float) -> list[Action]:
-        self._states.pop(address, None)  # to the end of the line, also if it rested before
+        self._states.pop(
+            address, None
+        )  # a dict keeps its order: this puts the address at the end of the queue
         self._states[address] = _Waiting(now, now + self._config.connect_timeout_s, failures)
         return self._start_waiting(now)
 
     def _start_waiting(self, now: float) -> list[Action]:
-        """Connect to those that have waited longest, as many as may be connected to."""
+        """Connect to the addresses that have waited longest, as many as `max_connecting` allows."""
         actions: list[Action] = []
         ready = [(key, state) for key, state in self._waiting() if now < state.deadline]
         for address, state in ready[: self._num_free()]:
@@ -260,5 +267,5 @@ class Peers:
             case _Resting(is_wanted=True):
                 return state.until
             case _Resting():
-                # Kept a little longer than it rests, so that failures that follow each other are counted.
+                # Keep the entry past its backoff, so that consecutive failures keep doubling it.
                 return state.until + self._config.max_backoff_s

@@ -154,7 +154,7 @@ class ProducerProtocol:
         return self._make(offer)
 
     def extend(self, request_id: str, block_ids: BlockTables, num_ready: int) -> list[Action]:
-        """Tell the claimants that more tokens of an open offer are ready.
+        """Note that more tokens of an open offer are ready, and inform its claimants.
 
         Unknown requests are ignored, because the offer may have ended by itself. Block tables that are not the known ones
         with blocks added end the offer.
@@ -344,8 +344,8 @@ class ProducerProtocol:
     def _heartbeat(self, peer_id: int, heartbeat: Heartbeat, now: float) -> None:
         for lease in heartbeat.leases:
             offer = self._offers.get(lease)
-            # Only the consumer's own heartbeats count. Otherwise a peer that learned a number could keep blocks for
-            # another node's request, whose ranks are gone.
+            # Only the consumer's own heartbeats count. Otherwise any peer that learned a number could keep an offer alive
+            # whose consumer is gone.
             if offer is not None and offer.claimants.may_renew(peer_id):
                 offer.renew(now)
 
@@ -371,17 +371,17 @@ class ProducerProtocol:
         return self._end(offer, "aborted", why_not)
 
     def _deny(self, offer: Offer, what: str) -> list[Action]:
-        """End an offer that was not made. Its consumers are told; this node is owed no report."""
+        """End an offer that was not made, and deny its claims. Its end is not reported."""
         del self._offers[offer.lease]
         offer.end()
         peers = offer.claimants.peers
         return [_denial(peer_id, offer.request_id, offer.lease, what) for peer_id in peers]
 
     def _revoke(self, offer: Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
-        """End an offer before its consumer is done, and tell the ranks that read."""
+        """End an offer before its consumer is done, and send a `Revoke` to the ranks that read."""
         actions = self._end(offer, outcome, what)
         revoke = Revoke(offer.request_id, offer.lease, f"the offer {what}")
-        # The guard first: what a consumer reads while the message is under way must not count.
+        # The guard first: bytes that a consumer reads while the message is in flight must not count.
         return [*actions[:1], *self._send_to(offer.claimants.peers, revoke), *actions[1:]]
 
     def _end(

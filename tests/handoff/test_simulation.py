@@ -87,7 +87,7 @@ def test_a_world_without_faults_loads_everything() -> None:
     simulation = Simulation()
     for number in range(20):
         simulation.offer(0, number)
-        simulation.hear(0)
+        simulation.carry_out(0)
         simulation.claim(2, 0, 0)
         simulation.load(2, 0, number)
         simulation.settle()
@@ -111,7 +111,7 @@ class AnySchedule(RuleBasedStateMachine):
 
     @rule(node=numbers)
     def hear(self, node: int) -> None:
-        self.simulation.hear(node)
+        self.simulation.carry_out(node)
 
     @rule(node=numbers, offer=numbers)
     def compute(self, node: int, offer: int) -> None:

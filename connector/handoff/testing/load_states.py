@@ -1,4 +1,4 @@
-"""One consumer and one offer: brought to each state of the consumer's table, one after the other."""
+"""Bring one consumer with one offer to each state of the consumer's table."""
 
 from __future__ import annotations
 

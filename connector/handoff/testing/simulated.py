@@ -1,4 +1,4 @@
-"""What a simulated world consists of: engines with their ranks and memory, and reads that copy region by region."""
+"""The parts of a simulated world: engines with their ranks and memory, and reads that copy region by region."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NUM_GUARDS = 3
 NUM_LAYERS = 2
 NUM_HEADS = 4
 
-#: A block's contents in the whole model, shape `(NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)`: a byte for each head of a token.
+#: A block's contents in the whole model, shape `(NUM_LAYERS, BLOCK_SIZE, NUM_HEADS)`: one byte per head of a token.
 Bytes = npt.NDArray[np.uint8]
-#: An offer among all that ever were: (engine id, epoch, lease).
+#: An offer among all that were ever made: (engine id, epoch, lease).
 OfferName = tuple[str, int, int]
 
 
@@ -44,7 +44,7 @@ class PromiseBroken(AssertionError):
 
 @dataclass(frozen=True)
 class Spread:
-    """How an engine's model is spread over ranks: layers over stages, heads over the ranks of a stage."""
+    """How an engine's model is spread over ranks: layers over pipeline stages, heads over the ranks of a stage."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -60,7 +60,7 @@ class Spread:
         return range(first, first + num)
 
     def heads(self, rank: int) -> range:
-        """The heads that it keeps of each."""
+        """The heads of each layer that a rank keeps."""
         num = NUM_HEADS // self.tensor_parallel_size
         first = rank % self.tensor_parallel_size * num
         return range(first, first + num)
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass
 class SimulatedRead:
-    """A read under way in a consumer's transport."""
+    """A read that is in progress in a consumer's transport."""
 
     order: StartRead
     source: SimulatedRank
@@ -80,11 +80,11 @@ class SimulatedRead:
 
 @dataclass
 class SimulatedOffer:
-    """What an engine offers. Each rank ends it once.
+    """An offer of an engine. Each rank ends it once.
 
     Attributes:
         num_ready: Blocks whose contents are computed.
-        is_finished: Whether its request has finished; before, its blocks are the engine's whatever becomes of the offer.
+        is_finished: Whether its request has finished. Until then its blocks are the engine's, whatever becomes of the offer.
     """
 
     lease: int
@@ -96,7 +96,7 @@ class SimulatedOffer:
 
 @dataclass
 class SimulatedLoad:
-    """What a request's `LoadEnded`s must fit. Each rank reports it once."""
+    """A load of an engine. Each rank reports its end once."""
 
     name: OfferName
     content: str
@@ -105,14 +105,14 @@ class SimulatedLoad:
     ended: set[int] = field(default_factory=set)
 
 
-#: What a scheduler tells a rank: (request, what to do).
+#: An order of a scheduler to a rank: (request, what to do).
 Order = tuple[str, Callable[[], list[Action]]]
 PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a message, lost
 
 
 @dataclass
 class SimulatedRank:
-    """One process of an engine: protocols, memory and transport."""
+    """One process of an engine: its protocol, memory and transport."""
 
     engine: SimulatedEngine
     number: int
@@ -127,7 +127,7 @@ class SimulatedRank:
     is_dead: bool = False
 
     def places(self) -> Iterable[tuple[int, int, int, int]]:
-        """Every byte of block 0: (layer, slot, head, pool offset)."""
+        """Every byte of block 0 that this rank keeps: (layer, slot, head, pool offset)."""
         spread = self.engine.spread
         heads = spread.heads(self.number)
         for index, layer in enumerate(spread.layers(self.number)):
@@ -136,7 +136,7 @@ class SimulatedRank:
                 yield layer, slot, head, base + slot * len(heads) + place
 
     def fill(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> None:
-        """Give blocks their contents, as far as this rank keeps them."""
+        """Write the contents of blocks, as far as this rank keeps them."""
         strides = {layer.block_stride for layer in self.identity.layout.layers}
         (stride,) = strides
         for block_id, content in zip(block_ids, contents, strict=True):
@@ -155,7 +155,7 @@ class SimulatedRank:
 
 @dataclass
 class SimulatedEngine:
-    """A node: its ranks, its block allocator, and what its scheduler remembers."""
+    """A node: its ranks, its block allocator, and the state of its scheduler."""
 
     address: str
     epoch: int
@@ -168,7 +168,7 @@ class SimulatedEngine:
 
     @property
     def is_doomed(self) -> bool:
-        """Whether a rank is dead: the others live on for a while, and nobody expects an end of anything any more."""
+        """Whether a rank is dead. The others live on for a while, but no end of an offer or a load is owed any more."""
         return any(rank.is_dead for rank in self.ranks)
 
     @property
@@ -176,13 +176,13 @@ class SimulatedEngine:
         return [rank for rank in self.ranks if not rank.is_dead]
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Take blocks that are free; none if there are too few."""
+        """Take free blocks; none if there are too few."""
         if len(self.free_blocks) < num_blocks:
             return ()
         return tuple(self.free_blocks.pop(0) for _ in range(num_blocks))
 
     def free(self, block_ids: tuple[int, ...], scribble: int) -> None:
-        """Take blocks back and give them another meaning at once."""
+        """Free blocks, and overwrite them at once, so that a late reader gets wrong bytes."""
         for rank in self.ranks:
             for layer in rank.identity.layout.layers:
                 for block_id in block_ids:
@@ -192,7 +192,7 @@ class SimulatedEngine:
 
 
 def simulated_layout(spread: Spread, rank: int, *, is_uniform: bool) -> KVLayout:
-    """One rank's layers, together or apart."""
+    """The layout of one rank's layers: uniform, or one pool part per layer."""
     heads = spread.heads(rank)
     page_bytes = BLOCK_SIZE * len(heads)
     layout = (uniform_layout if is_uniform else per_layer_layout)(

@@ -1,10 +1,10 @@
-"""A simulated world for the handoff protocol: a virtual clock, a network that delays, memory, and death.
+"""A simulated world for the handoff protocol: a virtual clock, a network with delays, memory, and processes that die.
 
 `Simulation` runs real `NodeProtocol`s, one for each rank of each engine. Every operation is a method that takes numbers
 as its choices, so that a seeded generator (`explore`) and a property-based test can drive the same world. Reads copy
-region by region, and anything may happen between two regions; blocks are overwritten the moment their owner may reuse them.
+region by region, and anything may happen between two regions. Blocks are overwritten as soon as their owner may reuse them.
 
-A promise that is broken raises `PromiseBroken`.
+A promise that is broken raises `PromiseBroken`, which shows the state of every offer and load.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .world import SimulatedWorld
 
 _CONFIG = HandoffConfig(load_wait_s=60.0)
 _ALIKE = (Spread(), Spread(), Spread())
-#: Longest time, in virtual seconds, until everything is over once nobody orders anything any more.
+#: Longest time, in virtual seconds, until everything has ended after the last order.
 _LONGEST_WAIT_S = 200.0
 
 
@@ -54,8 +54,8 @@ class Simulation(SimulatedWorld):
 
     Args:
         producer_class, consumer_class: The protocols under test.
-        checks_after_copy: Whether the transport checks guards when it should. False is a planted bug.
-        spreads: Over how many ranks each engine's model is spread.
+        checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
+        spreads: How each engine's model is spread over ranks.
     """
 
     def __init__(
@@ -77,8 +77,11 @@ class Simulation(SimulatedWorld):
     # -- operations: each picks its subject by a number, and does nothing if there is none -----------
 
     def offer(self, which: int, num_blocks: int) -> None:
-        """A producer's scheduler makes an offer, of a prompt that is computed, or (with a high number) that still is; or
-        (with a higher one) tells of an offer whose blocks are lost before any rank hears of it.
+        """Have a producer's scheduler make an offer.
+
+        Args:
+            num_blocks: Below 40: of a prompt that is computed. Below 60: of one that is still being computed. From 60 on:
+                the offer is announced and then withdrawn, because its blocks were lost.
         """
         engine = self._pick_engine(which)
         block_ids = engine.allocate(1 + num_blocks % 3)
@@ -100,7 +103,7 @@ class Simulation(SimulatedWorld):
             f"of {request_id}",
         )
         self._made.append(offer)
-        # A rank hears of a request before it computes anything of it, so before any consumer can know.
+        # A rank learns of a request before it computes any of it, so before any consumer can know the number.
         for rank in engine.living_ranks:
             self.do(rank, rank.protocol.producer.announce(request_id, lease))
         if num_blocks >= 60:
@@ -138,7 +141,7 @@ class Simulation(SimulatedWorld):
         return lambda: producer.open(request_id, offer.lease, (table,), num_tokens, num_ready, content)
 
     def compute(self, which: int, offer: int) -> None:
-        """A producer computes one more block of a prompt, perhaps the last."""
+        """Have a producer compute one more block of a prompt, perhaps the last."""
         engine = self._pick_engine(which)
         if named := self._pick_open(engine, offer):
             request_id, held = named
@@ -161,7 +164,7 @@ class Simulation(SimulatedWorld):
         return lambda: producer.extend(request_id, (table,), num_ready)
 
     def preempt(self, which: int, offer: int) -> None:
-        """A request whose prompt is being computed loses its blocks at once."""
+        """Take the blocks of a request away at once, while its prompt is being computed."""
         engine = self._pick_engine(which)
         if named := self._pick_open(engine, offer):
             request_id, held = named
@@ -175,14 +178,14 @@ class Simulation(SimulatedWorld):
             del engine.offers[request_id]
             engine.free(held.block_ids, scribble=253)
 
-    def hear(self, which: int) -> None:
-        """A rank hears of its scheduler's oldest order."""
+    def carry_out(self, which: int) -> None:
+        """Have a rank carry out its scheduler's oldest order."""
         rank = self.ranks[which % len(self.ranks)]
         if rank.orders:
             self.do(rank, rank.orders.popleft()[1]())
 
     def abort(self, which: int, offer: int) -> None:
-        """A producer's engine takes an offer back, or its request ends before its prompt is computed."""
+        """Have a producer's engine take an offer back, or end its request before the prompt is computed."""
         engine = self._pick_engine(which)
         if engine.offers:
             request_id = sorted(engine.offers)[offer % len(engine.offers)]
@@ -193,7 +196,7 @@ class Simulation(SimulatedWorld):
             self._free_if_over(engine, request_id)
 
     def give_up(self, which: int, offer: int) -> None:
-        """A router says that no consumer will come for an offer, rightly or not."""
+        """Have a router say that no consumer will come for an offer, rightly or not."""
         if self._made:
             named = self._made[-1 - offer % min(len(self._made), 6)]
             engine = self.engines[named.engine_id]
@@ -202,7 +205,7 @@ class Simulation(SimulatedWorld):
                 rank.orders.append((named.request_id, partial(give_up, named.request_id, named.lease)))
 
     def claim(self, which: int, offer: int, change: int) -> None:
-        """A request arrives that refers to some offer, of now or long ago, sometimes tampered with."""
+        """Have a request arrive that names an offer, a current or an old one, sometimes with tampered params."""
         if not self._made:
             return
         engine = self._pick_engine(which)
@@ -223,7 +226,7 @@ class Simulation(SimulatedWorld):
             self.do(rank, rank.protocol.consumer.claim(request_id, tampered, self.now))
 
     def load(self, which: int, request: int, first_block_index: int) -> None:
-        """A request that has claimed gets blocks."""
+        """Give blocks to a request that has claimed."""
         engine = self._pick_engine(which)
         waiting = sorted(set(engine.claims) - set(engine.loads))
         if not waiting or engine.is_doomed:
@@ -242,7 +245,7 @@ class Simulation(SimulatedWorld):
             self.do(rank, rank.protocol.consumer.load(request_id, blocks, self.now))
 
     def drop(self, which: int, request: int) -> None:
-        """A request is aborted by its client."""
+        """Abort a request, as its client may."""
         engine = self._pick_engine(which)
         if engine.claims:
             request_id = sorted(engine.claims)[request % len(engine.claims)]
@@ -252,14 +255,14 @@ class Simulation(SimulatedWorld):
                 self.do(rank, rank.protocol.consumer.drop(request_id, self.now))
 
     def kill(self, which: int) -> None:
-        """An engine dies and another start of it takes its place."""
+        """Kill an engine, and start another in its place."""
         old = self._pick_engine(which)
         for rank in old.living_ranks:
             self.die(rank)
         self.engines[old.address] = self._new_engine(old.address, old.spread)
 
     def kill_rank(self, which: int) -> None:
-        """One process of an engine dies; the others do not know yet, and live on."""
+        """Kill one process of an engine. The others do not know yet, and live on."""
         self.die(self.ranks[which % len(self.ranks)])
         for address, engine in self.engines.items():
             if not engine.living_ranks:
@@ -268,15 +271,15 @@ class Simulation(SimulatedWorld):
     # -- the end ---------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Everything that is under way arrives, and every read ends. No time passes."""
+        """Deliver everything that is in flight, and end every read. No time passes."""
         for index in range(len(self.ranks)):
             while self.ranks[index].orders:
-                self.hear(index)
+                self.carry_out(index)
         while self.deliver(0) or self.copy(0):
             pass
 
     def finish(self) -> None:
-        """Order nothing any more, let time pass, and see that everything ends and nothing is left."""
+        """Stop giving orders, let time pass, and check that everything ends and nothing is left."""
         for index, engine in enumerate(list(self.engines.values())):
             if engine.is_doomed:
                 self.kill(index)
@@ -367,7 +370,7 @@ class Simulation(SimulatedWorld):
         return engine
 
     def _pick_open(self, engine: SimulatedEngine, which: int) -> tuple[str, SimulatedOffer] | None:
-        """An offer whose prompt is still computed."""
+        """Pick an offer whose prompt is still being computed."""
         found = [(name, offer) for name, offer in sorted(engine.offers.items()) if not offer.is_finished]
         return found[which % len(found)] if found else None
 
@@ -376,12 +379,12 @@ class Simulation(SimulatedWorld):
 
 
 def _table_so_far(offer: SimulatedOffer) -> tuple[int, ...]:
-    """The block table of a prompt that is being computed: it has a block that is not."""
+    """The block table of a prompt that is being computed: the blocks that are ready, and the one being computed."""
     return offer.block_ids[: offer.num_ready + 1]
 
 
 def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
-    """Drive a simulation through one random schedule, and see that it ends well.
+    """Drive a simulation through one random schedule, and check that it ends well.
 
     Raises:
         PromiseBroken: a promise of the protocol does not hold in this schedule.
@@ -397,7 +400,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
     busy = max(1.0, len(simulation.ranks) / 3)  # more ranks, more messages
     operations: dict[Callable[[], object], float] = {
         lambda: simulation.offer(number(), number()): 6,
-        lambda: simulation.hear(number()): 8 * busy,
+        lambda: simulation.carry_out(number()): 8 * busy,
         lambda: simulation.compute(number(), number()): 6,
         lambda: simulation.preempt(number(), number()): 0.5,
         lambda: simulation.abort(number(), number()): 1,

@@ -1,4 +1,4 @@
-"""What a runtime and a transport do in a simulated world: actions are carried out, messages travel, reads copy."""
+"""The runtime and the transport of a simulated world: they carry out actions, deliver messages and copy bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimulatedWorld(ABC):
     """Engines and everything between them.
 
     Args:
-        checks_after_copy: Whether the transport checks guards when it should. False is a planted bug.
+        checks_after_copy: Whether the transport checks guards after it has copied. False is a planted bug.
     """
 
     def __init__(self, checks_after_copy: bool) -> None:
@@ -52,7 +52,7 @@ class SimulatedWorld(ABC):
 
     @property
     def ranks(self) -> list[SimulatedRank]:
-        """All that live."""
+        """All ranks that are alive."""
         return [rank for engine in self.engines.values() for rank in engine.living_ranks]
 
     # -- what must hold --------------------------------------------------------------------------------
@@ -87,10 +87,10 @@ class SimulatedWorld(ABC):
                 is_reading == (load.request_id in reading), "a load is reading or draining while it is read"
             )
 
-    # -- what happens by itself ------------------------------------------------------------------------
+    # -- what happens by itself, in any order ----------------------------------------------------------
 
     def deliver(self, which: int) -> bool:
-        """Something that is under way between two ranks arrives."""
+        """Deliver one event or message that is in flight between two ranks."""
         waiting = [(rank, peer) for rank in self.ranks for peer, box in rank.inbox.items() if box]
         if not waiting:
             return False
@@ -108,7 +108,7 @@ class SimulatedWorld(ABC):
         return True
 
     def copy(self, which: int) -> bool:
-        """A read goes on by one region, or checks its guard and ends."""
+        """Copy one region of a read, or check its guard and end it."""
         reading = [(rank, key) for rank in self.ranks for key in rank.reads]
         if not reading:
             return False
@@ -132,7 +132,7 @@ class SimulatedWorld(ABC):
             self._end_read(rank, key, None if is_fresh else StaleRegionError("the guard changed"))
 
     def tick(self, seconds: float) -> None:
-        """Time passes."""
+        """Let time pass."""
         self.now += seconds
         for rank in self.ranks:
             for read in rank.reads.values():
@@ -142,7 +142,7 @@ class SimulatedWorld(ABC):
             self.require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
 
     def sever(self, which: int) -> None:
-        """A connection breaks; either end learns of it in its own time."""
+        """Break a connection. Each end learns of it in its own time."""
         linked = [(rank, peer_id) for rank in self.ranks for peer_id in rank.links]
         if linked:
             rank, peer_id = linked[which % len(linked)]
@@ -152,7 +152,7 @@ class SimulatedWorld(ABC):
             remote.inbox[remote_peer_id].append(PeerLostError("the connection broke"))
 
     def die(self, rank: SimulatedRank) -> None:
-        """A process ends. Mapped memory outlives it in its readers."""
+        """Kill a process. Its readers keep its memory mapped, so their reads go on."""
         rank.is_dead = True
         for remote, remote_peer_id in list(rank.links.values()):
             remote.inbox[remote_peer_id].append(PeerLostError("the peer died"))
@@ -169,7 +169,7 @@ class SimulatedWorld(ABC):
         self._require_true_states(rank)
 
     def next_number(self) -> int:
-        """A number that was not used before."""
+        """Draw a number that was not used before."""
         self._counter += 1
         return self._counter
 
@@ -207,7 +207,9 @@ class SimulatedWorld(ABC):
     def _connect(self, rank: SimulatedRank, address: str) -> list[Action]:
         remote = self._rank_at(address)
         if remote is None:
-            return rank.protocol.consumer.connect_failed(address, PeerLostError("nobody there"), self.now)
+            return rank.protocol.consumer.connect_failed(
+                address, PeerLostError("there is no such rank"), self.now
+            )
         peer_id, remote_peer_id = self.next_number(), self.next_number()
         rank.links[peer_id] = (remote, remote_peer_id)
         remote.links[remote_peer_id] = (rank, peer_id)
@@ -226,7 +228,7 @@ class SimulatedWorld(ABC):
                 read.error = TransportClosedError("disconnected")
         if peer_id in rank.links:
             remote, remote_peer_id = rank.links[peer_id]
-            remote.inbox[remote_peer_id].append(PeerLostError("the peer hung up"))
+            remote.inbox[remote_peer_id].append(PeerLostError("the peer disconnected"))
             del remote.links[remote_peer_id]
         self._forget_peer(rank, peer_id)
 
