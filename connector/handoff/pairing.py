@@ -16,7 +16,8 @@ from ..planning.reshard import GroupTables, ReshardPlanner
 from .events import BlockTables, GroupBlocks, LocalBlocks
 from .peers import PeerSession
 
-#: Producers whose planners are kept.
+#: Producers whose planners are kept. A planner depends on layouts only, so one per producer serves all requests; past this
+#: number the oldest is made again when it is needed.
 _MAX_PLANNERS = 64
 
 
@@ -63,6 +64,7 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
     Raises:
         IncompatiblePeerError: the caches cannot be paired; names the field.
     """
+    # One rank first: its plan pairs whole pages, which is much cheaper than the pairs of vectors of the other planner.
     for candidate in sorted(range(len(remotes)), key=lambda index: index != rank):
         try:
             return _FromOneRank(candidate, Planner(local, remotes[candidate]))
@@ -130,6 +132,7 @@ def _pair_group(index: int, group: GroupBlocks, table: tuple[int, ...]) -> Block
     pairs = np.empty((len(group.block_ids), 2), dtype=np.int64)
     pairs[:, 0] = group.block_ids
     pairs[:, 1] = table[first:end]
+    # A null block stands for a position that no layer of this group needs, as before a window: nothing is read there.
     needed: BlockPairs = pairs[pairs[:, 0] != 0]
     return needed
 

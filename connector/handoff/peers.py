@@ -170,6 +170,7 @@ class Peers:
         state = self._states.get(address)
         if state is None or isinstance(state, _Resting):
             return []
+        # A session proves that the peer works, so its loss starts the backoff from the beginning.
         failures = 1 + (0 if isinstance(state, PeerSession) else state.failures)
         rest = min(self._config.backoff_s * 2.0 ** min(failures - 1, 32), self._config.max_backoff_s)
         self._states[address] = _Resting(now + rest, failures)
@@ -216,6 +217,7 @@ class Peers:
 
     def next_deadline(self) -> float:
         """When `overdue`, `advance` or a heartbeat is due."""
+        # A turn became free after the last action, for example by a handshake that ended.
         if self._waiting() and self._num_free():
             return -math.inf
         return min((self._deadline(state) for state in self._states.values()), default=math.inf)
@@ -237,6 +239,7 @@ class Peers:
     def _start_waiting(self, now: float) -> list[Action]:
         """Connect to the addresses that have waited longest, as many as `max_connecting` allows."""
         actions: list[Action] = []
+        # Those that are overdue are left for `overdue`: a connection would start with no time left.
         ready = [(key, state) for key, state in self._waiting() if now < state.deadline]
         for address, state in ready[: self._num_free()]:
             self._states[address] = _Connecting(state.deadline, state.failures)
