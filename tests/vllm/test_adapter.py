@@ -456,7 +456,7 @@ class TestOneStep:
     def side(self, submitted):
         half = SimpleNamespace(
             allocate_kv_memory=torch.zeros,
-            start_load_kv=lambda orders, is_computed=False: submitted.append((orders, is_computed)),
+            submit=lambda orders, is_computed=False: submitted.append((orders, is_computed)),
         )
         return WorkerSide(SimpleNamespace(speculative_config=None), None, half)
 
@@ -475,7 +475,7 @@ class TestOneStep:
     def test_a_drafting_model_writes_after_the_last_token(self, submitted):
         half = SimpleNamespace(
             allocate_kv_memory=torch.zeros,
-            start_load_kv=lambda orders, is_computed: submitted.append(is_computed),
+            submit=lambda orders, is_computed: submitted.append(is_computed),
         )
         WorkerSide(SimpleNamespace(speculative_config=object()), None, half).carry_out(
             StepMetadata(self.ORDERS)
