@@ -66,7 +66,7 @@ def check_enough_kv_cache_memory(
     else:
         has, remedy = f"{_gib(available_memory)} are available", "memory_utilization"
     raise ConfigurationError(
-        f"not enough memory for a request of max_model_len={length} tokens: it needs {needs}, and {has}; the longest "
+        f"the KV cache is too small: one request of max_model_len={length} tokens needs {needs}, and {has}; the longest "
         f"that fits has {longest} tokens; raise {remedy} or lower max_model_len",
         key="max_model_len",
         value=length,

@@ -124,7 +124,7 @@ def test_an_answer_that_would_move_the_state_on_is_refused(make_pair: Any) -> No
 
 
 def test_a_block_too_small_for_a_state_is_refused(make_node: Any) -> None:
-    with pytest.raises(ConfigurationError, match="smallest block_size that holds a state is 13"):
+    with pytest.raises(ConfigurationError, match="use block_size=13 or more"):
         make_node("bamba", block_size=4)
 
 

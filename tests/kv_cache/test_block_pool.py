@@ -156,14 +156,14 @@ def test_contents_do_not_change_while_known(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(1)
     pool.cache_full_blocks(blocks, [A], 0)
     pool.cache_full_blocks(blocks, [A], 0)
-    with pytest.raises(KVTransferStateError, match="block 1 is cached with other contents"):
+    with pytest.raises(KVTransferStateError, match="block 1: it is cached with other contents"):
         pool.cache_full_blocks(blocks, [B], 0)
 
 
-def test_a_block_that_no_one_holds_has_no_contents_to_cache(pool: BlockPool) -> None:
+def test_a_block_without_a_holder_has_no_contents_to_cache(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
-    with pytest.raises(KVTransferStateError, match="no one holds it"):
+    with pytest.raises(KVTransferStateError, match="cannot cache block 1: it has no holder"):
         pool.cache_full_blocks(blocks, [A], 0)
 
 
@@ -189,7 +189,7 @@ def test_evicted_contents_are_not_found_and_their_holder_keeps_the_block(pool: B
 
 @pytest.mark.parametrize("block_id", [-1, 5])
 def test_only_the_pools_own_blocks_can_be_evicted(pool: BlockPool, block_id: int) -> None:
-    with pytest.raises(ValueError, match=f"block {block_id} is not in a pool of 5"):
+    with pytest.raises(ValueError, match=f"cannot evict block {block_id}: the pool has 5 blocks"):
         pool.evict_blocks([block_id])
 
 
@@ -249,7 +249,7 @@ def test_no_one_frees_what_only_a_transfer_holds(pool: BlockPool) -> None:
 
 def test_only_a_pinned_block_is_unpinned(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(1)
-    with pytest.raises(KVTransferStateError, match="block 1 is not pinned"):
+    with pytest.raises(KVTransferStateError, match="cannot unpin block 1: no transfer"):
         pool.unpin(blocks)
     assert blocks[0].ref_cnt == 1
 

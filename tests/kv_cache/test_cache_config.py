@@ -102,10 +102,10 @@ def test_the_override_sets_the_number_of_blocks(full: FullAttentionSpec, make_co
 def test_layers_that_cannot_share_a_pool_are_an_error(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
 ) -> None:
-    with pytest.raises(ValueError, match="one page size"):
+    with pytest.raises(ValueError, match="the same page size"):
         get_kv_cache_config(make_config(), layers(full, replace(windowed(8), head_size=4)), 2**30)
     state = MambaSpec(4, shapes=((1,),), dtypes=(torch.float32,), page_size_padded=full.page_size_bytes)
-    with pytest.raises(ValueError, match="enable_hybrid_kv_cache_manager is off"):
+    with pytest.raises(ValueError, match="set enable_hybrid_kv_cache_manager to True"):
         get_kv_cache_config(make_config(hybrid=False), layers(windowed(8), state), 2**30)
 
 
@@ -152,7 +152,7 @@ def test_ranks_with_other_groups_are_an_error(full: FullAttentionSpec, windowed:
     for groups in ((other,), (one, other), ()):
         with pytest.raises(ConfigurationError, match="ranks have different KV cache groups"):
             unify_kv_cache_configs([KVCacheConfig(4, (), (one,)), KVCacheConfig(4, (), groups)])
-    with pytest.raises(ValueError, match="no rank"):
+    with pytest.raises(ValueError, match="there are none; pass one per rank"):
         unify_kv_cache_configs([])
 
 

@@ -53,7 +53,7 @@ def test_the_last_blocks_can_be_taken_at_once_and_the_queue_used_again() -> None
 
 
 def test_an_empty_queue_says_that_it_is_empty() -> None:
-    with pytest.raises(KVTransferStateError, match="no free block"):
+    with pytest.raises(KVTransferStateError, match="the free queue is empty"):
         FreeKVCacheBlockQueue([]).popleft()
 
 
@@ -68,7 +68,7 @@ def test_a_number_that_is_not_there_takes_none(count: int) -> None:
 def test_a_block_that_is_not_free_cannot_be_removed() -> None:
     queue = FreeKVCacheBlockQueue(make_blocks(3))
     taken = queue.popleft()
-    with pytest.raises(KVTransferStateError, match="block 0 is not in the free queue"):
+    with pytest.raises(KVTransferStateError, match="cannot remove block 0: it is not in the free queue"):
         queue.remove(taken)
     assert ids(queue.get_all_free_blocks()) == [1, 2]
 
@@ -76,7 +76,7 @@ def test_a_block_that_is_not_free_cannot_be_removed() -> None:
 def test_a_block_cannot_be_freed_twice() -> None:
     blocks = make_blocks(2)
     queue = FreeKVCacheBlockQueue(blocks)
-    with pytest.raises(KVTransferStateError, match="block 1 is in the free queue already"):
+    with pytest.raises(KVTransferStateError, match="block 1: it is in the free queue already"):
         queue.append(blocks[1])
     assert ids(queue.get_all_free_blocks()) == [0, 1]
 
@@ -84,7 +84,7 @@ def test_a_block_cannot_be_freed_twice() -> None:
 def test_a_list_with_a_duplicate_is_appended_up_to_it() -> None:
     blocks = make_blocks(3)
     queue = FreeKVCacheBlockQueue([])
-    with pytest.raises(KVTransferStateError, match="block 0 is in the free queue already"):
+    with pytest.raises(KVTransferStateError, match="block 0: it is in the free queue already"):
         queue.append_n([blocks[0], blocks[1], blocks[0], blocks[2]])
     assert ids(queue.get_all_free_blocks()) == [0, 1]
 
@@ -93,7 +93,7 @@ def test_what_is_put_in_front_comes_out_first() -> None:
     queue = FreeKVCacheBlockQueue(make_blocks(3))
     queue.prepend_n([KVCacheBlock(7), KVCacheBlock(8)])
     assert ids(queue.get_all_free_blocks()) == [7, 8, 0, 1, 2]
-    with pytest.raises(KVTransferStateError, match="block 0 is in the free queue already"):
+    with pytest.raises(KVTransferStateError, match="block 0: it is in the free queue already"):
         queue.prepend_n([queue.get_all_free_blocks()[2], KVCacheBlock(9)])
     assert ids(queue.get_all_free_blocks()) == [9, 7, 8, 0, 1, 2]
 

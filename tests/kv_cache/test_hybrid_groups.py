@@ -274,7 +274,7 @@ def test_full_attention_with_a_window_in_name_only_keeps_everything(
 def test_groups_of_different_block_sizes_are_refused(
     make_manager: MakeManager, full: FullAttentionSpec
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"one block size, got \[4, 8\]"):
+    with pytest.raises(ConfigurationError, match=r"the same block size, got \[4, 8\]"):
         make_manager(20, full, replace(full, block_size=8))
 
 

@@ -84,7 +84,7 @@ def test_no_slots_are_given_beyond_the_maximum_length(
 def test_nothing_to_allocate_for_is_an_error(
     manager: KVCacheManager, make_request: MakeRequest, new: int, external: int
 ) -> None:
-    with pytest.raises(ValueError, match="nothing to allocate"):
+    with pytest.raises(ValueError, match="cannot allocate slots"):
         manager.allocate_slots(make_request("r", [1]), new, num_external_tokens=external)
     assert manager.get_block_ids("r") == ([],)
 
@@ -184,7 +184,7 @@ def test_a_prefix_cannot_be_put_before_blocks(manager: KVCacheManager, make_requ
     request = make_request("a", list(range(8)))
     manager.allocate_slots(request, 8)
     blocks, _ = manager.get_computed_blocks(request)
-    with pytest.raises(KVTransferStateError, match="no prefix can be put before"):
+    with pytest.raises(KVTransferStateError, match="it has blocks already"):
         manager.allocate_slots(request, 1, computed_blocks=blocks)
 
 
@@ -193,9 +193,9 @@ def test_caching_needs_blocks_hashes_and_slots(manager: KVCacheManager, make_req
     with pytest.raises(KVTransferStateError, match="has no blocks"):
         manager.cache_blocks(request, 4)
     manager.allocate_slots(request, 4)
-    with pytest.raises(KVTransferStateError, match="has 1 blocks in group 0, not 2"):
+    with pytest.raises(KVTransferStateError, match="cannot cache 2 blocks of request .*: it has 1 in group 0"):
         manager.cache_blocks(request, 8)
-    with pytest.raises(KVTransferStateError, match="2 block hashes for 3 full blocks"):
+    with pytest.raises(KVTransferStateError, match="cannot cache 3 full blocks .* 2 block hashes"):
         manager.cache_blocks(request, 12)
 
 
@@ -306,7 +306,7 @@ def test_what_no_request_holds_is_only_forgotten(manager: KVCacheManager, make_r
 
 
 def test_an_unknown_block_is_refused(manager: KVCacheManager, make_request: MakeRequest) -> None:
-    with pytest.raises(ValueError, match="block 11 is not in a pool of 11"):
+    with pytest.raises(ValueError, match="cannot evict block 11: the pool has 11 blocks"):
         manager.invalidate_blocks([11])
 
 
@@ -342,9 +342,9 @@ def test_a_pin_is_taken_once_and_given_back_once(manager: KVCacheManager, make_r
         manager.pin("a")
     manager.allocate_slots(make_request("a", [1] * 4), 4)
     manager.pin("a")
-    with pytest.raises(KVTransferStateError, match="'a' is pinned already"):
+    with pytest.raises(KVTransferStateError, match="'a': it is pinned already"):
         manager.pin("a")
     manager.unpin("a")
-    with pytest.raises(KVTransferStateError, match="'a' is not pinned"):
+    with pytest.raises(KVTransferStateError, match="'a': it is not pinned"):
         manager.unpin("a")
     manager.check_integrity()

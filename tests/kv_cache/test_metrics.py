@@ -50,7 +50,7 @@ def test_reset_forgets_everything() -> None:
 
 @pytest.mark.parametrize("figures", [(-1, 0, 0), (1, 10, 11), (1, 10, -1)])
 def test_impossible_figures_are_refused(figures: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="not the figures of an interval"):
+    with pytest.raises(ValueError, match="not those of an interval"):
         PrefixCacheStats(*figures)
 
 

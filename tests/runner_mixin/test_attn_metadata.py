@@ -28,7 +28,7 @@ def test_a_batch_knows_its_runs(make_batch):
 
 @pytest.mark.parametrize(("new", "computed"), [([], []), ([0], [1]), ([1], []), ([1], [-1])])
 def test_an_impossible_batch_is_refused(make_batch, new, computed):
-    with pytest.raises(ValueError, match="a step needs tokens"):
+    with pytest.raises(ValueError, match="a step needs at least one request"):
         make_batch(new, computed)
 
 

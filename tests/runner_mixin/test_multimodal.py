@@ -35,7 +35,7 @@ def test_an_item_that_is_no_matrix_is_named(embeddings):
 
 
 def test_the_count_must_match():
-    with pytest.raises(ValueError, match="3 items, 2 embeddings"):
+    with pytest.raises(ValueError, match="got 2 embeddings for 3 items"):
         sanity_check_mm_encoder_outputs([ROWS, ROWS], 3)
 
 
@@ -54,12 +54,12 @@ def test_without_a_mask_nothing_moves():
 
 
 def test_a_mask_of_another_count_is_refused():
-    with pytest.raises(ValueError, match="2 placeholders take an embedding, there are 3"):
+    with pytest.raises(ValueError, match="cannot scatter 3 embeddings: the mask has 2 placeholders"):
         scatter_mm_placeholders(ROWS, torch.tensor([True, False, True]))
 
 
 def test_placeholders_of_another_mask_are_refused():
-    with pytest.raises(ValueError, match="a mask of 2 placeholders, there are 3"):
+    with pytest.raises(ValueError, match="cannot gather from 3 placeholders: the mask has 2"):
         gather_mm_placeholders(ROWS, torch.tensor([True, False]))
 
 

@@ -36,7 +36,7 @@ def test_torch_is_chosen_on_a_cpu():
 def test_the_order_inside_a_page_is_part_of_the_choice():
     chosen = select_attention_backend(CPU, torch.float32, kv_cache_layout="HND")
     assert (chosen.get_name(), chosen.get_page_order()) == ("TORCH_HND", "HND")
-    with pytest.raises(BackendUnavailableError, match="keeps its cache as NHD, not as HND"):
+    with pytest.raises(BackendUnavailableError, match="page order is NHD, not HND"):
         select_attention_backend(CPU, torch.float32, "TORCH", "HND")
 
 
