@@ -1,4 +1,4 @@
-"""How the reports of several ranks become one."""
+"""Joins the reports of several ranks into one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from .output import KVConnectorOutput
 class KVOutputAggregator:
     """Joins what the ranks of one node report, step after step.
 
-    A request is finished once `expected_count` different ranks have named it, in whichever steps. Why its load failed is
-    held back until then: the other ranks may still write into its blocks, and whoever acts on the end of a load needs
-    the reason with it. Failed blocks are united at once, so that no rank goes on with a block that another one lacks.
+    A request is finished as soon as `expected_count` different ranks have named it, in one step or in several. The reason
+    why its load failed is held back until then, because other ranks may still write into its blocks, and the engine needs
+    the reason together with the end. Failed blocks are passed on at once, so that no rank uses a block that another rank
+    lacks.
 
     Args:
         expected_count: Ranks that report each request, at least 1.
@@ -33,7 +34,7 @@ class KVOutputAggregator:
         """Join one step's reports.
 
         Args:
-            outputs: `(num_ranks,)`: each rank's report at its index, None where it had nothing to say.
+            outputs: `(num_ranks,)`: each rank's report at its index; None for a rank without a report.
         """
         joined = KVConnectorOutput()
         for rank, output in enumerate(outputs):
@@ -52,9 +53,9 @@ class KVOutputAggregator:
 
     def _merge_errors(self, joined: KVConnectorOutput, output: KVConnectorOutput) -> None:
         for request_id, reason in output.load_errors.items():
-            # A synchronous load is over with its step, and no rank reports its end: its reason is told at once.
+            # A synchronous load ends with its step, and no rank reports its end. So its reason is passed on at once.
             ends_later = request_id in output.finished_recving
-            # The first reason, of one step the lowest rank's: ranks fail together, for one cause.
+            # The first reason, and the lowest rank's within one step: ranks usually fail together, for one cause.
             (self._errors if ends_later else joined.load_errors).setdefault(request_id, reason)
 
     def _count(self, said: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""When what an engine computed is really there: a GPU runs behind the program that drives it."""
+"""Tells when an engine's results are in memory: a GPU runs later than the program that launches its work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def at_once() -> bool:
-    """Nothing has to be waited for."""
+    """Return True: there is nothing to wait for."""
     return True
 
 
@@ -18,7 +18,7 @@ def mark_computed(device: torch.device) -> Callable[[], bool]:
     """Mark all that the calling thread has launched on its current stream of `device` until now.
 
     Returns:
-        Says whether all of that has run. Any thread may ask. It raises RuntimeError if the GPU failed.
+        A function that says whether all of that has run. Any thread may call it. It raises RuntimeError if the GPU failed.
     """
     if device.type == "cpu":
         return at_once

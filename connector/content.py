@@ -1,7 +1,7 @@
-"""What a prompt's KV cache was computed from: two requests that agree in it may have each other's blocks.
+"""The digest of what a prompt's KV cache was computed from. Requests with equal digests may use each other's blocks.
 
-Both hosts, the reference engine and vLLM, sum up their requests here. The producer puts the digest into its offer and
-repeats it in its grant; the consumer compares it with that of its own prompt before it reads a byte.
+Both hosts, the reference engine and vLLM, compute their digests here. The producer puts the digest into its offer and
+repeats it in its grant. The consumer compares it with the digest of its own prompt before it reads a byte.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgpack
 if TYPE_CHECKING:
     from .base import ConnectorRequest
 
-#: Part of what is hashed, so that another way of summing up gives other digests.
+#: Part of what is hashed. Change it together with what is hashed, so that old and new nodes get different digests.
 _FORM = "kvferry-content-1"
 
 
 def content_digest(request: ConnectorRequest, num_tokens: int) -> str:
-    """Sum up the first `num_tokens` tokens of a request's prompt, and all else that their cache depends on.
+    """Hash the first `num_tokens` tokens of a request's prompt, and everything else that their cache depends on.
 
-    That is: the token ids, the items among them (images, sounds, vectors) with their places, vectors in the place of the
-    tokens, the adapter, and the cache salt. What comes after those tokens does not count, so a decode node's prompt may be
-    longer than what it is offered. A shorter prompt has another digest.
+    That is: the token ids, the items among them (images, sounds, vectors) with their positions, embeddings that replace
+    the tokens, the adapter, and the cache salt. What comes after those tokens is not hashed, so a decode node's prompt may
+    be longer than what it is offered. A shorter prompt has another digest.
 
     Returns:
         64 hexadecimal digits.

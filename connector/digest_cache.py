@@ -16,7 +16,7 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 
-#: The number goes up when what is hashed of a file changes.
+#: Increase the number when files are hashed in another way.
 _DIGESTS = "digests-1"
 _LOCK_WAIT_S = 900.0
 _LOCK_POLL_S = 0.1
@@ -24,7 +24,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_folder() -> Path:
-    """Say where kvferry keeps what it need not compute twice: `$KVFERRY_CACHE`, or `~/.cache/kvferry`.
+    """Return where kvferry keeps what it need not compute twice: `$KVFERRY_CACHE`, or `~/.cache/kvferry`.
 
     Raises:
         RuntimeError: `KVFERRY_CACHE` is not set, and the user has no home folder.
@@ -34,17 +34,17 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class DigestCache:
-    """Digests of files, kept between starts.
+    """Keeps digests of files between starts.
 
-    An entry is named by device, inode, size, and the times of the last change of contents and of inode in ns. So a
-    file that was replaced, or changed in place, is another one, even if its modification time was set back. A cache
-    that cannot be read or written costs time, and nothing else.
+    The name of an entry contains device, inode, size, and the times of the last change of contents and of the inode in ns.
+    So a file that was replaced, or changed in place, has another entry, even if its modification time was set back. If the
+    cache cannot be read or written, that costs time and nothing else.
 
     Attributes:
-        folder: Where the entries are; None: nowhere.
+        folder: Where the entries are; None keeps nothing.
         min_bytes: Smaller files are hashed each time.
-        settle_s: A file that changed less than this ago is not put into the cache, because a clock that is too coarse
-            might give the next change the same time.
+        settle_s: A file that changed less than this many seconds ago is not cached, because a coarse clock might give the
+            next change the same time.
     """
 
     folder: Path | None
@@ -80,7 +80,7 @@ class DigestCache:
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(digest)
-                # In one rename: a reader sees the whole entry or none, whoever else writes it.
+                # A rename is atomic: a reader sees the whole entry or none, even if another process writes it as well.
                 os.replace(name, self.folder / entry_name(found))
             except OSError:
                 os.unlink(name)
@@ -90,9 +90,9 @@ class DigestCache:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Let one process at a time hash the files of this name, as long as locks work here.
+        """Let one process at a time hash the files of this name, if the file system has locks.
 
-        The ranks of a node start together. Without this each of them would read all weights from the disk.
+        The ranks of a node start together. Without the lock each of them would read all weights from the disk.
         """
         try:
             if self.folder is None:
@@ -110,7 +110,7 @@ class DigestCache:
 
 
 def entry_name(found: os.stat_result) -> str:
-    """Name the file that has this, as it is now."""
+    """Return the name of the entry for a file in its present state."""
     numbers = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     return "-".join(f"{number:x}" for number in numbers)
 

@@ -1,4 +1,4 @@
-"""What the scheduler half orders in one step, and what a worker half says of itself. Plain and frozen."""
+"""What the scheduler half orders in one step, and what a worker half says about itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OfferOrder:
         lease: The offer's number.
         block_ids: Per group, the request's block table.
         num_tokens: Tokens whose keys and values are in the blocks; the last block may be partly filled.
-        content: Digest of what they were computed from.
+        content: Digest of the prompt that they were computed from.
     """
 
     lease: int
@@ -28,12 +28,12 @@ class OfferOrder:
 
 @dataclass(frozen=True)
 class OpenOrder:
-    """Let a consumer read a request's blocks while its prompt is still computed. The blocks stay the engine's.
+    """Let a consumer read a request's blocks while its prompt is still computed. The engine keeps the blocks.
 
     Attributes:
         lease: As in `OfferOrder`.
         block_ids: Per group, the block table so far.
-        num_tokens: Tokens that will be offered in the end.
+        num_tokens: Tokens that will be offered when the prompt is computed.
         num_ready: Tokens whose keys and values are in the blocks.
         content: As in `OfferOrder`.
     """
@@ -47,7 +47,7 @@ class OpenOrder:
 
 @dataclass(frozen=True)
 class ExtendOrder:
-    """More of an open offer is computed.
+    """Let the consumer of an open offer read what has been computed since.
 
     Attributes:
         block_ids: As in `OpenOrder`; longer than before.
@@ -60,16 +60,17 @@ class ExtendOrder:
 
 @dataclass(frozen=True)
 class HandoffMetadata(KVConnectorMetadata):
-    """One step's orders, by request but for `withdrawals`; carried out in the order of the attributes.
+    """One step's orders, carried out in the order of the attributes. All but `withdrawals` are by request.
 
     Attributes:
-        announcements: Numbers of offers that are to come: their requests have arrived.
-        offers: Blocks to hold, or to let read, for consumers.
-        extensions: What more of open offers is computed.
-        completions: Open offers whose request has finished, all computed: the block tables. They are held from now on.
-        withdrawals: Numbers of announced offers that never come: their requests ended, or lost their blocks.
+        announcements: Lease numbers of offers that will be made: their requests have arrived.
+        offers: Blocks to hold for consumers, or to let them read.
+        extensions: What has been computed of open offers since.
+        completions: Open offers whose request has finished with all of its prompt computed: the block tables. The blocks are
+            held from now on.
+        withdrawals: Lease numbers of announced offers that will not be made: their requests ended, or lost their blocks.
         aborts: Open offers whose request has ended otherwise. Their blocks are held until no peer reads them.
-        releases: Offers that no consumer will come for, and their numbers; those that a consumer has claimed go on.
+        releases: Offers that no consumer will load, and their lease numbers. An offer that a consumer has claimed continues.
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
         drops: Claims that are no longer needed.
@@ -87,7 +88,7 @@ class HandoffMetadata(KVConnectorMetadata):
     drops: tuple[str, ...] = ()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Say whether there is nothing to do."""
         return all(not getattr(self, order.name) for order in fields(self))
 
 
@@ -96,8 +97,8 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
     """Where a worker half can be reached.
 
     Attributes:
-        address: What peers connect to.
-        epoch: Random number of this start of the node; peers refuse any other.
+        address: Where peers connect.
+        epoch: Random number of this start of the node; peers refuse any other number.
         rank: The worker's number in its node; see `ParallelConfig.rank`.
     """
 

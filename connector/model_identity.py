@@ -1,4 +1,4 @@
-"""Digests that say whether two nodes run the same model: of its weights, configuration, tokenizer and chat template."""
+"""Digests of a model's weights, configuration, tokenizer and chat template: do two nodes run the same model?"""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .digest_cache import DigestCache, entry_name
 
 logger = logging.getLogger(__name__)
 
-#: Names of weight files, in the order in which loaders prefer them: the first pattern that a folder has counts.
+#: Names of weight files, in the order in which loaders prefer them. The first pattern that matches any file counts.
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
-#: What training leaves beside the weights under names like theirs.
+#: Files that training leaves beside the weights, with names that match the patterns.
 _NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pt"}
 )
-#: Files are hashed in parts of this size, so that threads share a large one. Part of what a digest is: never change
-#: it without another `digest_cache` folder.
+#: Files are hashed in parts of this size, so that several threads can share a large file. Digests depend on it: if you
+#: change it, change the name of the `digest_cache` folder as well.
 _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _MAX_THREADS = 8
-#: From this many bytes on, hashing takes long enough that a person wants to see it move.
+#: Above this many bytes, hashing takes long enough to show its progress.
 _BAR_ABOVE_BYTES = 1 << 30
 _SHOWN_DIGITS = 16
 
-#: Keys of a configuration that say where it came from or which library wrote it. The dtype is compared by itself.
+#: Keys of a configuration that say where it came from or which library wrote it. The dtype is compared separately.
 _VOLATILE = frozenset({"transformers_version", "torch_dtype", "dtype"})
-#: Without `tokenizer.json`, whatever of these is there.
+#: If there is no `tokenizer.json`, those of these files that exist are hashed.
 _TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
@@ -66,7 +66,7 @@ _NOT_TOKENIZING = frozenset(
 
 
 def find_weight_files(folder: Path, patterns: Sequence[str] = WEIGHT_PATTERNS) -> list[Path]:
-    """List a folder's weight files by name: those of the first pattern that any file has; empty without any."""
+    """List a folder's weight files, sorted by name: those of the first pattern that matches any; empty if none does."""
     for pattern in patterns:
         found = [path for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS]
         if found:
@@ -77,7 +77,7 @@ def find_weight_files(folder: Path, patterns: Sequence[str] = WEIGHT_PATTERNS) -
 def weights_digest(
     files: Sequence[Path], cache: DigestCache | None = None, *, bar_above_bytes: int = _BAR_ABOVE_BYTES
 ) -> str:
-    """Hash every byte of weight files; what the files are called makes no difference.
+    """Hash every byte of weight files; the names of the files make no difference.
 
     Args:
         files: At least one.
@@ -88,13 +88,13 @@ def weights_digest(
         16 hexadecimal digits.
 
     Raises:
-        ConfigurationError: a file cannot be read to its end; names it. Nothing was cached of it.
+        ConfigurationError: a file cannot be read to its end; the error names it. Nothing was cached for it.
     """
     cache = cache or DigestCache.default()
     known = _look_up(files, cache)
     if None in known.values():
         found = [_stat(path) for path in files]
-        # What is not kept is small: to wait for another rank gains nothing.
+        # If no file is large enough for the cache, waiting for another rank gains nothing.
         is_kept = any(file.st_size >= cache.min_bytes for file in found)
         name = _text_digest("\n".join(map(entry_name, found)))
         with cache.locked(name) if is_kept else nullcontext():
@@ -110,7 +110,7 @@ def _look_up(files: Sequence[Path], cache: DigestCache) -> dict[Path, str | None
 
 
 def _hash_files(files: Sequence[Path], cache: DigestCache, bar_above_bytes: int) -> dict[Path, str]:
-    """Hash files in parts, several at a time: hashing lets go of the interpreter's lock."""
+    """Hash files in parts, several at a time: hashing releases the interpreter's lock."""
     before = {path: _stat(path) for path in files}
     parts: dict[Path, list[bytes]] = {
         path: [b""] * -(-found.st_size // _PART_BYTES) for path, found in before.items()
@@ -178,7 +178,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigurationError:
 
 @contextmanager
 def _progress(num_bytes: int, bar_above_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar on standard error if there is much to hash; the value is called with each number of bytes done."""
+    """Show a bar on standard error if there is much to hash. Call the yielded function with each number of bytes done."""
     if num_bytes <= bar_above_bytes:
         yield lambda size: None
         return
@@ -191,9 +191,9 @@ def _progress(num_bytes: int, bar_above_bytes: int) -> Iterator[Callable[[int], 
         return
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # a thread of tqdm that never ends
+        monitor_interval = 0  # otherwise tqdm starts a thread that never ends
 
-    # A log file is not redrawn: a line every few seconds is enough there.
+    # In a log file every update is a new line, so one every few seconds is enough.
     interval_s = 0.2 if sys.stderr.isatty() else 5.0
     with Bar(desc=text, total=num_bytes, unit="B", unit_scale=True, mininterval=interval_s) as bar:
         yield bar.update
@@ -206,7 +206,7 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     """Read a folder's `config.json`.
 
     Raises:
-        ConfigurationError: there is none, or it is not a JSON object; names the file.
+        ConfigurationError: there is none, or it is not a JSON object; the error names the file.
     """
     path = folder / "config.json"
     try:
@@ -225,7 +225,7 @@ def read_configuration(folder: Path) -> dict[str, Any]:
 
 
 def configuration_digest(configuration: Mapping[str, Any]) -> str:
-    """Hash a model's configuration, without what says where it came from and which library wrote it.
+    """Hash a model's configuration, without the keys that say where it came from and which library wrote it.
 
     Returns:
         16 hexadecimal digits.
@@ -234,7 +234,7 @@ def configuration_digest(configuration: Mapping[str, Any]) -> str:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Hash what decides which tokens a text becomes.
+    """Hash the files and settings that decide which tokens a text becomes.
 
     Returns:
         16 hexadecimal digits; empty if the folder has no tokenizer, or one that cannot be read.
@@ -257,7 +257,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def chat_template_digest(folder: Path) -> str:
-    """Hash the template that makes a prompt of messages, whichever of its files a library wrote it to.
+    """Hash the template that turns messages into a prompt, in whichever of its possible files it is.
 
     Returns:
         16 hexadecimal digits; empty if the folder has no template, or one that cannot be read.
@@ -280,7 +280,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _lasting(value: Any) -> Any:
-    """Without volatile keys, at any depth; a quantization's keys all count."""
+    """Remove volatile keys at any depth; all keys of a quantization are kept."""
     if not isinstance(value, Mapping):
         return [_lasting(item) for item in value] if isinstance(value, list | tuple) else value
     return {
@@ -295,7 +295,7 @@ def _json_digest(content: Any) -> str:
 
 
 def _plain(value: object) -> str:
-    """Text for what JSON has no form of; never one with an address in it, which no two processes share."""
+    """Convert what JSON cannot express to text; never to text with a memory address, which differs between processes."""
     kind = type(value)
     has_own_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
     return str(value) if has_own_text else kind.__qualname__

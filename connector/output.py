@@ -1,4 +1,4 @@
-"""What a connector reports after one step. `aggregator` makes one of the reports of several ranks."""
+"""What a connector reports after one step. `aggregator` joins the reports of several ranks into one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class KVConnectorOutput:
         finished_recving: Requests whose load ended, well or not.
         invalid_block_ids: Local blocks that were to be loaded and whose contents are undefined.
         load_errors: Request → why its load failed, in words for its client.
-        kv_connector_stats: Figures of the last interval.
-        failure: Why this rank transfers nothing any more; see `KVConnectorBase.failure`.
+        kv_connector_stats: Figures since the last report.
+        failure: Why this rank no longer transfers anything; see `KVConnectorBase.failure`.
         warning: What keeps some of its transfers from working; see `KVConnectorBase.warning`.
     """
 

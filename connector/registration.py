@@ -1,4 +1,4 @@
-"""What a worker half says once of its caches: where their bytes lie, and what must be equal on a peer."""
+"""Describes a worker half's caches: where their bytes lie, and what must be equal on a peer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
-#: PyTorch's name of a device → where its memory is.
+#: PyTorch's device type → kind of memory.
 _MEMORY_KINDS: Mapping[str, MemoryKind] = MappingProxyType({"cpu": "host", "cuda": "cuda"})
 
 
 @dataclass(frozen=True)
 class Registration:
-    """One process's caches.
+    """The caches of one process.
 
     Attributes:
         pool: The memory that holds them.
@@ -52,9 +52,9 @@ def describe_caches(
 
     Args:
         kv_caches: Layer → its cache in logical order; see `KVConnectorBase.register_kv_caches`.
-        arenas: Memory that came from the transport; a cache outside is served as foreign memory.
-        host_fields: What else must be equal on a peer, as only the engine knows, e.g. how its kernels pack a page. With
-            any, the inside of pages is the engine's secret.
+        arenas: Memory that the transport allocated; a cache elsewhere is served as foreign memory.
+        host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a page. If there
+            are any, pages are treated as opaque: only whole pages of equal format are handed over.
 
     Raises:
         ConfigurationError: there is no cache, one is on a device that nothing serves, or one does not fit `kv_cache_config` or the
@@ -80,7 +80,7 @@ def describe_caches(
 
 
 def layout_name(layout: KVLayout) -> str:
-    """`"uniform"` if one block of all layers of a group is one run of bytes, else `"per-layer"`."""
+    """Return `"uniform"` if each block is one run of bytes over all layers of its group, otherwise `"per-layer"`."""
     for group_index in {layer.group_index for layer in layout.layers}:
         pages = {
             (layer.base_offset + offset, num_bytes)
@@ -99,7 +99,7 @@ def layout_name(layout: KVLayout) -> str:
 
 
 def _caches_of(specs: Container[str], kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the layers in `specs`; see `describe_caches` for what is refused."""
+    """Select the caches of the layers in `specs`; see `describe_caches` for what is refused."""
     caches = {name: cache for name, cache in kv_caches.items() if name in specs}
     if not caches:
         raise ConfigurationError(f"no registered cache belongs to a group; registered: {sorted(kv_caches)}")
@@ -148,13 +148,14 @@ def _layer_layout(
 
 
 def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
-    """Which heads, or which part of a state, this rank keeps.
+    """Say which heads, or which part of a state, this rank keeps.
 
-    Ranks with one head each may be several to a head. The spec does not say; the model does, if it is asked. Else they
-    are told apart by their number, so that such a rank fits only its like on a node of as many ranks.
+    If the model has fewer heads than ranks, several ranks keep the same head. The spec does not tell; `num_kv_heads` of the
+    model does. If it is not set, each rank counts as having heads of its own, so it fits only the rank of the same number
+    on a node with the same number of ranks.
 
     Raises:
-        ConfigurationError: so many heads of this rank cannot come from as many heads of the model.
+        ConfigurationError: this rank's number of heads does not fit the model's number of heads.
     """
     if isinstance(spec, AttentionSpec) and spec.use_mla:
         return WHOLE
@@ -176,7 +177,7 @@ def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
 
 
 def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> SlotArray | None:
-    """Where each token's vectors lie, if the cache has the shape of which that is known."""
+    """Say where each token's vectors lie; None if the cache does not have a known shape."""
     if not isinstance(spec, AttentionSpec):
         return None
     shape, strides = tuple(cache.shape), cache.stride()
@@ -193,7 +194,7 @@ def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> SlotArray
 
 
 def _segments(caches: Iterable[torch.Tensor], arenas: Sequence[Segment]) -> list[Segment]:
-    """The memory under the caches, each piece once, in the order in which the caches use it."""
+    """List the memory that holds the caches, each piece once, in the order in which the caches use it."""
     segments: dict[Segment, None] = {}
     for cache in caches:
         storage = cache.untyped_storage()
@@ -221,7 +222,7 @@ def _fields(
     num_layers: int,
     cache_dtypes: str,
 ) -> dict[str, str | int]:
-    """What layouts do not say, and what a person would rather be told for the whole model than for a layer."""
+    """Collect what layouts do not say, and what an error should report for the whole model rather than for one layer."""
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     identity = config.model.identity
     return {
@@ -243,7 +244,7 @@ def _fields(
 
 
 def _joined(values: Iterable[object]) -> str:
-    """The distinct values, in the order in which they come first: `"16"`, or `"16, 32"` on a mixed model."""
+    """Join the distinct values, in the order of their first appearance: `"16"`, or `"16, 32"` for a mixed model."""
     return ", ".join(dict.fromkeys(str(value) for value in values))
 
 

@@ -3,8 +3,8 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvferryConnector",
         "kv_connector_module_path": "kvferry.connector.vllm", "kv_role": "kv_both"}'
 
-Importing this module imports no vLLM; asking it for the class does. With kvferry installed beside vLLM the
-module path may be left out, since vLLM's plugin loader calls `register`.
+Importing this module does not import vLLM; accessing the class does. If kvferry is installed in vLLM's environment,
+the module path may be left out, because vLLM's plugin loader calls `register`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name alone. Idempotent."""
+    """Register the connector with vLLM under its name. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:

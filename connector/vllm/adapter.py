@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 if not hasattr(KVConnectorBase_V1, "on_new_request"):
     raise ImportError("KVConnectorBase_V1 has no on_new_request")
 
-#: Before 0.30 vLLM can be told of a failed load by its blocks only, and that only of a single group. Of a connector that
-#: is no `SupportsHMA` it makes one group of all layers.
+#: Before 0.30 a connector can report a failed load to vLLM only by its blocks, and only with a single group. If the
+#: connector is not a `SupportsHMA`, vLLM puts all layers into one group.
 _Groups: type = SupportsHMA if hasattr(KVConnectorBase_V1, "get_transfer_results") else object
 
 
 class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
-    """Hands finished prompts' blocks over between vLLM nodes; the decode node reads the prefill node's pool.
+    """Hands the blocks of finished prompts over between vLLM nodes; the decode node reads the prefill node's pool.
 
-    Loads are asynchronous, nothing is saved layer by layer. The options in `kv_connector_extra_config` are
+    Loads are asynchronous, and nothing is saved layer by layer. The options in `kv_connector_extra_config` are
     those of `ConnectorOptions`.
 
     Args:
@@ -76,20 +76,23 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """One block of all layers as one run of bytes, if the user asks for it; vLLM falls back where it cannot."""
+        """Ask for one run of bytes per block over all layers, if the user wants that; vLLM falls back where it cannot."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        connector_options(extra)  # asked before there is a pool: a wrong option is told now
+        connector_options(extra)  # this is called before there is a pool, so a wrong option is reported early
         return "BLHNC" if extra.get("cross_layer_blocks") is True else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No call of ours is part of a graph. vLLM asks while it reads its configuration: a wrong option is told then."""
+        """Return False: none of our calls is part of a graph.
+
+        vLLM calls this while it reads its configuration, so a wrong option is reported then.
+        """
         connector_options(extra_config)
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Peers read the cache at any time, so that it cannot be put away."""
+        """Return False: peers may read the cache at any time, so it must stay in memory."""
         return False
 
     @classmethod
@@ -129,7 +132,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Have all of the step's orders but its loads carried out: this is vLLM's first call of every step.
 
-        Preempted requests are not our concern here: nothing of theirs is on offer, since vLLM offers at a request's end.
+        Nothing is to be done for preempted requests: inside vLLM an offer is made when its request has ended.
         """
         self._worker.carry_out(cast(StepMetadata, kv_connector_metadata))
 
@@ -163,18 +166,18 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """What vLLM before 0.30 calls in the place of `get_transfer_results`."""
+        """Take what ended; vLLM before 0.30 calls this instead of `get_transfer_results`."""
         return self._worker.get_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which names the requests."""
+        """Take the blocks of the failed loads of `get_finished`; empty after `get_transfer_results`, which names requests."""
         return self._worker.take_failed_blocks()
 
     # -- scheduler half ------------------------------------------------------------------------------
 
     @property
     def num_remembered_requests(self) -> int:
-        """Requests that asked for something that is not over; 0 at rest."""
+        """Requests whose handoff is not over; 0 at rest."""
         return self._scheduler.num_remembered_requests
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
@@ -187,7 +190,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Every group: what is loaded are the request's own blocks."""
+        """Return every group: a load fills the request's own blocks in all of them."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -236,7 +239,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
 
 
 def _log_where_vllm_logs() -> None:
-    """vLLM sets up its own logger only; send ours to the same handlers, unless the user set ours up."""
+    """Send our log to vLLM's handlers, because vLLM sets up only its own logger; not if the user has set ours up."""
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

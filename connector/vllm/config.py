@@ -28,18 +28,18 @@ from .identity import model_name
 if TYPE_CHECKING:
     import torch
 
-#: vLLM's way of spreading one request over ranks that this connector cannot serve.
+#: Ways of spreading one request over ranks that this connector does not support.
 _UNSUPPORTED_SIZES = (
     "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
-#: Part of vLLM's configuration, what it must not ask for, and why.
+#: Part of vLLM's configuration, option that must be off, and why.
 _UNSUPPORTED_FLAGS = (
     ("model_config", "enable_sleep_mode", "vLLM would take the cache away from under peers that read it"),
     ("cache_config", "calculate_kv_scales", "a peer that has other scales would misread the cache"),
 )
-#: vLLM's kinds of cache that keep a request's tokens in the order of its block table, `block_size` to a block.
+#: vLLM's kinds of cache that keep a request's tokens in the order of its block table, `block_size` per block.
 _KINDS = frozenset(
     {
         "FullAttentionSpec",
@@ -74,8 +74,8 @@ def engine_config(
     """Translate the part of vLLM's configuration that a handoff depends on.
 
     Args:
-        pool: Of one rank; all are alike.
-        identity: What the model was made of. Only a worker half needs it, which talks to peers.
+        pool: The pool of one rank; the pools of all ranks are alike.
+        identity: Digests of the model's files. Only a worker half needs it, because it talks to peers.
 
     Raises:
         ConfigurationError: a request's cache would be spread over ranks in a way that is not supported, or a peer could
@@ -119,7 +119,7 @@ def kv_cache_config(config: Any) -> KVCacheConfig:
 
 
 def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
-    """Make sure that what a layer keeps is in what vLLM registers of it, all of it.
+    """Check that the tensors that vLLM registers contain everything that each layer keeps.
 
     Args:
         config: vLLM's pool.
@@ -156,7 +156,7 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
 
 
 def _page_sizes(config: Any) -> dict[str, int]:
-    """Bytes that each layer keeps of one block, padding left out."""
+    """Return the bytes that each layer keeps per block, without padding."""
     sizes = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -187,9 +187,9 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 
 
 def _num_kv_heads(model: Any, num_ranks: int, pool: KVCacheConfig) -> int:
-    """KV heads of each layer of the whole model, as vLLM's model configuration has it; 0 where layers have others.
+    """Return the KV heads per layer of the whole model, from vLLM's model configuration; 0 if layers differ from it.
 
-    It tells ranks that keep one head between them from ranks that keep one each.
+    The number tells ranks that share one head from ranks that have one head each.
     """
     total: int = model.get_total_num_kv_heads() if hasattr(model, "get_total_num_kv_heads") else 0
     here = {spec.num_kv_heads for spec in _attention_specs(pool)}

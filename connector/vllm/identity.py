@@ -1,4 +1,4 @@
-"""What vLLM's model was made of, read from the files that vLLM loaded it from."""
+"""Digests of vLLM's model, from the files that vLLM loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..model_identity import (
 logger = logging.getLogger(__name__)
 
 _CONSOLIDATED = "consolidated*.safetensors"
-#: `load_format` → the files that vLLM reads then, where that is not the usual choice.
+#: `load_format` → the files that vLLM reads, where they are not the usual ones.
 _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
     "auto": (_CONSOLIDATED, *WEIGHT_PATTERNS),
     "mistral": (_CONSOLIDATED,),
@@ -57,7 +57,7 @@ def model_identity(vllm_config: Any, cache: DigestCache | None = None) -> ModelI
 
 
 def model_name(model: Any) -> str:
-    """Name a model as vLLM was told to, with the revision if one was asked for."""
+    """Return the model's name as the user gave it to vLLM, with the revision if there is one."""
     name, revision = getattr(model, "model_weights", "") or model.model, getattr(model, "revision", None)
     return f"{name}@{revision}" if revision else str(name)
 
@@ -85,7 +85,7 @@ def _weights(model: Any, load: Any, cache: DigestCache | None) -> str:
 
 
 def _configuration(model: Any, load: Any) -> str:
-    """Hash the configuration's file and what changes it; without the file, what vLLM made of it."""
+    """Hash the configuration file and the options that change it; without the file, vLLM's configuration object."""
     name = getattr(model, "hf_config_path", None) or model.model
     place = _local_place(name, getattr(model, "revision", None), load)
     overrides = getattr(model, "hf_overrides", None) or {}
@@ -93,8 +93,8 @@ def _configuration(model: Any, load: Any) -> str:
         "quantization": getattr(model, "quantization", None),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
     }
-    # The file rather than vLLM's object, which has the defaults of one version of transformers. A function that
-    # changes the object cannot be compared, but the object can.
+    # The file is better than vLLM's object, which contains the defaults of one version of transformers. But if a function
+    # changes the object, only the object can be compared.
     if place is not None and (place / "config.json").is_file() and isinstance(overrides, Mapping):
         content |= {"file": read_configuration(place), "overrides": dict(overrides)}
     elif (config := getattr(model, "hf_config", None)) is not None:
@@ -113,7 +113,7 @@ def _tokenizer_folder(model: Any, load: Any) -> Path | None:
 
 
 def _local_place(name: str, revision: str | None, load: Any) -> Path | None:
-    """The folder or file of a model on this machine; None if it has none."""
+    """Find the folder or file of a model on this machine; None if there is none."""
     place = Path(name).expanduser()
     if place.exists():
         return place
@@ -123,6 +123,6 @@ def _local_place(name: str, revision: str | None, load: Any) -> Path | None:
         folder = snapshot_download(
             name, revision=revision, cache_dir=getattr(load, "download_dir", None), local_files_only=True
         )
-    except (ImportError, OSError, ValueError):  # no name of a repository, or nothing of it is here
+    except (ImportError, OSError, ValueError):  # not a repository's name, or not in the local cache
         return None
     return Path(folder)

@@ -1,4 +1,4 @@
-"""Which LoRA adapters count as the same one on two nodes."""
+"""Which LoRA adapters count as the same on two nodes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from functools import lru_cache
 from typing import Any
 
-#: What an adapter's folder has of an adapter; what else lies there does not change an answer.
+#: The files of an adapter's folder that can change an answer.
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 def adapter_identity(lora_request: Any) -> str | None:
-    """Name a request's adapter so that equal names mean equal weights; None for a request without one.
+    """Name a request's adapter so that equal names mean equal weights; None for a request without an adapter.
 
-    Beside the adapter's name that is a hash of its files. vLLM's own prefix cache takes the path instead, but two nodes
-    keep one adapter at different paths, and at equal paths perhaps two. A repository that vLLM fetched has no path of its
-    own: its name stands for its contents.
+    The result is the adapter's name and a hash of its files. vLLM's own prefix cache uses the path instead. But two nodes
+    may keep the same adapter at different paths, or different adapters at the same path. An adapter that vLLM fetched
+    from a repository has no path of its own, so the repository's name stands for its contents.
     """
     if not lora_request:
         return None
@@ -37,6 +37,6 @@ def adapter_identity(lora_request: Any) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _file_digest(path: str, version: tuple[int, int, int]) -> str:
-    """Hash a file; once per version of it, since the engine's loop waits meanwhile."""
+    """Hash a file; only once per version of it, because the engine's loop waits meanwhile."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""vLLM's KV cache, allocated by vLLM, in memory that a transport can serve without a staging copy."""
+"""Have vLLM allocate its KV cache in memory that a transport can serve without a staging copy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class PoolPlacement:
-    """Gives vLLM a buffer of ours where it allocates the one buffer behind all its caches.
+    """Gives vLLM a buffer of ours when it allocates the one buffer that holds all its caches.
 
-    vLLM lets a connector wrap that allocation in a context, but not return the memory: on the CPU it is a
-    call of `torch.zeros`. Inside the context the first such call for a buffer of the right size and type is
-    answered with ours. Whether that worked is looked at afterwards; nothing depends on it but speed.
+    vLLM lets a connector wrap that allocation in a context, but not return the memory: on the CPU the allocation is a call
+    of `torch.zeros`. Inside the context the first such call for a buffer of the right size and type returns our buffer.
+    Whether that worked is checked afterwards. Only speed depends on it.
 
     Args:
-        allocate: `num_bytes` → an int8 tensor of as many zeroed bytes.
+        allocate: `num_bytes` → an int8 tensor of that many zeroed bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -32,7 +32,7 @@ class PoolPlacement:
 
     @contextmanager
     def answering(self, num_bytes: int) -> Iterator[None]:
-        """While the block runs, answer the allocation of `num_bytes` bytes."""
+        """Answer the allocation of `num_bytes` bytes while the context is open."""
         import torch
 
         ordinary = torch.zeros
@@ -49,7 +49,7 @@ class PoolPlacement:
             torch.zeros = ordinary
 
     def holds(self, cache: torch.Tensor) -> bool:
-        """Whether a cache lies in our buffer."""
+        """Say whether a cache lies in our buffer."""
         return any(
             cache.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr() for pool in self._pools
         )

@@ -16,10 +16,10 @@ from ..metadata import HandoffMetadata, WorkerAddress
 
 @dataclass(frozen=True)
 class RefusedLoad:
-    """A load that cannot even be ordered: vLLM hears of it as of a load that failed.
+    """A load that cannot even be ordered; it is reported to vLLM as a load that failed.
 
     Attributes:
-        blocks: What was allocated for it, per group.
+        blocks: What vLLM allocated for it, per group.
         reason: Why, in words for the operator.
     """
 
@@ -32,7 +32,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's orders.
 
     Attributes:
-        refused: By request.
+        refused: Loads to report as failed, by request.
     """
 
     orders: HandoffMetadata = field(default_factory=HandoffMetadata)

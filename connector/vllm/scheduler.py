@@ -1,4 +1,4 @@
-"""The scheduler half, called by vLLM's scheduler: no request, however malformed, may raise here."""
+"""The scheduler half as vLLM's scheduler calls it: no request, however malformed, may raise here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Item:
-    """An image, a sound or the like among a prompt's tokens."""
+    """An image, a sound or another item among a prompt's tokens."""
 
     identifier: str
     offset: int
@@ -34,7 +34,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class VllmRequest:
-    """A request of vLLM's, as `ConnectorRequest` wants it."""
+    """One of vLLM's requests in the form of `ConnectorRequest`."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -68,10 +68,10 @@ class VllmRequest:
 
 
 class SchedulerSide:
-    """Translates, and turns what the half refuses into a load that fails.
+    """Translates vLLM's calls, and turns each request that the half refuses into a load that fails.
 
-    vLLM's scheduler cannot be told no: an exception ends the engine. So a refused request gets its blocks as
-    for any load, and a worker half says at once that the load failed. Then vLLM's own policy,
+    A refusal cannot be raised to vLLM's scheduler, because an exception ends the engine. So a refused request gets blocks
+    as for any load, and a worker half reports at once that the load failed. Then vLLM's own policy,
     `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
 
     Args:
@@ -81,17 +81,13 @@ class SchedulerSide:
     def __init__(self, half: HandoffScheduler, shared: SharedOffers) -> None:
         self._half = half
         self._shared = shared
-        self._refused: dict[str, str] = {}
-        self._refused_loads: dict[str, RefusedLoad] = {}
+        self._refused: dict[str, str] = {}  # by request: why; until it has blocks
+        self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
 
     @property
     def num_remembered_requests(self) -> int:
-        return (
-            self._half.num_requests
-            + self._shared.num_requests
-            + len(self._refused)
-            + len(self._refused_loads)
-        )
+        num_refused = len(self._refused) + len(self._refused_loads)
+        return self._half.num_requests + self._shared.num_requests + num_refused
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
@@ -108,11 +104,11 @@ class SchedulerSide:
         except KVTransferError as error:
             logger.warning("request %s cannot be handed over: %s", request_id, error)
             self._refused[request_id] = str(error)
-            # vLLM reads them once more after us, and takes for granted that they are a dictionary.
+            # vLLM reads them once more after us, and assumes that they are a dictionary.
             request.kv_transfer_params = None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM has it: `None` tokens means that it is to ask again in the next step."""
+        """Say how many tokens can be loaded; `None` asks vLLM to call again in the next step."""
         if self._shared.is_waiting(request.request_id):
             return None, False
         if request.request_id not in self._refused:
@@ -122,7 +118,9 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids()
-        if not num_external_tokens:  # nothing is to be loaded, or everything was
+        # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix cache, so
+        # requests that wait for it must not go on before.
+        if not num_external_tokens:
             self._shared.end_load(request.request_id)
         reason = self._refused.pop(request.request_id, None)
         if reason is None:
@@ -154,10 +152,10 @@ class SchedulerSide:
         return self._half.request_finished(VllmRequest.of(request), block_ids)
 
     def _without_unnamed_media(self, request: Any, wish: TransferWish) -> TransferWish:
-        """Hand over no images that cannot be told apart.
+        """Drop the wish of a request with images that cannot be told apart.
 
-        Without a prefix cache vLLM does not name images by their content, so an offer of another image would pass as this
-        one's.
+        Without a prefix cache vLLM does not name images by their content, so an offer for another image would be taken for
+        this one's.
 
         Raises:
             ConnectorError: the request is to load such an offer.
@@ -175,4 +173,6 @@ class SchedulerSide:
 
     def _fail_followers(self, request_id: str) -> None:
         for follower in self._shared.end_load(request_id):
-            self._refused[follower] = f"request {request_id}, which was to load the same offer, did not"
+            self._refused[follower] = (
+                f"request {request_id}, which was to load the same offer, did not load it"
+            )

@@ -1,4 +1,4 @@
-"""Requests that were told of the same offer: one of them loads it, the others find the prompt in the prefix cache."""
+"""Requests with the same offer: one of them loads it, and the others find the prompt in the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..params import TransferWish
 
-#: What an offer is known by: engine id, epoch, request id and lease number.
+#: What identifies an offer: engine id, epoch, request id and lease number.
 _OfferName = tuple[str, int, str, int]
 
 
@@ -27,13 +27,13 @@ class _Load:
 
 
 class SharedOffers:
-    """Of requests with the same prompt and the same offer, who loads and who waits.
+    """Decides which of the requests with the same prompt and the same offer loads, and which wait.
 
-    An offer is read once. vLLM makes `n` requests of one for `n` samples, each with all of its parameters; so the
-    first one loads, and the others wait until it has, or has failed.
+    An offer can be read only once. If a client asks for `n` samples, vLLM makes `n` requests, each with all the
+    parameters. So the first one loads, and the others wait until its load has ended.
 
     Attributes:
-        has_prefix_cache: Whether a request finds there what another one loaded; else nobody waits for anybody.
+        has_prefix_cache: Whether a request finds there what another one loaded. Without it, no request waits.
     """
 
     def __init__(self, has_prefix_cache: bool) -> None:
@@ -43,15 +43,19 @@ class SharedOffers:
 
     @property
     def num_requests(self) -> int:
-        """Requests that load, or wait for one that does."""
+        """Requests that load, or that wait for one that loads."""
         return len(self._loads) + len(self._followed)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether the request waits for another one's load."""
+        """Say whether the request waits for another one's load."""
         return request_id in self._followed
 
     def follow(self, request_id: str, wish: TransferWish, prompt: Sequence[int]) -> bool:
-        """Let a request wait for another one's load, if there is one that brings its prompt too."""
+        """Let a request wait for another one's load, if there is one of the same prompt.
+
+        Returns:
+            Whether it waits.
+        """
         name = _name(wish)
         load = self._loads.get(name) if name is not None and not wish.offer_result else None
         if name is None or load is None or load.prompt != prompt:
@@ -67,7 +71,7 @@ class SharedOffers:
             self._loads.setdefault(name, _Load(request_id, prompt))
 
     def end_load(self, request_id: str) -> Sequence[str]:
-        """Return who waited for the request's load, and forget them and it."""
+        """Forget the request's load, and return the requests that waited for it."""
         name = next((name for name, load in self._loads.items() if load.leader == request_id), None)
         if name is None:
             return ()
@@ -77,7 +81,7 @@ class SharedOffers:
         return followers
 
     def leave(self, request_id: str) -> None:
-        """Forget a request that waits no longer. Idempotent."""
+        """Forget a request that no longer waits. Idempotent."""
         name = self._followed.pop(request_id, None)
         if name is not None:
             self._loads[name].followers.remove(request_id)

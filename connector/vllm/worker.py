@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finished:
-    """What ended since it was last asked.
+    """What ended since the last call.
 
     Attributes:
         failed: Those of `received` whose load failed.
@@ -46,23 +46,26 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._half = half
         self._carried_out: StepMetadata | None = None
-        # vLLM makes an offer when a request has ended. Its last token then is on the host, so the pass that wrote its
-        # blocks is over, on all ranks since they exchange results in each layer. An asynchronous scheduler has launched the
-        # next pass by then, and no peer is to wait for that one. But a drafting model writes after the token is sampled.
+        # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass that wrote its
+        # blocks is over, on all ranks, since they exchange results in each layer. An asynchronous scheduler has already
+        # launched the next pass, and no peer should wait for that one. But a drafting model writes after sampling.
         self._offers_are_computed = getattr(vllm_config, "speculative_config", None) is None
         self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
 
     # -- memory --------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """Where vLLM's cache is main memory, a context in which it is allocated in the transport's; else None."""
+        """Return a context in which vLLM allocates its cache in the transport's memory.
+
+        None if the cache is not in main memory, or is not a single buffer.
+        """
         sizes = {tensor.size for tensor in self._kv_cache_config.kv_cache_tensors}
         if self._vllm_config.device_config.device_type != "cpu" or len(sizes) != 1:
             return None
         return self._placement.answering(sizes.pop())
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Begin to serve the caches.
+        """Start to serve the caches.
 
         Raises:
             ConfigurationError: a cache cannot be served; vLLM does not start.
@@ -89,10 +92,10 @@ class WorkerSide:
     # -- one step ------------------------------------------------------------------------------------
 
     def carry_out(self, metadata: StepMetadata) -> None:
-        """Have all but the loads of a step's orders carried out. Again for the same step: do nothing.
+        """Have all of a step's orders but its loads carried out; do nothing if called again for the same step.
 
-        Peers wait for these orders, so they must not wait for the step's forward pass, nor for an encoder's. Nothing of
-        the step has run yet; what the orders offer was computed by the steps before it.
+        Peers wait for these orders, so the orders must not wait for the step's forward pass, nor for an encoder's. Nothing
+        of the step has run yet: what the orders offer was computed by earlier steps.
         """
         if metadata is not self._carried_out:
             self._carried_out = metadata
@@ -100,20 +103,23 @@ class WorkerSide:
             self._half.submit(orders, is_computed=self._offers_are_computed)
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Have the whole step carried out. Call it once the model runner has zeroed and copied the step's blocks."""
+        """Have the whole step carried out. Call it after the model runner has zeroed and copied the step's blocks.
+
+        If a load started earlier, the runner would overwrite what it brought.
+        """
         self.carry_out(metadata)
         self._half.submit(HandoffMetadata(loads=metadata.orders.loads))
         for request_id, load in metadata.refused.items():
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
 
     def take_finished(self) -> Finished:
-        """Take what ended; which loads failed is told by request, and no more by block."""
+        """Take what ended; failed loads are named by request only, so their blocks are discarded here."""
         sent, received = self._half.get_finished()
         self._half.get_block_ids_with_load_errors()
         return Finished(sent, received, failed=set(self._half.take_load_errors()))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Take what ended; `take_failed_blocks` then tells of the same loads."""
+        """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
         return self._half.get_finished()
 
     def take_failed_blocks(self) -> set[int]:
