@@ -1,4 +1,4 @@
-"""Tells when an engine's results are in memory: a GPU runs later than the program that launches its work."""
+"""When an engine's results are in memory: a GPU runs later than the program that launches its work."""
 
 from __future__ import annotations
 

@@ -611,7 +611,7 @@ class _Driver:
         return consumer.connecting(connect.address, peer_id, _now())
 
     def _as_foreign(self, address: str, error: KVTransferError) -> KVTransferError:
-        """Tell the two reasons for refusing an address apart: it is malformed, or it is of another transport."""
+        """Return a `ForeignTransportError` if the address is of another transport; otherwise `error`, as for a malformed one."""
         schemes = [text.partition(":")[0] for text in (address, self._address)]
         if not isinstance(error, ConfigurationError) or schemes[0] == schemes[1]:
             return error

@@ -150,7 +150,7 @@ def _layer_layout(
 def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
     """Say which heads, or which part of a state, this rank keeps.
 
-    If the model has fewer heads than ranks, several ranks keep the same head. The spec does not tell; `num_kv_heads` of the
+    If the model has fewer heads than ranks, several ranks keep the same head. The spec does not say so; `num_kv_heads` of the
     model does. If it is not set, each rank counts as having heads of its own, so it fits only the rank of the same number
     on a node with the same number of ranks.
 

@@ -74,7 +74,7 @@ class _OwnOffer:
 
 @dataclass
 class _Orders:
-    """What the worker halves have not been told yet about one request; the fields of `HandoffMetadata`."""
+    """The orders about one request that were not sent to the worker halves yet; the fields of `HandoffMetadata`."""
 
     announcement: int | None = None
     offer: OfferOrder | OpenOrder | None = None
@@ -136,7 +136,7 @@ class HandoffScheduler(SchedulerHalf):
         self._numbers = GuardNumbers()
         self._requests: dict[str, _Request] = {}
         # Requests with orders. A list of its own: most requests of a busy node wait, and have none in a given step.
-        self._untold: list[_Request] = []
+        self._unsent: list[_Request] = []
         # These two name an offer by its number and no request, so they outlive the request that caused them.
         self._withdrawals: list[int] = []
         self._releases: list[tuple[str, int]] = []
@@ -264,20 +264,20 @@ class HandoffScheduler(SchedulerHalf):
 
         Args:
             scheduler_output: Names the requests that lost their blocks; None if no request did. The worker halves end
-                those of their open offers that they know of; an open that they have not been told of is withdrawn here,
-                and claims of it are denied.
+                those of their open offers that they know of; an open order that was not sent yet is withdrawn here, and
+                claims of that offer are denied.
         """
         for request_id in scheduler_output.preempted_req_ids if scheduler_output is not None else ():
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OPEN:
                 self._take_back_open(record)
-        told, self._untold = self._untold, []
+        sent, self._unsent = self._unsent, []
         withdrawals, self._withdrawals = self._withdrawals, []
         releases, self._releases = self._releases, []
 
         def collect(field: Callable[[_Orders], T | None]) -> dict[str, T]:
             values = (
-                (record.request_id, field(record.orders)) for record in told if record.orders is not None
+                (record.request_id, field(record.orders)) for record in sent if record.orders is not None
             )
             return {request_id: value for request_id, value in values if value is not None}
 
@@ -293,7 +293,7 @@ class HandoffScheduler(SchedulerHalf):
             loads=collect(lambda orders: orders.load),
             drops=tuple(collect(lambda orders: orders.drop or None)),
         )
-        for record in told:
+        for record in sent:
             record.orders = None
             if record.state is RequestState.ENDED:
                 self._forget(record)
@@ -348,8 +348,8 @@ class HandoffScheduler(SchedulerHalf):
         assert state in _NEXT[record.state], f"{record!r} cannot become {state.value}"
         logger.debug("%r is now %s", record, state.value)
         record.state = state
-        # The worker halves would apply a drop that they have not been told of yet to the claim of the next request with
-        # this id. So that id stays in use until the drop is taken.
+        # The worker halves would apply a drop that was not sent yet to the claim of the next request with this id. So the
+        # id stays in use until the drop is sent.
         if state is RequestState.ENDED and not (record.orders and record.orders.drop):
             self._forget(record)
 
@@ -358,14 +358,14 @@ class HandoffScheduler(SchedulerHalf):
             del self._requests[record.request_id]
 
     def _order(self, record: _Request) -> _Orders:
-        """What the worker halves will be told about the request in the next step, to be added to."""
+        """Return the orders about the request that the next step will send, to add to them."""
         if record.orders is None:
             record.orders = _Orders()
-            self._untold.append(record)
+            self._unsent.append(record)
         return record.orders
 
     def _drop_claim(self, record: _Request) -> None:
-        """Do not load. If the claim is still untold, both are sent: only who claimed an offer can release it."""
+        """Do not load. If the claim was not sent yet, both are sent, because a node can release an offer only after its claim."""
         self._order(record).drop = True
         self._move(record, RequestState.ENDED if record.offer is None else RequestState.ANNOUNCED)
 
@@ -410,7 +410,7 @@ class HandoffScheduler(SchedulerHalf):
         offer = self._name_offer(request, own.lease, tables)
         is_whole = _has_whole_prompt(request)
         if not is_whole:
-            # An open that the worker halves have not been told of is sent with its abort: the consumer has had the params
+            # An open order that was not sent yet is sent together with the abort: the consumer has had the params
             # since the open, and its claim needs an answer.
             orders.abort = True
         elif orders.offer is not None:
@@ -430,7 +430,7 @@ class HandoffScheduler(SchedulerHalf):
         self._move(record, RequestState.ENDED)
 
     def _withdraw(self, record: _Request, own: _OwnOffer) -> None:
-        """The announced offer will not be made. If its number is still untold, no consumer can know it either."""
+        """Withdraw the announced offer. If its number was not sent yet, nothing can be waiting for it."""
         if record.orders is not None and record.orders.announcement is not None:
             record.orders.announcement = None
         else:

@@ -266,7 +266,7 @@ class HandoffWorker(WorkerHalf):
     def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
         """Take what ended: requests whose offer ended, and requests whose load ended.
 
-        `get_block_ids_with_load_errors` and `take_load_errors` then tell about the same loads.
+        `get_block_ids_with_load_errors` and `take_load_errors` then return the rest about the same loads.
         """
         # One report for all three calls. If each of them asked the outcomes itself, a load that fails between two calls
         # would be reported without its blocks, and the engine would use what is in them.

@@ -140,7 +140,7 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
     """What must be equal on a peer although kvferry does not know what it means: vLLM's kernels and how they pack a page.
 
     Raises:
-        ConfigurationError: it cannot be told how a page is packed.
+        ConfigurationError: it is not known how a page is packed.
     """
     import vllm
 
@@ -173,7 +173,9 @@ def _packing(layer: Any) -> str:
         and hasattr(layer, "get_attn_backend")
         and layer.get_attn_backend().get_name() == "CPU_ATTN"
     ):
-        raise ConfigurationError("this vLLM does not tell in which order its CPU attention keeps keys")
+        raise ConfigurationError(
+            "unknown order of the keys in vLLM's CPU attention: this vLLM does not report it"
+        )
     return str(packing)
 
 

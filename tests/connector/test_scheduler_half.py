@@ -394,7 +394,7 @@ def test_a_request_that_is_in_use_says_how_far_it_is() -> None:
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
 
 
-def test_an_id_is_free_again_when_its_untold_offer_was_withdrawn() -> None:
+def test_an_id_is_free_again_when_its_offer_was_withdrawn_at_once() -> None:
     producer = scheduler()
     run_producer(producer, finish_reason="abort")
     assert run_producer(producer)[0]

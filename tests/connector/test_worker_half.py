@@ -1,4 +1,4 @@
-"""The worker half: what it registers, what it refuses, and that nobody waits for a thread that died."""
+"""The worker half: what it registers, what it refuses, and that nothing waits for a thread that died."""
 
 from __future__ import annotations
 
