@@ -19,7 +19,7 @@ import pytest
 from reference.demo.launcher import Launcher, Spawn
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
-from tests.support.zygote import Nursery
+from tests.support.zygote import Zygote
 
 TRANSPORTS = ("shm", "zeromq", "ucx")
 START_TIMEOUT_S = 110.0
@@ -71,8 +71,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def spawn() -> Iterator[Spawn]:
     """Start processes without waiting for PyTorch."""
-    with Nursery() as nursery:
-        yield nursery.spawn
+    with Zygote() as zygote:
+        yield zygote.spawn
 
 
 @pytest.fixture

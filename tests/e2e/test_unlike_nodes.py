@@ -14,8 +14,8 @@ from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TEXT = "A ferry takes what others have packed; it does not open the boxes. " * 4
-SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform", "--kv-cache-layout", "NHD")
-LARGE_BLOCKS = ("--block-size", "32", "--layout", "per-layer", "--kv-cache-layout", "HND")
+SMALL_BLOCKS = ("--block-size", "16", "--layout", "uniform", "--page-order", "NHD")
+LARGE_BLOCKS = ("--block-size", "32", "--layout", "per-layer", "--page-order", "HND")
 MODELS = {
     "tiny": ("--threads", "1", "--num-blocks", "128"),
     "smollm2": ("--dtype", "float32", "--num-blocks", "128"),

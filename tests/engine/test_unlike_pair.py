@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-NHD_UNIFORM_4 = {"kv_cache_layout": "NHD", "layout": "uniform", "block_size": 4}
-HND_UNIFORM_4 = {**NHD_UNIFORM_4, "kv_cache_layout": "HND"}
-HND_PER_LAYER_8 = {"kv_cache_layout": "HND", "layout": "per-layer", "block_size": 8}
-NHD_PER_LAYER_8 = {**HND_PER_LAYER_8, "kv_cache_layout": "NHD"}
+NHD_UNIFORM_4 = {"page_order": "NHD", "layout": "uniform", "block_size": 4}
+HND_UNIFORM_4 = {**NHD_UNIFORM_4, "page_order": "HND"}
+HND_PER_LAYER_8 = {"page_order": "HND", "layout": "per-layer", "block_size": 8}
+NHD_PER_LAYER_8 = {**HND_PER_LAYER_8, "page_order": "NHD"}
 
 NUM_LAYERS, NUM_PARTS, NUM_HEADS, NUM_TOKENS = 3, 2, 2, 40
 #: What is one run of bytes on both sides: a token's vector of one head, or of several tokens or heads in a row.
@@ -74,5 +74,5 @@ def test_a_window_that_begins_inside_a_larger_block_is_computed_here(
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
 def test_a_single_node_answers_alike_in_either_order(family: str, make_node: Any, assert_same: Any) -> None:
     prompt = [(7919 * index) % 251 for index in range(70)]
-    node = make_node(family, kv_cache_layout="HND")
+    node = make_node(family, page_order="HND")
     assert_same(node.answer(prompt, max_tokens=12), family, prompt, 12)

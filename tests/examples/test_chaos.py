@@ -10,7 +10,7 @@ import pytest
 from reference.demo.near_tie import Expectation
 from tests.support.chaos.schedule import Fault, Kind, schedule, timeline
 from tests.support.chaos.traffic import Answer, Ask, Ending, Outcome, draw_asks
-from tests.support.chaos.verdict import objections
+from tests.support.chaos.verdict import violations
 
 KINDS: dict[str, tuple[Kind, ...]] = {"node": ("kill", "terminate", "pause", "cut"), "router": ("kill",)}
 KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
@@ -85,10 +85,10 @@ def test_a_seed_repeats_its_requests() -> None:
     ],
 )
 def test_the_verdict_on_a_request(ended: Outcome, complaint: str) -> None:
-    found = objections([KILL], [outcome("whole", 7, 8, 9), ended], single_node)
+    found = violations([KILL], [outcome("whole", 7, 8, 9), ended], single_node)
     assert len(found) == bool(complaint)
     assert complaint in "".join(found)
 
 
 def test_a_run_without_an_answer_shows_nothing() -> None:
-    assert objections([KILL], [outcome("hung up")], single_node) == ["no request was answered"]
+    assert violations([KILL], [outcome("hung up")], single_node) == ["no request was answered"]

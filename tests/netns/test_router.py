@@ -17,7 +17,7 @@ from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
 from reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, ask_alone, wait_until
 from tests.support.tiny_models import write_tiny_model
-from tests.support.zygote import Nursery
+from tests.support.zygote import Zygote
 
 T = TypeVar("T")
 
@@ -141,8 +141,8 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
     if connector == "ucx":
         pytest.importorskip("ucxx", reason="ucxx is not installed")
     with (
-        Nursery() as nursery,
-        Launcher(nursery.spawn) as launcher,
+        Zygote() as zygote,
+        Launcher(zygote.spawn) as launcher,
         town(connector, network, tmp_path, launcher) as made,
     ):
         prompts = [f"{index}: a ferry between two hosts. " * 4 for index in range(12)]

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient
 
 from reference.router.app import kept_alive_socket
 from reference.router.health import Health
-from reference.router.nodes import Node, NodeState
+from reference.router.nodes import NodeState, UpstreamNode
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -205,7 +205,7 @@ class FrozenPrefill(Player):
 
 async def test_one_failed_check_of_a_busy_node_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    node = Node("decode", "http://busy")
+    node = UpstreamNode("decode", "http://busy")
     late = Health(None, "/health did not answer within 5 s", ends_requests=True)
     node.note(Health(NodeState.READY))
     async with node.exchange():
@@ -292,7 +292,7 @@ async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    node = Node("decode", "http://dying")
+    node = UpstreamNode("decode", "http://dying")
     node.note(Health(NodeState.READY))
     node.note(Health(NodeState.DRAINING, "/health says draining", is_said=True))
     node.note(Health(NodeState.GONE, "the process is gone: connection refused"))
@@ -304,7 +304,7 @@ async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
 
 
 async def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest.LogCaptureFixture) -> None:
-    node = Node("decode", "http://well")
+    node = UpstreamNode("decode", "http://well")
     node.note(Health(NodeState.READY))
     for _ in range(5):
         node.note(Health(None, "Too many open files", is_local=True))

@@ -19,7 +19,7 @@ from reference.web.errors import error_middleware
 DEADLINE_S = 10.0
 
 
-class PlayedNode(Protocol):
+class NodeHandler(Protocol):
     """What answers a node's completions.
 
     If it has methods `health` and `release`, these answer `/health` and the router's releases of offers.
@@ -30,8 +30,8 @@ class PlayedNode(Protocol):
 
 @asynccontextmanager
 async def routed(
-    prefill: Sequence[PlayedNode],
-    decode: Sequence[PlayedNode],
+    prefill: Sequence[NodeHandler],
+    decode: Sequence[NodeHandler],
     *,
     overlap: bool = False,
     answer_timeout_s: float = 0.0,
@@ -65,7 +65,7 @@ async def _is_well(request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(node: PlayedNode) -> AsyncIterator[str]:
+async def serving(node: NodeHandler) -> AsyncIterator[str]:
     """Serve a played node inside the block; yields its URL."""
 
     async def complete(request: web.Request) -> web.StreamResponse:

@@ -1,6 +1,6 @@
 """Start nodes without waiting for their imports, for tests: each is forked from a process that has the heavy ones done.
 
-What takes a node long to start is to import PyTorch and transformers. A nursery is a process that has imported them,
+What takes a node long to start is to import PyTorch and transformers. A zygote is a process that has imported them,
 and nothing of ours; told to run a script, it forks, and the child runs the script as `python SCRIPT ARGUMENTS` would.
 """
 
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-#: For how long a nursery may take to import what it keeps ready, on a busy machine.
+#: For how long a zygote may take to import what it keeps ready, on a busy machine.
 ANSWER_TIMEOUT_S = 100.0
 MAX_ORDER_BYTES = 64 << 10
 MODULES = (
@@ -32,8 +32,8 @@ MODULES = (
 )
 
 
-class Nursery:
-    """Forks processes for a `Launcher`: `Launcher(nursery.spawn)`. One thread uses it; closing it ends none of them."""
+class Zygote:
+    """Forks processes for a `Launcher`: `Launcher(zygote.spawn)`. One thread uses it; closing it ends none of them."""
 
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -60,7 +60,7 @@ class Nursery:
         return int(self._orders.recv(MAX_ORDER_BYTES))
 
     def close(self) -> None:
-        """End the nursery. What it started lives on, for whoever holds the other end of its link."""
+        """End the zygote. What it started lives on, for whoever holds the other end of its link."""
         self._orders.close()
         self._process.wait()
 
@@ -77,7 +77,7 @@ class Nursery:
 
 
 class Forked:
-    """A process that a nursery started: what a launcher needs of `subprocess.Popen`."""
+    """A process that a zygote started: what a launcher needs of `subprocess.Popen`."""
 
     def __init__(self, pid: int, reap: Callable[[int], int]) -> None:
         self.pid = pid
@@ -108,7 +108,7 @@ class Forked:
         return True
 
 
-# -- the nursery's own process -----------------------------------------------------------------------------
+# -- the zygote's own process -----------------------------------------------------------------------------
 
 
 def main(descriptor: int) -> None:
@@ -126,7 +126,7 @@ def main(descriptor: int) -> None:
 
 
 def _wait_for_birth(orders: socket.socket) -> dict[str, Any]:
-    """Fork for each order; returns the order in the child, and nothing when the nursery's time is over."""
+    """Fork for each order; returns the order in the child, and nothing when the zygote's time is over."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 2)
         if not data:

@@ -19,7 +19,7 @@ import pytest
 from reference.demo.launcher import run_script
 from reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.engine_process import Answer, Node
-from tests.support.zygote import Nursery
+from tests.support.zygote import Zygote
 
 HERE = Path(__file__).parent
 #: What runs where there is no vLLM, with the reference engine if with any; `make test-vllm` has a venv with it.
@@ -123,8 +123,8 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with ExitStack() as stack:
 
         @cache
-        def nursery() -> Nursery:
-            return stack.enter_context(Nursery())
+        def zygote() -> Zygote:
+            return stack.enter_context(Zygote())
 
         def start(**arguments: Any) -> Node:
             log = tmp_path_factory.mktemp("node") / "log"
@@ -132,7 +132,7 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
             host = arguments.pop("host", "vllm")
             with _environment():
-                spawn = run_script if host == "vllm" else nursery().spawn
+                spawn = run_script if host == "vllm" else zygote().spawn
                 settings = _settings(arguments.pop("model", model), transfer) | arguments
                 nodes.append(Node(host, HOSTS[host], settings, log, spawn))
             return nodes[-1]

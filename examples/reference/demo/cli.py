@@ -31,13 +31,13 @@ DEFAULT_PROMPTS = (
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
 #: What every node is told.
 NODE_OPTIONS = (
-    *("model", "layout", "kv-cache-layout", "block-size", "num-blocks", "max-num-batched-tokens"),
+    *("model", "layout", "page-order", "block-size", "num-blocks", "max-num-batched-tokens"),
     *("dtype", "device", "threads"),
 )
 #: What one node of the pair can have for itself.
 OWN_OPTIONS = (
     *("tensor-parallel-size", "pipeline-parallel-size"),
-    *("layout", "kv-cache-layout", "block-size"),
+    *("layout", "page-order", "block-size"),
 )
 
 

@@ -147,7 +147,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
             enable_prefix_caching=settings.enable_prefix_caching,
             hash_seed=settings.hash_seed,
             num_blocks_override=settings.num_blocks,
-            kv_cache_layout=settings.kv_cache_layout,
+            kv_cache_layout=settings.page_order,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs

@@ -26,7 +26,7 @@ class EngineSettings:
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         layout: `"uniform"` keeps one block of all layers in one run of bytes where connector and model admit
             it; `"per-layer"` has a buffer for each layer.
-        kv_cache_layout: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
+        page_order: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
         block_size: Tokens a block.
         num_blocks: Blocks of the pool, the null block included; 0: as many as `memory_utilization` allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
@@ -51,7 +51,7 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "cpu"
     layout: Layout = "uniform"
-    kv_cache_layout: PageOrder = "NHD"
+    page_order: PageOrder = "NHD"
     block_size: int = 16
     num_blocks: int = 0
     memory_utilization: float = 0.1
@@ -71,7 +71,7 @@ class EngineSettings:
             raise ConfigurationError("model is empty", key="model", value=self.model)
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("layout", self.layout, get_args(Layout))
-        _require_choice("kv_cache_layout", self.kv_cache_layout, get_args(PageOrder))
+        _require_choice("page_order", self.page_order, get_args(PageOrder))
         minima = {
             "block_size": 1,
             "num_blocks": 0,

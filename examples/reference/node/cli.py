@@ -154,7 +154,7 @@ def _add_compute_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
-    for name in ("layout", "kv-cache-layout", "block-size", "num-blocks"):
+    for name in ("layout", "page-order", "block-size", "num-blocks"):
         add_option(group, name)
     group.add_argument(
         "--memory-utilization",
@@ -199,7 +199,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
         dtype=options.dtype,
         device=options.device,
         layout=options.layout,
-        kv_cache_layout=options.kv_cache_layout,
+        page_order=options.page_order,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         memory_utilization=options.memory_utilization,

@@ -62,7 +62,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "default": "uniform",
         "help": "uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
     },
-    "kv-cache-layout": {
+    "page-order": {
         "choices": get_args(PageOrder),
         "default": "NHD",
         "help": "tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
@@ -86,11 +86,14 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "tokens of one step, thus the prefill chunk (default: %(default)s)",
     },
 }
+#: Names of an option that still work. `kv-cache-layout` was one of three things called a layout.
+_FORMER_NAMES: Mapping[str, Sequence[str]] = {"page-order": ("kv-cache-layout",)}
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, *, prefix: str = "", **changes: Any) -> None:
     """Add `--name`, or `--{prefix}name`, as a node has it but for `changes`."""
-    group.add_argument(f"--{prefix}{name}", **{**_OPTIONS[name], **changes})
+    names = [name, *_FORMER_NAMES.get(name, ())]
+    group.add_argument(*(f"--{prefix}{name}" for name in names), **{**_OPTIONS[name], **changes})
 
 
 def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:

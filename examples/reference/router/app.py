@@ -19,10 +19,10 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from .handoffs import Handoff, Handoffs
 from .health import NodeState
 from .metrics import RouterMetrics
-from .nodes import Node, NodeGoneError, NodePool, NoNodeError, Tried
+from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
+from .phases import Call, check_body, decode_body, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
-from .stages import Call, check_body, decode_body, open_answer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Router:
         self._num_under_way = 0
 
     @property
-    def _nodes(self) -> tuple[Node, ...]:
+    def _nodes(self) -> tuple[UpstreamNode, ...]:
         return self._prefill_pool.nodes + self._decode_pool.nodes
 
     def application(self) -> web.Application:
@@ -239,7 +239,7 @@ class Router:
         nodes = (node for node in self._decode_pool.nodes if node not in tried)
         return any(node.state is NodeState.READY and self._computes_alone(node) for node in nodes)
 
-    def _computes_alone(self, node: Node) -> bool:
+    def _computes_alone(self, node: UpstreamNode) -> bool:
         match self._decode_alone_mode:
             case "always":
                 return True

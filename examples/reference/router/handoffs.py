@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import aiohttp
 
 from .health import reason_of
-from .stages import Call, Offer, is_stream, object_of
+from .phases import Call, Offer, is_stream, object_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from prometheus_client.registry import Collector
 
 from .handoffs import RESULTS, Handoffs
 from .health import NodeState
-from .nodes import Node
+from .nodes import UpstreamNode
 
 
 class RouterMetrics:
     """Hold the metrics of one router."""
 
-    def __init__(self, nodes: Sequence[Node], handoffs: Handoffs) -> None:
+    def __init__(self, nodes: Sequence[UpstreamNode], handoffs: Handoffs) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(nodes))
         self._registry.register(_HandoffCollector(handoffs))
@@ -55,7 +55,7 @@ class RouterMetrics:
 
 
 class _NodeCollector(Collector):
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[UpstreamNode]) -> None:
         self._nodes = nodes
 
     def describe(self) -> list[Metric]:

@@ -38,7 +38,7 @@ class NodeGoneError(Exception):
         is_explained: The reason is what the health check knows; otherwise it is what the request saw.
     """
 
-    def __init__(self, node: Node, reason: str, *, is_explained: bool = False) -> None:
+    def __init__(self, node: UpstreamNode, reason: str, *, is_explained: bool = False) -> None:
         super().__init__(f"{node.url}: {reason}")
         self.node = node
         self.is_explained = is_explained
@@ -65,7 +65,7 @@ class NoNodeError(ApiError):
         )
 
 
-class Node:
+class UpstreamNode:
     """One node as the router sees it.
 
     Attributes:
@@ -193,7 +193,7 @@ class Node:
 
 
 #: What each node that was tried for a request made of it; None while it is at it.
-Tried = dict[Node, NodeGoneError | None]
+Tried = dict[UpstreamNode, NodeGoneError | None]
 
 
 class NodePool:
@@ -201,7 +201,7 @@ class NodePool:
 
     def __init__(self, role: Role, urls: Sequence[str]) -> None:
         self.role = role
-        self.nodes = tuple(Node(role, url) for url in urls)
+        self.nodes = tuple(UpstreamNode(role, url) for url in urls)
         self._turns = itertools.count(1)
         self._is_closed = False
 
@@ -222,8 +222,8 @@ class NodePool:
 
     @contextlib.asynccontextmanager
     async def use_one(
-        self, tried: Tried, may_use: Callable[[Node], bool] | None = None
-    ) -> AsyncIterator[Node]:
+        self, tried: Tried, may_use: Callable[[UpstreamNode], bool] | None = None
+    ) -> AsyncIterator[UpstreamNode]:
         """Take the least loaded ready node that is not in `tried`, to which it is added; among equals, in turns.
 
         Without a ready one, nodes are tried of which nothing was heard yet: a router that was just started has no others.
@@ -259,7 +259,7 @@ class NodePool:
         if not self._is_closed and not self._candidates(tried, _any):
             raise await self._no_node(tried)
 
-    def _candidates(self, tried: Tried, may_use: Callable[[Node], bool]) -> list[Node]:
+    def _candidates(self, tried: Tried, may_use: Callable[[UpstreamNode], bool]) -> list[UpstreamNode]:
         usable = (NodeState.READY, NodeState.UNKNOWN)
         return [node for node in self.nodes if node.state in usable and node not in tried and may_use(node)]
 
@@ -268,16 +268,16 @@ class NodePool:
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
 
-def _any(node: Node) -> bool:
+def _any(node: UpstreamNode) -> bool:
     return True
 
 
-def _rank(node: Node) -> tuple[bool, bool]:
+def _rank(node: UpstreamNode) -> tuple[bool, bool]:
     """The smaller the better."""
     return node.state is NodeState.UNKNOWN, node.is_suspect
 
 
-async def _why_not(node: Node, tried: Tried) -> str:
+async def _why_not(node: UpstreamNode, tried: Tried) -> str:
     error = tried.get(node)
     if error is not None:
         return await error.explained()

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 from .metrics import RouterMetrics
-from .nodes import Node, NodeGoneError, NodePool, Tried
-from .stages import Call, Offer, is_stream, open_prefill, params_of, prefill_body
+from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
+from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Prefill(ABC):
         logger.warning("%s: prefill: %s", call.request_id, error)
         self._metrics.retries.labels("prefill").inc()
 
-    def _note_params(self, call: Call, node: Node, params: Params) -> None:
+    def _note_params(self, call: Call, node: UpstreamNode, params: Params) -> None:
         if params is None:
             logger.warning("%s: %s offered no KV cache", call.request_id, node.url)
             self._metrics.without_handoff.inc()
@@ -84,7 +84,7 @@ class WholePrefill(Prefill):
 class _Stream:
     """A prefill that goes on; closing `resources` hangs up."""
 
-    node: Node
+    node: UpstreamNode
     params: Params
     events: Events
     resources: AsyncExitStack
@@ -147,7 +147,7 @@ async def _first_params(events: Events) -> Params:
     return None
 
 
-async def _events(node: Node, response: aiohttp.ClientResponse) -> Events:
+async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:
     """The events of a stream, up to its end; the whole answer as one of them when it is no stream.
 
     Raises:
@@ -174,7 +174,7 @@ async def _events(node: Node, response: aiohttp.ClientResponse) -> Events:
             yield _parsed(node, event)
 
 
-def _parsed(node: Node, event: bytes) -> Mapping[str, Any]:
+def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(event.removeprefix(b"data: "))
     except ValueError:

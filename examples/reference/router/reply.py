@@ -10,8 +10,8 @@ import aiohttp
 from aiohttp import web
 
 from ..web.errors import ApiError
-from .nodes import Node, NodeGoneError
-from .stages import is_stream
+from .nodes import NodeGoneError, UpstreamNode
+from .phases import is_stream
 
 #: Of a node's headers, those that are meant for the client.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
@@ -33,7 +33,9 @@ class Reply:
         self._stream: web.StreamResponse | None = None
         self.tail = b""
 
-    async def copy(self, node: Node, upstream: aiohttp.ClientResponse, first: bytes) -> web.StreamResponse:
+    async def copy(
+        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
         """Hand a node's answer to the client as it comes. If the node is lost, an error ends the stream."""
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")

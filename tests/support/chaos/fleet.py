@@ -10,8 +10,8 @@ from typing import Self
 
 from reference.demo.launcher import Spawn
 
-from .places import Place, reserved_port
 from .schedule import Fault, Kind
+from .services import Service, reserved_port
 
 START_TIMEOUT_S = 110.0
 #: Deadlines such that a pause may outlast each of them, or none.
@@ -57,13 +57,13 @@ class Fleet:
             self._resources = self._resources.pop_all()
 
     @property
-    def nodes(self) -> list[Place]:
+    def nodes(self) -> list[Service]:
         return [*self.prefills, *self.decodes]
 
     @property
-    def places(self) -> dict[str, Place]:
+    def services(self) -> dict[str, Service]:
         """All, by name."""
-        return {place.name: place for place in (*self.nodes, *self.routers)}
+        return {service.name: service for service in (*self.nodes, *self.routers)}
 
     @property
     def kinds(self) -> Mapping[str, Sequence[Kind]]:
@@ -76,10 +76,10 @@ class Fleet:
         return nodes | {router.name: ("kill", "terminate") for router in self.routers}
 
     def start(self) -> None:
-        """Fill every place, and wait until all serve."""
-        for place in self.places.values():
-            place.start()
-            self._resources.callback(place.close)
+        """Fill every service, and wait until all serve."""
+        for service in self.services.values():
+            service.start()
+            self._resources.callback(service.close)
         self._resources.callback(self._terminate)
         self.wait_ready()
 
@@ -89,9 +89,9 @@ class Fleet:
         Raises:
             LaunchError: one does not, or died of something that was no fault of the run.
         """
-        for place in self.places.values():
-            place.wait_ready(START_TIMEOUT_S)
-            place.require_alive()
+        for service in self.services.values():
+            service.wait_ready(START_TIMEOUT_S)
+            service.require_alive()
 
     def begin(self, fault: Fault) -> None:
         """Let a fault happen.
@@ -99,55 +99,55 @@ class Fleet:
         Raises:
             LaunchError: its target died of something else.
         """
-        place = self.places[fault.target]
-        place.require_alive()
+        service = self.services[fault.target]
+        service.require_alive()
         match fault.kind:
             case "kill":
-                place.kill()
+                service.kill()
             case "terminate":
-                place.terminate()
+                service.terminate()
             case "pause":
-                place.pause()
+                service.pause()
             case "cut":
-                place.cut_off()
+                service.cut_off()
 
     def end(self, fault: Fault) -> None:
         """Mend what it broke."""
-        place = self.places[fault.target]
+        service = self.services[fault.target]
         match fault.kind:
             case "kill":
-                place.start()
+                service.start()
             case "terminate":
-                place.await_end()
-                place.start()
+                service.await_end()
+                service.start()
             case "pause":
-                place.go_on()
+                service.go_on()
             case "cut":
-                place.join_again()
+                service.join_again()
 
     def _terminate(self) -> None:
         """Ask all to end, so that nobody who is waited for begins with it only then."""
-        for place in self.places.values():
-            place.terminate()
-            place.go_on()
+        for service in self.services.values():
+            service.terminate()
+            service.go_on()
 
-    # -- places ----------------------------------------------------------------------------------------
+    # -- services ----------------------------------------------------------------------------------------
 
-    def _node(self, name: str, role: str, arguments: Sequence[str]) -> Place:
+    def _node(self, name: str, role: str, arguments: Sequence[str]) -> Service:
         folder = self._folder / name
         folder.mkdir()
         address = _option_words(self._address(folder))
         # A peer that is paused meanwhile takes nothing, and a run must not wait for the node as long as users would.
         words = ("--role", role, "--drain-timeout-s", "5", *arguments, *address)
-        return Place(name, self._spawn, "serve.py", words, self._port(), folder)
+        return Service(name, self._spawn, "serve.py", words, self._port(), folder)
 
-    def _router(self, name: str, arguments: Sequence[str]) -> Place:
+    def _router(self, name: str, arguments: Sequence[str]) -> Service:
         nodes = [("--prefill", node) for node in self.prefills] + [
             ("--decode", node) for node in self.decodes
         ]
         urls = [word for option, node in nodes for word in (option, f"http://127.0.0.1:{node.port}")]
         words = (*urls, "--check-interval-s", "0.25", "--drain-timeout-s", "3", *arguments)
-        return Place(name, self._spawn, "router.py", words, self._port(), self._folder / name)
+        return Service(name, self._spawn, "router.py", words, self._port(), self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:
         """The option that says where a node's transport listens, each time; none where the transport is to choose."""

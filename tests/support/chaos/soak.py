@@ -13,10 +13,10 @@ from itertools import count, product
 from tests.support.client import DO_REMOTE_DECODE, Client, ask_alone, assert_answers_like, wait_until
 
 from .fleet import Fleet
-from .places import Holdings, Place
 from .schedule import Fault, schedule, timeline
+from .services import Holdings, Service
 from .traffic import Ask, Outcome, Traffic, draw_asks
-from .verdict import confessions, objections
+from .verdict import logged_errors, violations
 
 NUM_CLIENTS = 5
 MAX_PROMPT_TOKENS = 1200
@@ -80,16 +80,16 @@ class Soak:
             return self._run()
         except BaseException as error:
             error.add_note(f"seed {self._seed}; the faults:\n" + "\n".join(map(str, self._befallen)))
-            error.add_note("\n".join(place.logs for place in self._fleet.places.values()))
+            error.add_note("\n".join(service.logs for service in self._fleet.services.values()))
             raise
 
     def _run(self) -> Report:
         self._hand_over_in_every_pair("before")
         before = {node.name: node.holdings() for node in self._fleet.nodes}
         report = self._live_through()
-        logs = [place.logs for place in self._fleet.places.values()]
+        logs = [service.logs for service in self._fleet.services.values()]
         ask = ask_alone(self._single, ignore_eos=True)
-        if objected := objections(report.faults, report.outcomes, ask) + confessions(logs):
+        if objected := violations(report.faults, report.outcomes, ask) + logged_errors(logs):
             raise AssertionError("\n".join(objected))
         self._fleet.wait_ready()
         self._hand_over_in_every_pair("after")
@@ -139,7 +139,7 @@ class Soak:
             pair = f"{when}: from {prefill.name} to {decode.name}"
             wait_until(partial(self._hands_over, prefill, decode, _prompts(pair)), QUIET_S)
 
-    def _hands_over(self, prefill: Place, decode: Place, prompts: Iterator[list[int]]) -> bool:
+    def _hands_over(self, prefill: Service, decode: Service, prompts: Iterator[list[int]]) -> bool:
         prompt = next(prompts)
         asked = {"max_tokens": 1, "kv_transfer_params": DO_REMOTE_DECODE}
         params = Client(prefill.process).complete(prompt, **asked).body["kv_transfer_params"]
@@ -156,7 +156,7 @@ def _prompts(text: str) -> Iterator[list[int]]:
     return (list(f"{number} {text} {'.' * 200}".encode()) for number in count())
 
 
-def _require_no_more(node: Place, before: Holdings) -> None:
+def _require_no_more(node: Service, before: Holdings) -> None:
     """See that a node has let go of what the run made it hold.
 
     Raises:

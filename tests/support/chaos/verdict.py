@@ -11,7 +11,7 @@ from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
 
 #: A router that was told to end breaks its last connections by then.
-_FAREWELL_S = 5.0
+_STOP_S = 5.0
 #: Why a request may be refused: no node is there, one was lost in the middle of its answer, or the router ends.
 _MAY_REFUSE = (
     "no prefill node can",
@@ -26,7 +26,7 @@ _LOAD_FAILED = "generation_failed"
 _MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
-def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
+def violations(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
     """Say what is wrong with how requests ended; nothing if nothing is. Near-ties of logits are printed, and are right.
 
     Args:
@@ -35,19 +35,19 @@ def objections(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: 
     found = [
         f"{why}: {_described(outcome)}"
         for outcome in outcomes
-        if (why := _objection(faults, outcome, ask_alone))
+        if (why := _violation(faults, outcome, ask_alone))
     ]
     if not any(outcome.ending == "whole" for outcome in outcomes):
         found.append("no request was answered")
     return found
 
 
-def confessions(logs: Sequence[str]) -> list[str]:
+def logged_errors(logs: Sequence[str]) -> list[str]:
     """What processes wrote of their own bugs: faults around them are worth a warning at most."""
     return [log for log in logs if any(mark in log for mark in _MARKS)]
 
 
-def _objection(faults: Sequence[Fault], outcome: Outcome, ask_alone: AskAlone) -> str:
+def _violation(faults: Sequence[Fault], outcome: Outcome, ask_alone: AskAlone) -> str:
     answer, expected, is_whole = outcome.answer, list(outcome.expected), outcome.ending == "whole"
     comparison = compare(outcome.ask.prompt, answer.token_ids, expected, ask_alone, is_whole=is_whole)
     for near_tie in comparison.near_ties:
@@ -69,7 +69,7 @@ def _may_refuse(error: Mapping[str, Any]) -> bool:
 
 def _may_break(fault: Fault, outcome: Outcome) -> bool:
     """Whether a fault ended the router while it had the request."""
-    begins_before = outcome.began_s <= fault.at_s + _FAREWELL_S
+    begins_before = outcome.began_s <= fault.at_s + _STOP_S
     return fault.target == outcome.ask.router and begins_before and fault.at_s <= outcome.ended_s
 
 

@@ -45,11 +45,11 @@ class Holdings:
         )
 
 
-class Place:
-    """A process's place in a fleet: its name, its command, its port. Who fills it changes.
+class Service:
+    """A process's service in a fleet: its name, its command, its port. Who fills it changes.
 
     Args:
-        folder: Where its socket is, if it has one in the file system; moved away while the place is cut off.
+        folder: Where its socket is, if it has one in the file system; moved away while the service is cut off.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Place:
         self._life: Launcher
         self.process: LaunchedProcess
         self._num_lives = 0
-        self._obituaries: list[str] = []
+        self._ended_logs: list[str] = []
 
     def start(self) -> None:
-        """Fill the place. Returns at once."""
+        """Fill the service. Returns at once."""
         self._life = Launcher(self._spawn)
         self._num_lives += 1
         self.process = self._life.start(f"{self.name} ({self._num_lives})", *self._command)
@@ -82,7 +82,7 @@ class Place:
     @property
     def logs(self) -> str:
         """What all who filled it wrote at last."""
-        return "\n".join((*self._obituaries, self._last_words))
+        return "\n".join((*self._ended_logs, self._last_words))
 
     @property
     def _last_words(self) -> str:
@@ -101,7 +101,7 @@ class Place:
 
     def kill(self) -> None:
         self.process.kill()
-        self._bury()
+        self._note_end()
 
     def terminate(self) -> None:
         """Ask it to end, as a service manager would."""
@@ -116,7 +116,7 @@ class Place:
         status = self.process.wait(END_TIMEOUT_S)
         if status not in (0, -signal.SIGTERM):  # the latter where it had hardly begun
             raise LaunchError(f"{self.process.name} ended with {status}; its log:\n{self.process.log_tail}")
-        self._bury()
+        self._note_end()
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -159,6 +159,6 @@ class Place:
         """End the process, politely at first."""
         self._life.close()
 
-    def _bury(self) -> None:
-        self._obituaries.append(self._last_words)
+    def _note_end(self) -> None:
+        self._ended_logs.append(self._last_words)
         self._life.close()

@@ -1,4 +1,4 @@
-"""The two stages of a request: its prompt at a prefill node, its answer at a decode node."""
+"""The two phases of a request: prefill at one node, decode at another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
-from .nodes import Node, NodeGoneError
+from .nodes import NodeGoneError, UpstreamNode
 
 #: What a prefill node is asked for. vLLM's nodes want the other keys to be there.
 DO_REMOTE_DECODE: Mapping[str, Any] = {
@@ -56,7 +56,7 @@ class Offer:
         hang_up: Ends the prefill if it is still under way.
     """
 
-    node: Node
+    node: UpstreamNode
     params: Mapping[str, Any]
     hang_up: Callable[[], object] = lambda: None
 
@@ -108,7 +108,7 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
 
 @contextlib.asynccontextmanager
 async def open_prefill(
-    call: Call, node: Node, body: Mapping[str, Any]
+    call: Call, node: UpstreamNode, body: Mapping[str, Any]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Have a prompt computed; leaving the block early aborts it there.
 
@@ -128,13 +128,13 @@ async def open_prefill(
         yield response
 
 
-def _raise_refusal(node: Node, status: int, payload: bytes) -> NoReturn:
+def _raise_refusal(node: UpstreamNode, status: int, payload: bytes) -> NoReturn:
     if 400 <= status < 500:
         raise UpstreamAnswer(status, payload)
     raise _failed(node, status, payload)
 
 
-def _failed(node: Node, status: int, payload: bytes) -> NodeGoneError:
+def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     if status in (502, 503):
         node.suspect()  # it may be draining, or its engine dead: its `/health` says
     return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
@@ -168,7 +168,7 @@ class UpstreamAnswer(ApiError):
 
 @contextlib.asynccontextmanager
 async def open_answer(
-    call: Call, node: Node, body: Mapping[str, Any]
+    call: Call, node: UpstreamNode, body: Mapping[str, Any]
 ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
     """Ask a decode node for the answer; leaving the block early aborts it there.
 
