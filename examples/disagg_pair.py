@@ -1,4 +1,4 @@
-"""A prompt, prefilled by one process and answered by another: `python examples/disagg_pair.py --help`."""
+"""Prefill a prompt in one process and decode it in another: `python examples/disagg_pair.py --help`."""
 
 from __future__ import annotations
 

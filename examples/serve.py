@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Several nodes share the cores of a machine: a thread that waits for another one must not spin on a core.
+# Several nodes may share a machine's cores, so an OpenMP thread that waits must not spin. Set this before PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from reference.node.main import main

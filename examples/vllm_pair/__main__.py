@@ -1,4 +1,4 @@
-"""`python examples/vllm_pair --help`: a prompt, prefilled by one vLLM and answered by another."""
+"""Prefill a prompt in one vLLM server and decode it in another: `python examples/vllm_pair --help`."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
     caplog.set_level(logging.INFO)
     node = UpstreamNode("decode", "http://dying")
     node.note(Health(NodeState.READY))
-    node.note(Health(NodeState.DRAINING, "/health says draining", is_said=True))
+    node.note(Health(NodeState.DRAINING, "/health says draining", is_reported=True))
     node.note(Health(NodeState.GONE, "the process is gone: connection refused"))
     assert node.last_error.endswith("connection refused; before that /health says draining")
     node.note(Health(NodeState.READY))

@@ -1,1 +1,1 @@
-"""What tests and soaks run with: clients, fake nodes, tiny models, engines in processes of their own."""
+"""Rigs that tests share: clients, fake nodes, tiny models, engines and their processes, and the soak (`chaos`)."""

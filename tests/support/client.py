@@ -1,4 +1,4 @@
-"""What tests of running nodes need: a plain blocking client, and waiting with a deadline."""
+"""A blocking client of running nodes, and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from reference.demo import client
 from reference.demo.launcher import LaunchedProcess
 from reference.demo.near_tie import AskAlone, assert_same_answer
 
-#: What a router asks a prefill node for.
+#: The `kv_transfer_params` of a router's request to a prefill node.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
-#: No answer of a test takes longer; without it a hung node would hang the tests.
+#: Seconds for one answer. Without it, a hung node would hang the tests.
 TIMEOUT_S = 60.0
 
 
@@ -32,13 +32,13 @@ class Reply:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of a completion that asked for them."""
+        """The token ids of a completion that asked for them."""
         ids: list[int] = self.body["choices"][0]["token_ids"]
         return ids
 
     @property
     def transfer(self) -> Mapping[str, Any]:
-        """How the KV cache came, empty when nothing was moved."""
+        """How the KV cache was transferred. Empty if it was not."""
         return self.body["metrics"]["transfer"] or {}
 
     @property
@@ -48,29 +48,29 @@ class Reply:
 
 
 class Client:
-    """Talks to one node or router."""
+    """A client of one node or router."""
 
     def __init__(self, process: LaunchedProcess) -> None:
         self.process = process
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """GET; the status and the body as it is."""
+        """GET a path. Returns the status and the raw body."""
         with self._exchange("GET", path, b"") as response:
             return response.status, response.read()
 
     def post(self, path: str, body: Mapping[str, Any] | bytes) -> Reply:
-        """POST JSON, or bytes that pretend to be."""
+        """POST a JSON object, or bytes that need not be JSON."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self._exchange("POST", path, raw) as response:
             return Reply(response.status, json.loads(response.read()), dict(response.getheaders()))
 
     def complete(self, prompt: str | Sequence[int], **fields: Any) -> Reply:
-        """Ask for a greedy completion; `fields` go into the body."""
+        """Ask for a greedy completion. `fields` are added to the body."""
         return self.post("/v1/completions", completion_body(prompt, fields))
 
     @contextmanager
     def streaming(self, prompt: str | Sequence[int], **fields: Any) -> Iterator[Iterator[Mapping[str, Any]]]:
-        """Ask for a streamed greedy completion: its events one by one. Leaving the block hangs up."""
+        """Ask for a streamed greedy completion. Yields its events. Leaving the block closes the connection."""
         body = json.dumps(completion_body(prompt, fields) | {"stream": True}).encode()
         with self._exchange("POST", "/v1/completions", body) as response:
             assert response.status == 200, response.read()
@@ -79,7 +79,7 @@ class Client:
     def hang_up_during(
         self, condition: Callable[[], bool], prompt: str | Sequence[int], **fields: Any
     ) -> None:
-        """Send a completion, wait until `condition` holds, and hang up without having read an answer."""
+        """Send a completion, wait until `condition` holds, and disconnect without reading the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
         try:
             connection.request("POST", "/v1/completions", json.dumps(completion_body(prompt, fields)))
@@ -88,14 +88,14 @@ class Client:
             connection.close()
 
     def metric(self, name: str) -> float:
-        """One figure of `/metrics`, without labels."""
+        """Return the value of a metric without labels."""
         text = self.get("/metrics")[1].decode()
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found is not None, f"{name} is not among the metrics:\n{text}"
         return float(found[1])
 
     def is_whole(self) -> bool:
-        """Whether every block is free and no request is alive."""
+        """Whether every block is free and there are no requests."""
         busy = sum(
             self.metric(f"kvferry_engine_{state}_requests")
             for state in ("waiting", "loading", "running", "offered")
@@ -121,18 +121,18 @@ def ask_alone(single: Client, **fields: Any) -> AskAlone:
 def assert_answers_like(
     single: Client, prompt: str | Sequence[int], token_ids: Sequence[int], max_tokens: int, **fields: Any
 ) -> None:
-    """Fail unless an answer is what a single node answers to the same prompt, near-ties of logits apart.
+    """Fail unless a single node gives the same answer to the prompt, apart from near-ties of logits.
 
     Args:
         token_ids: A greedy answer of at most `max_tokens`.
-        fields: What else the answer was asked with.
+        fields: The other fields of its request.
     """
     ask = ask_alone(single, **fields)
     assert_same_answer(prompt, token_ids, ask(prompt, max_tokens).token_ids, ask)
 
 
 def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a greedy completion whose tokens come back."""
+    """Return the body of a greedy completion that returns its token ids."""
     return {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
 
 
@@ -140,17 +140,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Return once `condition` holds.
 
     Raises:
-        TimeoutError: it did not within `timeout_s`.
+        TimeoutError: It did not hold within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_s:g} s")
+            raise TimeoutError(f"the condition did not hold within {timeout_s:g} s")
         time.sleep(0.02)
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process started, in the order of their ids."""
+    """Return the ids of a process's children, sorted."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 

@@ -1,4 +1,4 @@
-"""An engine that takes orders, as tests see it."""
+"""A test's side of an engine process that takes orders; see `orders.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 from reference.demo.launcher import Spawn
 
-#: An engine takes half a minute to start on two idle cores.
+#: Seconds for a start, which takes half a minute on two idle cores.
 START_S = 240.0
-#: Ranks of one engine wait for each other by spinning: on cores that others use too, a token can take seconds.
+#: Seconds for an answer. The ranks of an engine busy-poll for each other, so on shared cores a token can take seconds.
 ANSWER_S = 180.0
 
 Answer = dict[str, Any]
@@ -27,11 +27,11 @@ class Node:
     """One engine in a process group of its own.
 
     Args:
-        host: Which engine.
-        script: Its program.
+        host: The engine's name.
+        script: The engine's program.
         settings: vLLM's engine arguments.
-        log: File for what it prints.
-        spawn: Starts its process.
+        log: File for the process's output.
+        spawn: Starts the process.
     """
 
     def __init__(self, host: str, script: Path, settings: dict[str, Any], log: Path, spawn: Spawn) -> None:
@@ -57,7 +57,7 @@ class Node:
     # -- orders --------------------------------------------------------------------------------------
 
     def order(self, do: str, **arguments: Any) -> Answer:
-        """Have the engine do something, and wait until it did."""
+        """Send an order, and wait until the engine has carried it out."""
         self._num_orders += 1
         number = self._num_orders
         self._link.sendall(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
@@ -75,7 +75,7 @@ class Node:
         return self._take(lambda answer: answer.get("finished") == request, timeout_s)
 
     def has_finished(self, request: str) -> bool:
-        """Whether its result can be taken."""
+        """Whether `result` would return at once."""
         with self._arrived:
             return any(answer.get("finished") == request for answer in self._answers)
 
@@ -86,7 +86,7 @@ class Node:
         return self.result(request)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Return the sum of a metric's samples with these labels."""
         samples = self.order("metric", name=name)["samples"]
         return float(sum(value for has, value in samples if labels.items() <= has.items()))
 
@@ -99,16 +99,16 @@ class Node:
     # -- the process ---------------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals) -> None:
-        """To the engine and every process of it."""
+        """Send a signal to all processes of the engine."""
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it at once, whatever it is doing."""
+        """Kill the engine."""
         self.signal(signal.SIGKILL)
         self._reap()
 
     def stop(self) -> int:
-        """End it as an operator would, and return its exit status."""
+        """Ask the engine to end, and return its exit status."""
         self._link.shutdown(socket.SHUT_WR)
         try:
             return self._process.wait(ANSWER_S)
@@ -116,7 +116,7 @@ class Node:
             self.close()
 
     def close(self) -> None:
-        """Leave nothing behind, whatever state it is in. Idempotent."""
+        """Kill the engine if it runs, and release everything. Idempotent."""
         try:
             self.signal(signal.SIGKILL)
         except ProcessLookupError:
@@ -131,7 +131,10 @@ class Node:
     # -- answers -------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        with self._link.makefile() as lines, suppress(ConnectionResetError):  # killed before it had read all
+        with (
+            self._link.makefile() as lines,
+            suppress(ConnectionResetError),
+        ):  # the engine was killed before it had read everything
             for line in lines:
                 self._put(json.loads(line))
         self._put({"ended": True})
@@ -147,9 +150,9 @@ class Node:
 
         with self._arrived:
             assert self._arrived.wait_for(found, timeout_s), (
-                f"no answer; its log ends with\n{self.log[-4000:]}"
+                f"no answer in time; the engine's log ends with\n{self.log[-4000:]}"
             )
             wanted = next((answer for answer in self._answers if is_wanted(answer)), None)
-            assert wanted is not None, f"the engine is gone; its log ends with\n{self.log[-4000:]}"
+            assert wanted is not None, f"the engine has ended; its log ends with\n{self.log[-4000:]}"
             self._answers.remove(wanted)
             return wanted

@@ -1,4 +1,4 @@
-"""A router over nodes that a test plays."""
+"""A router over fake nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from reference.router.health import NodeState
 from reference.router.nodes import NodePool
 from reference.web.errors import error_middleware
 
-#: The first health check of a played node ends sooner.
+#: Seconds for the first health check of a fake node.
 DEADLINE_S = 10.0
 
 
 class NodeHandler(Protocol):
-    """What answers a node's completions.
+    """Answers the completions of a fake node.
 
-    If it has methods `health` and `release`, these answer `/health` and the router's releases of offers.
+    Methods `health` and `release`, if there are any, answer `/health` and the router's releases of offers.
     """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
@@ -39,7 +39,7 @@ async def routed(
     check_timeout_s: float = 5.0,
     decode_alone: DecodeAlone = "auto",
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """A client of a router over these nodes, all of which it has found ready."""
+    """Yield a client of a router that has found all these nodes ready."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
@@ -60,13 +60,13 @@ async def routed(
         yield client
 
 
-async def _is_well(request: web.Request) -> web.StreamResponse:
+async def _answer_200(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
 @asynccontextmanager
 async def serving(node: NodeHandler) -> AsyncIterator[str]:
-    """Serve a played node inside the block; yields its URL."""
+    """Serve a fake node inside the block. Yields its URL."""
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -74,10 +74,10 @@ async def serving(node: NodeHandler) -> AsyncIterator[str]:
             return await release(request)
         return await node.handle(request)
 
-    release: Handler = getattr(node, "release", _is_well)
+    release: Handler = getattr(node, "release", _answer_200)
     app = web.Application(middlewares=[error_middleware])
     app.router.add_post("/v1/completions", complete)
-    app.router.add_get("/health", getattr(node, "health", _is_well))
-    # A handler ends when its client goes away, as that of a real node does.
+    app.router.add_get("/health", getattr(node, "health", _answer_200))
+    # Cancel a handler when its client disconnects, as a real node does.
     async with TestServer(app, handler_cancellation=True) as server:
         yield str(server.make_url(""))

@@ -1,9 +1,9 @@
-"""An engine as a child process: orders come as JSON lines on a socket that it inherits, answers go the same way.
+"""An engine as a child process. It receives orders and sends answers as JSON lines over an inherited socket.
 
-Every order, `{"id": 1, "do": "add", ...}`, gets one line with its `id`. A request gets one more, `{"first": ...}`, with its
-first token, and one, `{"finished": ..., "tokens": ..., "reason": ..., "params": ..., "top_logits": ...}`, when it has ended.
+Each order, `{"id": 1, "do": "add", ...}`, is answered by one line with its `id`. A request adds the line `{"first": ...}` with its
+first token, and `{"finished": ..., "tokens": ..., "reason": ..., "params": ..., "top_logits": ...}` when it has ended.
 `"num_top_logits": n` in an order to add a request asks for the n largest logits of its first token, as
-`[token id, logit]`, the largest first. They may all be off by the same amount, as log-probabilities are.
+`[token id, logit]`, the largest first. All may be shifted by the same amount, as log-probabilities are.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any, Protocol, TextIO
 
 
 class Host(Protocol):
-    """An engine. Its public methods are the orders: keyword arguments in, a JSON object out."""
+    """An engine. Each public method is an order: it takes keyword arguments and returns a JSON object."""
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
 
     def step(self) -> Iterable[dict[str, Any]]:
-        """Run one step; returns what is to be said of requests."""
+        """Run one step. Returns the lines to send about requests."""
 
     def close(self) -> None:
-        """End, as an operator would have it."""
+        """Shut the engine down."""
 
 
 def obey(make_host: Callable[[dict[str, Any]], Host]) -> None:
-    """Make a host with the settings on the command line; step while there is anything to do, and obey, until told to end.
+    """Run a host with the settings on the command line: carry out orders, and step while there is work.
 
         python PROGRAM SETTINGS --launcher-fd DESCRIPTOR
 
-    It is told to end by whoever holds the other end of the socket: that one sends nothing any more.
+    Returns when the other end of the socket is shut down for writing.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("settings", type=json.loads)
@@ -68,7 +68,7 @@ def _work(host: Host, orders: queue.Queue[dict[str, Any] | None], answers: TextI
 
 
 def _read(incoming: TextIO, orders: queue.Queue[dict[str, Any] | None]) -> None:
-    with contextlib.suppress(ConnectionResetError):  # whoever held the other end died
+    with contextlib.suppress(ConnectionResetError):  # the process at the other end died
         for line in incoming:
             orders.put(json.loads(line))
     orders.put(None)

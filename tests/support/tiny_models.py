@@ -1,4 +1,4 @@
-"""Tiny models with random weights, written as ordinary folders: for tests, and for trying things without waiting."""
+"""Tiny models with random weights, in the folder format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMON = {
     "eos_token_id": 256,
     "pad_token_id": None,
     "tie_word_embeddings": False,
-    # Wide enough that the greedy token does not hang on the last bit of a sum.
+    # Wide enough that the greedy token does not depend on the last bit of a sum.
     "initializer_range": 0.3,
 }
 
@@ -146,11 +146,11 @@ RECURRENT_FAMILIES: dict[str, Mapping[str, Any]] = {
 
 
 def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a model of a family: random weights, and a tokenizer that has a token for each byte and one end token.
+    """Write a model with random weights, and a tokenizer with one token per byte and an end token.
 
     Args:
-        seed: Of the weights; the same seed writes the same model.
-        overrides: Fields of the configuration that should differ.
+        seed: Seed of the weights. The same seed writes the same model.
+        overrides: Fields of the configuration to change.
     """
     settings = {**_COMMON, **(FAMILIES | RECURRENT_FAMILIES)[family], **overrides}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -175,7 +175,7 @@ def tiny_models_in(root: Path) -> Callable[[str], Path]:
 
 
 def scale_tensor(folder: Path, name: str, factor: float) -> None:
-    """Multiply one tensor of a model's weights, in place: other weights, in a file of the same size."""
+    """Multiply one tensor of a model's file in place. The file keeps its size."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors[name] = tensors[name] * factor
@@ -183,7 +183,7 @@ def scale_tensor(folder: Path, name: str, factor: float) -> None:
 
 
 def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers' own generate answers: `num_tokens` token ids, whatever they are."""
+    """Return `num_tokens` token ids from transformers' own `generate`, past any end token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     whole = model.generate(
         ids,

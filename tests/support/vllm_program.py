@@ -1,8 +1,8 @@
-"""One real vLLM engine as a child process that takes orders; see `orders.py`.
+"""A real vLLM engine as a child process that takes orders; see `orders.py`.
 
     python vllm_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
 
-The engine core runs in this very process, one step at a time, so that its scheduler can be looked at.
+The engine core runs in this process, one step at a time, so that orders can inspect its scheduler.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class VllmHost:
                     "top_logits": _top_logits(answer.logprobs),
                 }
         if not self._scheduler.running:
-            time.sleep(0.001)  # as vLLM's own loop does when a step computed nothing
+            time.sleep(0.001)  # vLLM's own loop does the same after a step that computed nothing
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -83,12 +83,12 @@ class VllmHost:
         return {"done": self._engine.reset_prefix_cache()}
 
     def policy(self, policy: str) -> dict[str, Any]:
-        """What becomes of requests whose load fails, from now on."""
+        """Set the load failure policy."""
         self._scheduler.recompute_kv_load_failures = policy == "recompute"
         return {}
 
     def status(self) -> dict[str, Any]:
-        """What the scheduler holds, and what kvferry's half of it remembers."""
+        """Return counts from the scheduler, and from kvferry's scheduler half."""
         connector = self._scheduler.connector
         requests = self._scheduler.requests.values()
         return {
@@ -102,7 +102,7 @@ class VllmHost:
         }
 
     def figures(self) -> dict[str, Any]:
-        """What happened since the start."""
+        """Return totals since the start."""
         return {
             "num_loads": self._total("kvferry_load_seconds_count"),
             "num_failures": self._total("kvferry_load_failures_total"),
@@ -111,7 +111,7 @@ class VllmHost:
         }
 
     def metric(self, name: str) -> dict[str, Any]:
-        """A metric's labels and values, as `/metrics` would show them."""
+        """Return a metric's labels and values, as `/metrics` would show them."""
         return {"samples": [[sample.labels, sample.value] for sample in _samples(name)]}
 
     def metrics_page(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class VllmHost:
         return {"text": generate_latest(REGISTRY).decode()}
 
     def log_stats(self) -> dict[str, Any]:
-        """Have vLLM print what it prints every ten seconds."""
+        """Make vLLM log its statistics, as it does every ten seconds."""
         self._engine.do_log_stats()
         return {}
 
@@ -128,7 +128,7 @@ class VllmHost:
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
-    """The first token's log-probabilities, the largest first; they differ from each other as the logits do."""
+    """Return the first token's log-probabilities, the largest first. Their differences are those of the logits."""
     first = logprobs[0] if logprobs else {}
     return sorted(((token, told.logprob) for token, told in first.items()), key=lambda pair: -pair[1])
 

@@ -1,7 +1,7 @@
-"""Start nodes without waiting for their imports, for tests: each is forked from a process that has the heavy ones done.
+"""Start nodes quickly by forking them from a process that has already imported PyTorch and transformers.
 
-What takes a node long to start is to import PyTorch and transformers. A zygote is a process that has imported them,
-and nothing of ours; told to run a script, it forks, and the child runs the script as `python SCRIPT ARGUMENTS` would.
+Most of a node's start is those imports. A zygote is a process that has imported them, and none of our code. To run a script it
+forks, and the child runs the script as `python SCRIPT ARGUMENTS` would.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-#: For how long a zygote may take to import what it keeps ready, on a busy machine.
+#: Seconds that the zygote may take for its imports on a busy machine.
 ANSWER_TIMEOUT_S = 100.0
 MAX_ORDER_BYTES = 64 << 10
 MODULES = (
@@ -33,13 +33,16 @@ MODULES = (
 
 
 class Zygote:
-    """Forks processes for a `Launcher`: `Launcher(zygote.spawn)`. One thread uses it; closing it ends none of them."""
+    """Forks processes for a `Launcher`: `Launcher(zygote.spawn)`.
+
+    For one thread. Closing it does not end the processes that it forked.
+    """
 
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._orders.settimeout(ANSWER_TIMEOUT_S)
-            # Threads do not survive a fork, so nothing that is imported may start any.
+            # Threads do not survive a fork, so no import may start one.
             environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
             command = [sys.executable, __file__, str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -60,7 +63,7 @@ class Zygote:
         return int(self._orders.recv(MAX_ORDER_BYTES))
 
     def close(self) -> None:
-        """End the zygote. What it started lives on, for whoever holds the other end of its link."""
+        """End the zygote. The processes that it forked live on until their launcher ends them."""
         self._orders.close()
         self._process.wait()
 
@@ -77,7 +80,7 @@ class Zygote:
 
 
 class Forked:
-    """A process that a zygote started: what a launcher needs of `subprocess.Popen`."""
+    """A process that a zygote forked, with the part of `subprocess.Popen` that a launcher needs."""
 
     def __init__(self, pid: int, reap: Callable[[int], int]) -> None:
         self.pid = pid
@@ -86,14 +89,14 @@ class Forked:
         self._end = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Return the exit status. None while the process runs."""
         return self._statuses[0] if self._statuses or self._has_ended(0.0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: The process still runs.
         """
         if not self._statuses and not self._has_ended(timeout):
             assert timeout is not None
@@ -112,21 +115,21 @@ class Forked:
 
 
 def main(descriptor: int) -> None:
-    """Carry out orders until their socket closes; in a forked child, run the ordered script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted terminal ends the launcher, which ends us
+    """Carry out orders until their socket closes. In a forked child, run the script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the launcher, which ends us
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()
     with socket.socket(fileno=descriptor) as orders:
-        order = _wait_for_birth(orders)
+        order = _fork_for_orders(orders)
     if order:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = [str(EXAMPLES / order["script"]), *order["arguments"]]
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _wait_for_birth(orders: socket.socket) -> dict[str, Any]:
-    """Fork for each order; returns the order in the child, and nothing when the zygote's time is over."""
+def _fork_for_orders(orders: socket.socket) -> dict[str, Any]:
+    """Fork for each order. Returns the order in a child, and an empty one when the socket has closed."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 2)
         if not data:
@@ -140,14 +143,14 @@ def _wait_for_birth(orders: socket.socket) -> dict[str, Any]:
         if pid == 0:
             _become(descriptors, order)
             return order
-        os.setpgid(pid, pid)  # both sides do, so that it is done when either goes on
+        os.setpgid(pid, pid)  # parent and child both do this, so that it is done before either continues
         for inherited in descriptors:
             os.close(inherited)
         orders.send(str(pid).encode())
 
 
 def _become(descriptors: Sequence[int], order: dict[str, Any]) -> None:
-    """Take on what `subprocess.Popen` would have given to the process."""
+    """Set up the child as `subprocess.Popen` would have."""
     log, link = descriptors
     os.setpgid(0, 0)
     for standard in (1, 2):

@@ -1,1 +1,1 @@
-"""The router: sends each request to a prefill node, then to a decode node."""
+"""A router that sends each request to a prefill node, then to a decode node."""

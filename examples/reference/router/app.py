@@ -27,8 +27,8 @@ from .reply import Reply
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-#: A connection whose other end vanished is found broken after IDLE + COUNT * INTERVAL seconds without a byte, also if the
-#: host came back meanwhile and answers health checks again.
+#: If the peer's host vanishes, the connection breaks after IDLE + COUNT * INTERVAL seconds without a byte. Health checks do
+#: not notice a host that restarted meanwhile, so they cannot replace this.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
 
 DecodeAlone = Literal["auto", "always", "never"]
@@ -37,16 +37,16 @@ DecodeAlone = Literal["auto", "always", "never"]
 class Router:
     """Sends each request to a prefill node, then to a decode node.
 
-    A node that is gone is replaced by another one as long as no byte of the answer reached the client: a prefill
-    node alone, a decode node together with a new prefill, since the first offer went with it.
+    If a node fails before any byte of the answer has reached the client, the router retries at another node. It retries a
+    prefill on its own. It repeats the prefill before it retries a decode, because the first offer is used up.
 
     Args:
-        overlap: A decode begins while its prefill still runs, where the prefill node can say so early.
-        answer_timeout_s: An answer that takes longer ends with an error; 0: no limit.
-        check_interval_s: Time between two health checks of a node.
-        check_timeout_s: A health check that takes longer has failed.
-        decode_alone: Whether a decode node gets a request that no prefill node can take: `auto` if the node says that
-            its policy is `recompute`.
+        overlap: Start the decode while the prefill still runs, if the prefill node makes its offer early.
+        answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
+        check_interval_s: Seconds between two health checks of a node.
+        check_timeout_s: Seconds after which a health check has failed.
+        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if its
+            `/health` reports the policy `recompute`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Router:
         return self._prefill_pool.nodes + self._decode_pool.nodes
 
     def application(self) -> web.Application:
-        """The routes, for aiohttp."""
+        """Return the routes for aiohttp."""
         app = web.Application(middlewares=[self._count, error_middleware], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
@@ -89,19 +89,19 @@ class Router:
         return app
 
     async def wait_until_ready(self) -> None:
-        """Return once there is a ready node of either role."""
+        """Return as soon as a prefill node and a decode node are ready."""
         while not self._has_pair:
             await asyncio.sleep(self._check_times_s[0] / 4)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait for those under way, for at most so long."""
+        """Refuse new requests, and wait at most `timeout_s` for the requests in flight."""
         self._is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._num_under_way and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(min(0.05, timeout_s))
 
     def stop(self) -> None:
-        """End what is under way: each client is told so by an error."""
+        """End the requests in flight; each client receives an error."""
         self._is_draining = True
         for pool in (self._prefill_pool, self._decode_pool):
             pool.close()
@@ -123,7 +123,7 @@ class Router:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
 
-    # -- small answers -------------------------------------------------------------------------------
+    # -- health, metrics, models ---------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         nodes = [
@@ -141,7 +141,7 @@ class Router:
         return web.json_response(body, status=200 if is_ready else 503)
 
     def _status(self) -> tuple[str, bool]:
-        """What `/health` says in a line, and whether requests can be answered."""
+        """Return the status line of `/health`, and whether requests can be answered."""
         if self._is_draining:
             return "draining", False
         problems = list(self._handoffs.problems())
@@ -171,7 +171,7 @@ class Router:
         try:
             response = await handler(request)
             if not response.prepared:
-                # Here rather than by aiohttp afterwards: a drain waits until the last byte is written.
+                # aiohttp would write the response after this middleware. Write it here, so that a drain waits for its last byte.
                 with contextlib.suppress(ConnectionError):
                     await response.prepare(request)
                     await response.write_eof()
@@ -184,7 +184,7 @@ class Router:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
-            raise NoNodeError("the router is draining: send the request to another one, or again later")
+            raise NoNodeError("the router is draining: send the request to another router, or retry later")
         body = await read_json(request)
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
@@ -196,13 +196,13 @@ class Router:
         except TimeoutError:
             if not limit.expired():
                 raise
-            message = f"the answer was not complete after {self._answer_timeout_s:g} s, the router's --answer-timeout-s"
+            message = f"the answer was not complete within {self._answer_timeout_s:g} s, the limit of the router's --answer-timeout-s"
             return await reply.fail(ApiError(504, message, kind="timeout_error", code="timeout"))
 
     async def _routed(self, call: Call, reply: Reply) -> web.StreamResponse:
         tried: Tried = {}
         while True:
-            # Before the prefill, so that no offer is made that no node is there to load.
+            # Check before the prefill: without a decode node its offer would only hold blocks until the lease ends.
             await self._decode_pool.require_one(tried)
             try:
                 async with contextlib.AsyncExitStack() as stack:
@@ -235,7 +235,7 @@ class Router:
                 return response
 
     def _can_decode_alone(self, tried: Tried) -> bool:
-        """Whether a decode node that is ready, and not tried yet, would compute a whole prompt itself."""
+        """Whether a ready decode node that was not tried yet would compute a whole prompt itself."""
         nodes = (node for node in self._decode_pool.nodes if node not in tried)
         return any(node.state is NodeState.READY and self._computes_alone(node) for node in nodes)
 
@@ -250,7 +250,7 @@ class Router:
 
 
 def _headers(request: web.Request, request_id: str) -> dict[str, str]:
-    """What both nodes are told: one id for both, as vLLM's nodes want it."""
+    """Return the headers for both nodes. They share one request id, as vLLM's nodes require."""
     headers = {"X-Request-Id": request_id}
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
@@ -258,7 +258,7 @@ def _headers(request: web.Request, request_id: str) -> dict[str, str]:
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
-    """A socket to a node whose end is noticed although no byte is expected from it for long."""
+    """Make a socket with TCP keep-alive: a prefill may send nothing for long, and its host may vanish meanwhile."""
     family, kind, protocol = address[:3]
     connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
     connection.setblocking(False)
@@ -269,6 +269,6 @@ def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
         "TCP_KEEPCNT": KEEPALIVE_COUNT,
     }
     for name, value in times.items():
-        if hasattr(socket, name):  # names differ between systems; without them the system's own times apply
+        if hasattr(socket, name):  # not every system has these names; its defaults apply there
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection

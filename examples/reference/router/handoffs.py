@@ -1,4 +1,4 @@
-"""How the handoff of each request ended, per pair of nodes; and the release of offers that no node will load."""
+"""Count how handoffs end, per pair of nodes, and release offers that no node will load."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .phases import Call, Offer, is_stream, object_of
 
 logger = logging.getLogger(__name__)
 
-#: What became of an offer. `loaded`, `failed` and `none` (nothing had to be loaded) is what the decode node says;
-#: `unknown`: it answered and does not say; `unanswered`: it was lost, it refused, or the client left before.
+#: The result of an offer. The decode node reports `loaded`, `failed` or `none` (there was nothing to load). `unknown`: it
+#: answered without such a report. `unanswered`: it was lost, it refused the request, or the client left first.
 Result = Literal["loaded", "failed", "none", "unknown", "unanswered"]
 RESULTS: tuple[Result, ...] = get_args(Result)
 
-#: The header by which a decode node says so.
+#: The header with a decode node's report.
 TRANSFER_HEADER = "X-KV-Transfer"
-#: A node's error code for a request that failed after it was accepted: without that header, take it for a failed load.
+#: A node's error code for a request that failed after it was accepted. Without the header above it means a failed load.
 LOAD_FAILED = "generation_failed"
 
-#: Producers that do not answer must neither hold many requests of ours nor any for long: a lease ends each offer anyway.
+#: Bounds on requests to producers that do not answer. The lease ends an offer that we do not release.
 MAX_RELEASES = 256
 RELEASE_TIMEOUT_S = 5.0
-#: A router that ends does not wait longer for them.
+#: Seconds that a stopping router waits for them.
 LAST_RELEASES_S = 1.0
 
 REMEDY = "start both with the same --connector, or with 'auto'"
@@ -41,8 +41,9 @@ class Pair:
     """The handoffs from one prefill node to one decode node.
 
     Attributes:
-        last_error: Why the last one that failed did.
-        is_failing: The last one whose end is known failed.
+        last_error: Why the last failed handoff failed.
+        is_failing: The last handoff whose result is known failed.
+        is_warned: The log has a warning about this pair.
     """
 
     counts: collections.Counter[Result] = field(default_factory=collections.Counter)
@@ -52,13 +53,13 @@ class Pair:
 
 
 class Handoff:
-    """One request's offer on its way.
+    """The handoff of one request.
 
     Attributes:
-        offer: None for a request without one; then nothing is counted.
-        decode_url: The decode node that it was given to, empty if none was.
-        result: How it ended, None as long as that is open.
-        error: Why it failed, as far as that is known.
+        offer: The prefill node's offer. None if it made none; then nothing is counted.
+        decode_url: The decode node that received the offer. Empty if none has.
+        result: How the handoff ended. None while it is open.
+        error: Why it failed, if that is known.
     """
 
     def __init__(self, offer: Offer | None) -> None:
@@ -74,7 +75,7 @@ class Handoff:
 
 
 class Handoffs:
-    """The router's account of handoffs."""
+    """The results of all handoffs, and the releases in flight."""
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], Pair] = collections.defaultdict(Pair)
@@ -82,7 +83,7 @@ class Handoffs:
 
     @contextlib.contextmanager
     def following(self, call: Call, offer: Offer | None) -> Iterator[Handoff]:
-        """Account for an offer: one that was not answered when the block ends, for whatever reason, is released."""
+        """Follow one offer inside the block. If the decode node has not answered when it ends, release the offer."""
         handoff = Handoff(offer)
         try:
             yield handoff
@@ -94,7 +95,7 @@ class Handoffs:
                     self._explain(offer, handoff)
 
     def answered(self, call: Call, handoff: Handoff, response: aiohttp.ClientResponse, first: bytes) -> None:
-        """Note what the decode node answered, so that an offer that it will not load is released at once."""
+        """Note the decode node's answer, and release at once an offer that the node will not load."""
         if handoff.offer is None:
             return
         body: Mapping[str, Any] = {} if is_stream(response) else object_of(first)
@@ -104,7 +105,8 @@ class Handoffs:
     def _end(self, call: Call, offer: Offer, handoff: Handoff, result: Result) -> None:
         handoff.result = result
         if result in ("failed", "unanswered"):
-            # First the prefill that may be under way: a producer may take the end of an unfinished offer for its abort.
+            # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as
+            # an abort of its request.
             offer.hang_up()
             self._release(call, offer)
         if handoff.decode_url:
@@ -115,7 +117,7 @@ class Handoffs:
 
     def _explain(self, offer: Offer, handoff: Handoff) -> None:
         pair = self.pairs[offer.node.url, handoff.decode_url]
-        pair.last_error = handoff.error or "the decode node did not say why"
+        pair.last_error = handoff.error or "the decode node gave no reason"
         if not pair.is_warned:
             pair.is_warned = True
             logger.warning(
@@ -124,17 +126,17 @@ class Handoffs:
             )
 
     def problems(self) -> Iterator[str]:
-        """Say of each pair whose last handoff failed how many did."""
+        """Yield one line per pair whose last handoff failed."""
         for (prefill, decode), pair in self.pairs.items():
             if pair.is_failing:
                 num_failed, num_all = pair.counts["failed"], pair.counts.total()
                 yield (
                     f"{num_failed} of {num_all} handoffs from {prefill} to {decode} failed: "
-                    f"{pair.last_error or 'not yet known why'}; {REMEDY}"
+                    f"{pair.last_error or 'the reason is not known yet'}; {REMEDY}"
                 )
 
     def report(self) -> list[dict[str, Any]]:
-        """The pairs, as JSON."""
+        """Return the pairs as JSON."""
         return [
             {
                 "prefill": prefill,
@@ -148,14 +150,14 @@ class Handoffs:
     # -- releases --------------------------------------------------------------------------------------
 
     def _release(self, call: Call, offer: Offer) -> None:
-        """Tell the producer, in the background, that no node will load the offer."""
+        """Tell the producer in the background that no node will load the offer."""
         if len(self._releases) < MAX_RELEASES:
             release = asyncio.create_task(_released(call, offer))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
 
     async def close(self) -> None:
-        """Let the releases under way end, but not for long."""
+        """Wait up to `LAST_RELEASES_S` for the releases in flight, then cancel them."""
         if self._releases:
             await asyncio.wait(self._releases, timeout=LAST_RELEASES_S)
         for release in self._releases:
@@ -167,17 +169,24 @@ async def _released(call: Call, offer: Offer) -> None:
     body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {**offer.params, **flags}}
     if "model" in call.body:
         body["model"] = call.body["model"]
-    # An id of its own: vLLM's nodes want one request per id.
+    # The release needs an id of its own, because vLLM's nodes accept one request per id.
     headers = {**call.headers, "X-Request-Id": f"release-{call.request_id}"}
     timeout = aiohttp.ClientTimeout(total=RELEASE_TIMEOUT_S)
     try:
         url = f"{offer.node.url}/v1/completions"
         async with call.session.post(url, json=body, headers=headers, timeout=timeout) as response:
             await response.read()
-            logger.debug("%s: %s answered its release: %d", call.request_id, offer.node.url, response.status)
+            logger.debug(
+                "%s: %s answered the release of its offer: %d",
+                call.request_id,
+                offer.node.url,
+                response.status,
+            )
     except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
-        # The lease ends the offer instead. RuntimeError: the session was closed meanwhile.
-        logger.debug("%s: release at %s failed: %s", call.request_id, offer.node.url, reason_of(error))
+        # The lease will end the offer. A RuntimeError means that the session was closed meanwhile.
+        logger.debug(
+            "%s: cannot release the offer at %s: %s", call.request_id, offer.node.url, reason_of(error)
+        )
 
 
 def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result:
@@ -194,7 +203,7 @@ def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result
 
 
 def _error_in(body: Mapping[str, Any]) -> str:
-    """Why a load failed, by an answer or by an event of it."""
+    """Return why a load failed, from an answer or one event of it. Empty if it does not say."""
     error = body.get("error")
     message = str(error.get("message", "")) if isinstance(error, dict) else ""
     return _transfer_error(body) or message

@@ -1,4 +1,4 @@
-"""One health check of a node: ask `/health`, and read what the answer means."""
+"""One health check of a node: ask `/health` and interpret the answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import aiohttp
 
-#: A longer body of `/health` is not read further.
+#: At most this much of a `/health` body is read.
 MAX_HEALTH_BYTES = 64 << 10
-#: The router's own want of descriptors or memory says nothing about the node.
+#: The router is out of descriptors or memory, which says nothing about the node.
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class NodeState(enum.Enum):
-    """What the router thinks of a node. Only a `READY` node gets requests, and an `UNKNOWN` one if no other is ready."""
+    """The state of a node. Only `READY` nodes receive requests, and `UNKNOWN` ones if no node is ready."""
 
     UNKNOWN = "unknown"
     READY = "ready"
@@ -30,12 +30,12 @@ class Health:
     """The result of one check.
 
     Attributes:
-        state: The state that follows from it; None if the check failed without an answer, which may be chance.
-        error: Why the node is not ready, empty if it is.
+        state: The state that follows. None if the check failed without an answer, which may be temporary.
+        error: Why the node is not ready. Empty if it is.
         is_local: The check failed because of the router itself.
-        ends_requests: No request at the node can be answered any more, or nothing shows that it will be.
-        load_failure_policy: The node's policy, empty if it does not tell.
-        is_said: `error` is what the node says of itself.
+        ends_requests: The node can no longer answer its requests, or there is no sign that it will.
+        load_failure_policy: The node's policy. Empty if it does not report one.
+        is_reported: `error` is what the node reports about itself.
     """
 
     state: NodeState | None
@@ -43,11 +43,11 @@ class Health:
     is_local: bool = False
     ends_requests: bool = False
     load_failure_policy: str = ""
-    is_said: bool = False
+    is_reported: bool = False
 
 
 async def ask_health(session: aiohttp.ClientSession, url: str, timeout_s: float) -> Health:
-    """Ask a node's `/health` once; every failure is a result, not an exception."""
+    """Ask a node's `/health` once. Every failure is a result, not an exception."""
     try:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(f"{url}/health", timeout=timeout) as response:
@@ -57,11 +57,11 @@ async def ask_health(session: aiohttp.ClientSession, url: str, timeout_s: float)
         return Health(None, f"/health did not answer within {timeout_s:g} s", ends_requests=True)
     except aiohttp.ClientConnectorError as error:
         if error.os_error.errno == errno.ECONNREFUSED:
-            # Its host is alive and closes the connections of a process that ends. So requests in flight need no help,
-            # and those at a node that has merely stopped to listen, as vLLM does while it drains, can go on.
+            # The host is alive, and closes the connections of a process that ends. So do not end requests in flight: at a
+            # node that only stopped listening, as vLLM does while it drains, they can still finish.
             return Health(NodeState.GONE, "the process is gone: connection refused")
         is_local = error.os_error.errno in LOCAL_ERRORS
-        # A name that cannot be looked up says nothing about connections that there are.
+        # A failed DNS look-up says nothing about existing connections.
         is_silent = not is_local and not isinstance(error, aiohttp.ClientConnectorDNSError)
         return Health(None, reason_of(error), is_local=is_local, ends_requests=is_silent)
     except aiohttp.ClientError as error:
@@ -77,10 +77,12 @@ def _answered(status: int, payload: bytes) -> Health:
     word, error = str(body.get("status") or ""), str(body.get("error") or "")
     said = f"/health says {': '.join(filter(None, (word, error)))}" if word else "/health answered 503"
     if word == "draining":
-        return Health(NodeState.DRAINING, said, is_said=True)
-    # A node that cannot hand over any more may still finish its answers; one whose engine is dead cannot. vLLM
-    # answers 503, without a word, for the latter only.
-    return Health(NodeState.GONE, said, ends_requests=word not in ("starting", "failing"), is_said=bool(word))
+        return Health(NodeState.DRAINING, said, is_reported=True)
+    # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM answers
+    # 503 with an empty body, and only if its engine is dead.
+    return Health(
+        NodeState.GONE, said, ends_requests=word not in ("starting", "failing"), is_reported=bool(word)
+    )
 
 
 def _object(payload: bytes) -> dict[str, Any]:
@@ -92,5 +94,5 @@ def _object(payload: bytes) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """Say what an exception says, or its type if it says nothing."""
+    """Return an exception's message, or its type if the message is empty."""
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The router's command line and life."""
+"""The router's command line, start and stop."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from .app import DecodeAlone, Router
 from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 
 DEFAULT_PORT = 8000
-#: A client's connection, and one to a node of either role.
+#: The client's connection, one to a prefill node and one to a decode node.
 DESCRIPTORS_EACH = 3
 
 logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the router until it is told to stop.
+    """Run the router until a signal, or the end of its launcher, stops it.
 
     Returns:
-        The exit status: 0, or 2 when it could not start as asked.
+        The exit status: 0, or 2 if the router could not start.
     """
     return exit_status_of("router.py", lambda: _run(_parser().parse_args(arguments)))
 
@@ -66,15 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="S",
-        help="time between two health checks of a node (default: %(default)g)",
+        help="seconds between two health checks of a node (default: %(default)g)",
     )
     group.add_argument(
         "--check-timeout-s",
         type=float,
         default=5.0,
         metavar="S",
-        help=f"a health check that takes longer has failed; after {FAILED_CHECKS_UNTIL_GONE} in a row the node is gone, "
-        "and its requests end (default: %(default)g)",
+        help=f"seconds after which a health check has failed; after {FAILED_CHECKS_UNTIL_GONE} failures in a row the node counts "
+        "as gone, and its requests end (default: %(default)g)",
     )
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -82,15 +82,15 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="S",
-        help="an answer that takes longer, from its request to its last byte, ends with error 504; this affects no other "
+        help="seconds from a request to the last byte of its answer; a later answer ends with error 504, which affects no other "
         "request and no node's state; 0 sets no limit (default: %(default)g)",
     )
     group.add_argument(
         "--decode-alone",
         choices=get_args(DecodeAlone),
         default="auto",
-        help="whether decode nodes compute prompts themselves while no prefill node can: auto asks those whose /health "
-        "says that their load failure policy is recompute, always asks any, as vLLM's nodes do not say it "
+        help="whether decode nodes compute prompts while no prefill node can: auto uses nodes whose /health reports the "
+        "load failure policy recompute; always uses any node, which vLLM's nodes need because they do not report it "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -98,13 +98,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=30.0,
         metavar="S",
-        help="time that requests under way have to finish after SIGTERM or SIGINT; a second signal ends the router at "
+        help="seconds that requests in flight have to finish after SIGTERM or SIGINT; a second signal ends the router at "
         "once (default: %(default)g)",
     )
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="begin to decode while the prompt is still computed: its KV cache crosses chunk by chunk; for nodes of serve.py",
+        help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; needs nodes of "
+        "serve.py (default: off)",
     )
     return parser
 
@@ -139,7 +140,9 @@ def _check_times(options: argparse.Namespace) -> None:
         may_be_0 = not name.startswith("check")
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
             option = "--" + name.replace("_", "-")
-            raise StartupError(f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'}")
+            raise StartupError(
+                f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'} seconds"
+            )
 
 
 async def _serve(
@@ -170,5 +173,5 @@ def _url(text: str) -> str:
     except ValueError:
         parts = URL()
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise StartupError(f"{text!r} is not a URL of a node, e.g. http://127.0.0.1:8100")
+        raise StartupError(f"{text!r} is not the URL of a node: give one such as http://127.0.0.1:8100")
     return text

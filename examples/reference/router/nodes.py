@@ -1,7 +1,7 @@
-"""Which nodes there are, what state each of them is in, and which one is next.
+"""The nodes, their states, and the choice of the next one.
 
-A node's state follows from its health checks alone. A request whose connection breaks only has the node checked at once:
-one broken connection, or one late check of a busy node, does not make the node gone.
+Only health checks change a node's state. If a request's connection breaks, the node is checked at once; one broken connection,
+or one late check of a busy node, does not make the node `GONE`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .health import Health, NodeState, ask_health, reason_of
 logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
-#: So many checks in a row that got no answer, and the node is gone.
+#: A node is gone after this many checks in a row without an answer.
 FAILED_CHECKS_UNTIL_GONE = 2
-#: The next check after a failed one comes at the latest after this.
+#: The next check follows a failed one within this time.
 RECHECK_S = 1.0
-#: A client's error waits for what a fresh check finds out, but not for long.
+#: How long a client's error waits for the result of a fresh check.
 CAUSE_WAIT_S = 2.0
-#: A node that is started again, or another one, may take the request by then.
+#: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
 
 
 class NodeGoneError(Exception):
-    """A node did not do its stage; another one may. The message names the node and says why.
+    """A node failed in its phase; another node may succeed. The message names the node and the reason.
 
     Attributes:
-        is_explained: The reason is what the health check knows; otherwise it is what the request saw.
+        is_explained: The reason comes from a health check; otherwise from the request itself.
     """
 
     def __init__(self, node: UpstreamNode, reason: str, *, is_explained: bool = False) -> None:
@@ -44,7 +44,7 @@ class NodeGoneError(Exception):
         self.is_explained = is_explained
 
     async def explained(self) -> str:
-        """Say what happened together with what a fresh health check knows of it. Takes up to `CAUSE_WAIT_S`."""
+        """Return the message, with the result of a fresh health check. Takes up to `CAUSE_WAIT_S`."""
         if not self.is_explained:
             await self.node.await_check(CAUSE_WAIT_S)
             if self.node.last_error:
@@ -69,11 +69,11 @@ class UpstreamNode:
     """One node as the router sees it.
 
     Attributes:
-        state: What the health checks make of it.
-        in_flight: Requests of ours that it works on.
-        last_error: What the last check that was not good found out, empty after a good one.
-        load_failure_policy: What the node said last of its policy, empty if it does not tell.
-        is_suspect: Something failed since the last good check; others are asked first.
+        state: The state according to its health checks.
+        in_flight: The router's requests at the node.
+        last_error: Why the last check failed. Empty if it succeeded.
+        load_failure_policy: The policy that the node reported last. Empty if it does not report one.
+        is_suspect: Something failed since the last good check; other nodes are preferred.
     """
 
     def __init__(self, role: Role, url: str) -> None:
@@ -85,7 +85,7 @@ class UpstreamNode:
         self.last_error = "not asked yet"
         self.load_failure_policy = ""
         self._num_failed_checks = 0
-        self._said = ""
+        self._reported = ""
         self._exchanges: set[asyncio.Timeout] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._check_is_wanted = asyncio.Event()
@@ -95,16 +95,16 @@ class UpstreamNode:
         return self._num_failed_checks > 0
 
     def note(self, health: Health) -> None:
-        """Take in the result of a check."""
+        """Apply the result of a check."""
         if health.is_local:
             self._note_local(health.error)
             return
         self._num_failed_checks = 0 if health.state else self._num_failed_checks + 1
         self.last_error = health.error
-        if health.is_said or not health.error:
-            self._said = health.error
-        elif self._said:
-            self.last_error += f"; before that {self._said}"
+        if health.is_reported or not health.error:
+            self._reported = health.error
+        elif self._reported:
+            self.last_error += f"; before that {self._reported}"
         state = health.state
         if state is None:
             is_over = self._num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
@@ -113,7 +113,8 @@ class UpstreamNode:
             self.load_failure_policy = health.load_failure_policy
         self._change(state)
         if state is NodeState.GONE and health.ends_requests:
-            # At each such check, not only at the first: a request may have been busy with its client just then.
+            # Do this at each such check, not only at the first: a request that was writing to its client then was not waiting for
+            # the node.
             self.end_exchanges()
 
     def _note_local(self, error: str) -> None:
@@ -131,16 +132,16 @@ class UpstreamNode:
         self.state = state
 
     def suspect(self) -> None:
-        """Have the node checked at once, because a request failed there as if the node were gone."""
+        """Request a check now, because a request failed in a way that suggests that the node is gone."""
         self._num_failed_checks = max(1, self._num_failed_checks)
         self._check_is_wanted.set()
 
     @contextlib.asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:
-        """Talk to the node inside the block, for as long as it is not lost; nothing else bounds the wait.
+        """Wait for the node inside the block until health checks find it gone. There is no other limit.
 
         Raises:
-            NodeGoneError: the connection broke, or health checks found the node gone.
+            NodeGoneError: The connection broke, or health checks found the node gone.
         """
         limit = asyncio.timeout(None)
         try:
@@ -157,14 +158,14 @@ class UpstreamNode:
             raise NodeGoneError(self, reason_of(error)) from error
 
     def end_exchanges(self) -> None:
-        """Let every exchange that is under way fail, because of `last_error`."""
+        """End every exchange in flight with `last_error`."""
         exchanges, self._exchanges = self._exchanges, set()
         now = asyncio.get_running_loop().time()
         for limit in exchanges:
             limit.reschedule(now)
 
     async def await_check(self, timeout_s: float) -> None:
-        """Wait until a check that begins from now on has ended, for at most so long."""
+        """Wait at most `timeout_s` for the end of a check that begins after this call."""
         ended = asyncio.get_running_loop().create_future()
         self._waiting.append(ended)
         self._check_is_wanted.set()
@@ -173,16 +174,18 @@ class UpstreamNode:
                 await ended
 
     async def watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
-        """Check the node for ever, and at once when that is wanted."""
+        """Check the node again and again, and at once when a check is requested. Never returns."""
         while True:
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
                 self.note(await ask_health(session, self.url, timeout_s))
             except Exception:
-                # A bug of ours must not leave requests at this node without their only deadline.
+                # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
                 logger.exception("checking %s node %s failed", self.role, self.url)
-                self.note(Health(None, "the check itself failed; the router's log has the traceback"))
+                self.note(
+                    Health(None, "the health check failed by a bug of the router; its log has the traceback")
+                )
             for ended in waiting:
                 if not ended.done():
                     ended.set_result(None)
@@ -192,7 +195,7 @@ class UpstreamNode:
                     await self._check_is_wanted.wait()
 
 
-#: What each node that was tried for a request made of it; None while it is at it.
+#: The nodes tried for one request, each with its error. None: no error so far.
 Tried = dict[UpstreamNode, NodeGoneError | None]
 
 
@@ -210,7 +213,7 @@ class NodePool:
         return any(node.state is NodeState.READY for node in self.nodes)
 
     def close(self) -> None:
-        """Give no node to any request from now on, and end those that have one."""
+        """End the exchanges in flight, and refuse to choose nodes from now on."""
         self._is_closed = True
         for node in self.nodes:
             node.last_error = "the router is stopping"
@@ -224,12 +227,12 @@ class NodePool:
     async def use_one(
         self, tried: Tried, may_use: Callable[[UpstreamNode], bool] | None = None
     ) -> AsyncIterator[UpstreamNode]:
-        """Take the least loaded ready node that is not in `tried`, to which it is added; among equals, in turns.
+        """Choose the ready node with the fewest requests that is not in `tried`, and add it there. Equal nodes take turns.
 
-        Without a ready one, nodes are tried of which nothing was heard yet: a router that was just started has no others.
+        If no node is ready, choose one that was never checked: a router that has just started has no others.
 
         Raises:
-            NoNodeError: there is none (the message says of each node why), or the pool is closed.
+            NoNodeError: There is no such node (the message gives the reason for each node), or the pool is closed.
         """
         if self._is_closed:
             raise NoNodeError(
@@ -254,7 +257,7 @@ class NodePool:
         """Check that `use_one` would find a node.
 
         Raises:
-            NoNodeError: it would not.
+            NoNodeError: It would not.
         """
         if not self._is_closed and not self._candidates(tried, _any):
             raise await self._no_node(tried)
@@ -273,7 +276,7 @@ def _any(node: UpstreamNode) -> bool:
 
 
 def _rank(node: UpstreamNode) -> tuple[bool, bool]:
-    """The smaller the better."""
+    """Sort ready nodes before unknown ones, and unsuspected nodes before suspected ones."""
     return node.state is NodeState.UNKNOWN, node.is_suspect
 
 

@@ -15,7 +15,7 @@ from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
 from .nodes import NodeGoneError, UpstreamNode
 
-#: What a prefill node is asked for. vLLM's nodes want the other keys to be there.
+#: The request to a prefill node to offer its cache. vLLM's nodes require the other keys.
 DO_REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -24,12 +24,11 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-#: In `kv_transfer_params`: offer the prompt while it is computed. A key of ours; nodes that do not know it ignore it.
+#: A key of ours in `kv_transfer_params`: offer the prompt while it is being computed. Other nodes ignore it.
 OVERLAP = "overlap"
 
-
-#: What is about the answer. Of several answers each would be offered, and only one be loaded. A decode node that gives
-#: one answer only, as those of this engine, says so after the prefill, and lets go of the offer.
+#: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
+#: A decode node that gives one answer only, such as ours, refuses the request and releases the offer.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 
@@ -49,11 +48,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a prefill node keeps for a decode node.
+    """The cache that a prefill node holds for a decode node.
 
     Attributes:
-        params: The `kv_transfer_params` that it answered with.
-        hang_up: Ends the prefill if it is still under way.
+        params: The `kv_transfer_params` of the prefill node's answer.
+        hang_up: Ends the prefill if it still runs.
     """
 
     node: UpstreamNode
@@ -62,10 +61,12 @@ class Offer:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Check what the prefill node will not see: a request that the decode node refuses would leave an offer behind.
+    """Check the fields that the prefill node does not receive.
+
+    If only the decode node refused the request, the prefill would have been wasted.
 
     Raises:
-        ApiError: a field is wrong (400).
+        ApiError: A field is wrong (400).
     """
     fields = Fields(body)
     for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
@@ -78,7 +79,7 @@ def check_body(body: Mapping[str, Any]) -> None:
 
 
 def _refuse_several(name: str, value: object) -> None:
-    """One offer is for one prompt, so a request with several has nothing that its decode could be given."""
+    """Refuse several prompts, because an offer is for one prompt."""
     if isinstance(value, list) and len(value) > 1 and any(isinstance(item, str | list) for item in value):
         message = (
             f"{name!r} has {len(value)} prompts: each needs a handoff of its own; send one request per prompt"
@@ -87,10 +88,10 @@ def _refuse_several(name: str, value: object) -> None:
 
 
 def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
-    """The request as the prefill node gets it: one token of one answer, keep the blocks.
+    """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
-        overlap: Ask for a stream that says what the decode node needs as soon as part of the prompt is computed.
+        overlap: Ask for a stream that carries the offer as soon as part of the prompt is computed.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     wish = {**DO_REMOTE_DECODE, OVERLAP: True} if overlap else dict(DO_REMOTE_DECODE)
@@ -101,7 +102,7 @@ def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The request as the decode node gets it: the client's, with what the prefill node said."""
+    """Return the body for the decode node: the client's, with the prefill node's parameters."""
     result = {key: value for key, value in body.items() if key != "kv_transfer_params"}
     return {**result, "kv_transfer_params": kv_transfer_params} if kv_transfer_params else result
 
@@ -110,14 +111,14 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] |
 async def open_prefill(
     call: Call, node: UpstreamNode, body: Mapping[str, Any]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Have a prompt computed; leaving the block early aborts it there.
+    """Ask a prefill node to compute a prompt. Leaving the block early aborts the request.
 
     Yields:
         The response of a node that accepted the request.
 
     Raises:
-        NodeGoneError: another node may do it.
-        UpstreamAnswer: the node refused the request: the client's answer.
+        NodeGoneError: The node failed; another one may succeed.
+        UpstreamAnswer: The node refused the request. This is the client's answer.
     """
     async with contextlib.AsyncExitStack() as stack:
         async with node.exchange():
@@ -136,18 +137,18 @@ def _raise_refusal(node: UpstreamNode, status: int, payload: bytes) -> NoReturn:
 
 def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     if status in (502, 503):
-        node.suspect()  # it may be draining, or its engine dead: its `/health` says
+        node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
     return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
 
 
 def params_of(payload: bytes) -> Mapping[str, Any] | None:
-    """The `kv_transfer_params` of a whole answer, None when it offers nothing."""
+    """Return the `kv_transfer_params` of a whole answer. None if it has none."""
     params = object_of(payload).get("kv_transfer_params")
     return params if isinstance(params, dict) else None
 
 
 def object_of(payload: bytes) -> Mapping[str, Any]:
-    """Read a JSON object, or nothing if it is none."""
+    """Parse a JSON object. Anything else becomes an empty one."""
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError):
@@ -156,7 +157,7 @@ def object_of(payload: bytes) -> Mapping[str, Any]:
 
 
 class UpstreamAnswer(ApiError):
-    """What a node answered instead of doing its stage, to be handed on as it is."""
+    """A node's refusal, which is passed on to the client unchanged."""
 
     def __init__(self, status: int, payload: bytes) -> None:
         super().__init__(status, payload[:200].decode(errors="replace"), kind="upstream")
@@ -170,13 +171,13 @@ class UpstreamAnswer(ApiError):
 async def open_answer(
     call: Call, node: UpstreamNode, body: Mapping[str, Any]
 ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
-    """Ask a decode node for the answer; leaving the block early aborts it there.
+    """Ask a decode node for the answer. Leaving the block early aborts the request.
 
     Yields:
-        The response, and its first bytes; all of them when it is not a stream.
+        The response and its first bytes; all bytes if it is not a stream.
 
     Raises:
-        NodeGoneError: no byte of the answer came.
+        NodeGoneError: No byte of the answer arrived.
     """
     async with contextlib.AsyncExitStack() as stack:
         async with node.exchange():

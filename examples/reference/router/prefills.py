@@ -1,4 +1,4 @@
-"""How a request's prompt is computed before its decode begins: as a whole, or (overlapped) only its first part."""
+"""The prefill phase of a request: the decode starts after the whole prompt, or (overlapped) after its first chunk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_bod
 
 logger = logging.getLogger(__name__)
 
-#: An event of a prefill is its offer, which names a block for each few tokens of the prompt.
+#: An event carries the offer, which lists the prompt's blocks, so it may be large.
 MAX_EVENT_BYTES = 16 << 20
-#: Between the end of an answer and the end of the prefill that it came from, which both nodes know already.
+#: After an answer has ended, wait this long for the end of its prefill's stream.
 LAST_EVENTS_S = 5.0
 
 Params = Mapping[str, Any] | None
@@ -30,7 +30,7 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 
 
 class Prefill(ABC):
-    """Has prompts computed by the nodes of a pool; a node that is gone is replaced by another."""
+    """Runs prefills on the nodes of a pool, and retries at another node if one fails."""
 
     def __init__(self, pool: NodePool, metrics: RouterMetrics) -> None:
         self._pool = pool
@@ -38,14 +38,14 @@ class Prefill(ABC):
 
     @abstractmethod
     def prefilled(self, call: Call) -> AbstractAsyncContextManager[Offer | None]:
-        """Have a prompt computed for the block's time: leaving it early hangs up.
+        """Prefill a prompt. Leaving the block early ends the prefill.
 
         Yields:
-            What the decode node needs, None when it gets nothing from the prefill.
+            The offer for the decode node. None if the prefill node made none.
 
         Raises:
-            NoNodeError: no node can do it.
-            UpstreamAnswer: a node refused the request.
+            NoNodeError: No node can do it.
+            UpstreamAnswer: A node refused the request.
         """
 
     def _note_gone(self, call: Call, error: NodeGoneError) -> None:
@@ -59,7 +59,7 @@ class Prefill(ABC):
 
 
 class WholePrefill(Prefill):
-    """The decode begins when the prompt is computed as a whole. Any node that speaks vLLM's protocol can do it."""
+    """Starts the decode after the whole prompt is computed. Works with every node that speaks vLLM's protocol."""
 
     @contextlib.asynccontextmanager
     async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
@@ -82,7 +82,7 @@ class WholePrefill(Prefill):
 
 @dataclass(frozen=True)
 class _Stream:
-    """A prefill that goes on; closing `resources` hangs up."""
+    """A prefill that still runs. Closing `resources` ends it."""
 
     node: UpstreamNode
     params: Params
@@ -91,10 +91,10 @@ class _Stream:
 
 
 class OverlappedPrefill(Prefill):
-    """The decode begins when the first chunk of the prompt is computed; its cache crosses while the rest is.
+    """Starts the decode after the prompt's first chunk; the cache is transferred while the rest is computed.
 
-    A node that says nothing early is waited for. What fails after the decode began is the decode node's to
-    mend: it computes the prompt itself, or fails, as its policy says.
+    If a node makes no early offer, wait for the whole prefill. If the prefill fails after the decode has started, the decode
+    node recomputes the prompt or fails the request, as its load failure policy says.
     """
 
     @contextlib.asynccontextmanager
@@ -134,7 +134,9 @@ class OverlappedPrefill(Prefill):
             async for _ in stream.events:
                 pass
         except NodeGoneError as error:
-            logger.warning("%s: the prefill was lost while its cache crossed: %s", call.request_id, error)
+            logger.warning(
+                "%s: the prefill was lost while its cache was being transferred: %s", call.request_id, error
+            )
             self._metrics.lost_prefills.inc()
         finally:
             await stream.resources.aclose()
@@ -148,10 +150,10 @@ async def _first_params(events: Events) -> Params:
 
 
 async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:
-    """The events of a stream, up to its end; the whole answer as one of them when it is no stream.
+    """Yield the events of a stream until its end. An answer that is not a stream is a single event.
 
     Raises:
-        NodeGoneError: the connection broke, the stream is none, or it tells of an error.
+        NodeGoneError: The connection broke, the stream is malformed, or an event carries an error.
     """
     if not is_stream(response):
         async with node.exchange():
@@ -160,11 +162,11 @@ async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Event
         return
     rest = b""
     while True:
-        # Around each wait of its own: the first events and the rest are awaited by different tasks.
+        # One exchange per wait: an exchange belongs to one task, and different tasks wait for the first events and the rest.
         async with node.exchange():
             chunk = await response.content.readany()
         if not chunk:
-            raise NodeGoneError(node, "ended its stream early")
+            raise NodeGoneError(node, "ended its stream before [DONE]")
         *whole, rest = (rest + chunk).split(b"\n\n")
         if len(rest) > MAX_EVENT_BYTES:
             raise NodeGoneError(node, f"sent an event of more than {MAX_EVENT_BYTES} bytes")
@@ -178,7 +180,7 @@ def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(event.removeprefix(b"data: "))
     except ValueError:
-        raise NodeGoneError(node, "sent an event that is no JSON") from None
+        raise NodeGoneError(node, "sent an event that is not JSON") from None
     if not isinstance(parsed, dict) or "error" in parsed:
         raise NodeGoneError(node, json.dumps(parsed)[:200])
     return parsed

@@ -1,4 +1,4 @@
-"""What the router sends to a client: a node's answer as it comes, and the error that ends one in the middle."""
+"""The router's answer to a client: a node's answer as it arrives, or an error that ends it early."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..web.errors import ApiError
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import is_stream
 
-#: Of a node's headers, those that are meant for the client.
+#: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
-#: The end of a stream that is kept: its last events, which say how the cache came.
+#: How much of a stream's end is kept. Its last events report the load of the cache.
 TAIL_BYTES = 16 << 10
-#: A client that does not read is not told for longer why its stream ends.
-LAST_WORDS_S = 1.0
+#: How long to try to send the error that ends a stream to a client that does not read.
+ERROR_SEND_S = 1.0
 
 
 class Reply:
     """The answer to one request.
 
     Attributes:
-        tail: The last bytes of a stream that ended.
+        tail: The last bytes of the stream.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -36,7 +36,7 @@ class Reply:
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        """Hand a node's answer to the client as it comes. If the node is lost, an error ends the stream."""
+        """Copy a node's answer to the client as it arrives. If the node is lost, end the stream with an error."""
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")
         if not is_stream(upstream):
@@ -58,16 +58,16 @@ class Reply:
         return stream
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
-        """End the answer with an error: as an event if a part was sent already.
+        """End the answer with an error, as an event if part of a stream was sent.
 
         Raises:
-            ApiError: nothing was sent yet; the error becomes the whole answer.
+            ApiError: Nothing was sent yet; the error becomes the whole answer.
         """
         if self._stream is None:
             raise error
         event = b"\n\ndata: " + json.dumps(error.body()).encode() + b"\n\ndata: [DONE]\n\n"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(ERROR_SEND_S):
                 await self._stream.write(event)
                 await self._stream.write_eof()
         return self._stream

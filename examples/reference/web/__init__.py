@@ -1,1 +1,1 @@
-"""What node and router have in common: how they start, stop, listen, and say no."""
+"""HTTP serving shared by node and router: start, listen, refuse, stop."""

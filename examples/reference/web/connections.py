@@ -1,7 +1,7 @@
-"""What a client may take before it has asked for anything: a connection, and time for a header.
+"""Limits on connections, and on the time that a request's header may take.
 
 aiohttp limits the size of a header, and closes a connection that was idle for `keepalive_timeout`. It limits neither the
-number of connections nor the time of a first header, so `GuardedRunner` puts a guard between each connection and aiohttp.
+number of connections nor the time until the first header, so `GuardedRunner` puts a guard between each connection and aiohttp.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from aiohttp.typedefs import Handler
 
 from .errors import unavailable
 
-#: More connections than this are never of use, whatever the limit of open files.
+#: The default number of connections is at most this, whatever the limit of open files.
 MOST_CONNECTIONS = 4096
-#: A connection that is refused may take so long to read why.
+#: Seconds that a refused client has to read the refusal.
 REFUSAL_S = 1.0
-#: An event loop that is behind by more than this gets some time to read what has come.
+#: If the event loop is late by more than LATE_S, wait CATCH_UP_S for it to read what has arrived.
 LATE_S = 0.1
 CATCH_UP_S = 0.5
-#: A client that takes nothing of an answer for so long is gone.
+#: Close the connection of a client that reads nothing of its answer for this long.
 ANSWER_STALL_S = 60.0
-#: Between two log lines about refused connections.
+#: Seconds between two log lines about refused connections.
 LOG_INTERVAL_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a server allows its clients.
+    """Limits on the clients of a server.
 
     Attributes:
-        header_timeout_s: From a connection, or from the first byte of a further request, to the end of its header.
-        body_timeout_s: From the end of a request's header to the end of its body.
-        max_connections: Connections that are served at a time.
+        header_timeout_s: Seconds from the connection, or from the first byte of a later request, to the end of the header.
+        body_timeout_s: Seconds from the end of the header to the end of the body.
+        max_connections: Connections served at a time.
     """
 
     header_timeout_s: float = 10.0
@@ -51,13 +51,13 @@ class ConnectionLimits:
 
     @classmethod
     def of_options(cls, options: argparse.Namespace, descriptors_each: int) -> ConnectionLimits:
-        """Read what `add_serving_arguments` declared.
+        """Read the options that `add_serving_arguments` declares.
 
         Args:
-            descriptors_each: Open files that a connection may cost, its own included.
+            descriptors_each: Open files per connection, its own included.
 
         Raises:
-            ValueError: a value cannot work; the message names its option.
+            ValueError: A value is out of range. The message names its option.
         """
         for name in ("header_timeout_s", "body_timeout_s"):
             value = getattr(options, name)
@@ -69,13 +69,13 @@ class ConnectionLimits:
         if given is not None and not 1 <= given <= most:
             raise ValueError(
                 f"--max-connections {given}: it must be 1 to {most} with the process's limit of "
-                f"{_open_file_limit()} open files; the rest is kept for handoffs; raise the limit with `ulimit -n`"
+                f"{_open_file_limit()} open files, half of which is kept for handoffs; raise the limit with `ulimit -n`"
             )
         return cls(options.header_timeout_s, options.body_timeout_s, given or min(most, MOST_CONNECTIONS))
 
 
 def _most_connections(descriptors_each: int) -> int:
-    """The most connections that leave half of the process's open files to everything else, handoffs above all."""
+    """Return how many connections fit in half of the process's open files. Handoffs need the other half."""
     return max(1, _open_file_limit() // 2 // descriptors_each)
 
 
@@ -85,29 +85,29 @@ def _open_file_limit() -> int:
 
 
 class GuardedRunner(web.AppRunner):
-    """Runs an application whose connections are accepted within limits, and closed if their header takes too long.
+    """Runs an application with limits on its connections and on the time of a header.
 
-    At `max_connections`, a new connection takes the place of the one that has been without a request for the longest.
-    If all have requests, the new one is answered 503 and closed.
+    At `max_connections`, a new connection replaces the connection that has been idle for the longest. If none is idle, the new
+    connection is answered 503 and closed.
     """
 
     def __init__(self, app: web.Application, limits: ConnectionLimits, **settings: Any) -> None:
         app.middlewares.insert(0, _note_requests)
         super().__init__(app, **settings)
-        self._door = _Door(limits)
-        #: asyncio accepts up to this many at once before it tells us of the first one: they are not counted yet.
+        self._admission = _Admission(limits)
+        #: asyncio accepts up to this many connections before it reports the first one, so they are not counted yet.
         self.accepted_at_once = min(128, max(8, limits.max_connections // 4))
 
     @property
     def server(self) -> Callable[[], asyncio.Protocol] | None:  # type: ignore[override]
-        """What makes the protocol of a new connection: aiohttp's, behind a guard."""
+        """Makes the protocol of a new connection: aiohttp's, wrapped in a guard."""
         make = super().server
-        return None if make is None else lambda: _Guard(self._door, make)
+        return None if make is None else lambda: _Guard(self._admission, make)
 
 
 @web.middleware
 async def _note_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection's guard when a request has come and when its handler has ended."""
+    """Tell the connection's guard when a request begins and when its handler has ended."""
     guard = None if request.transport is None else request.transport.get_protocol()
     if not isinstance(guard, _Guard):
         return await handler(request)
@@ -118,33 +118,31 @@ async def _note_requests(request: web.Request, handler: Handler) -> web.StreamRe
         guard.request_ended()
 
 
-class _Door:
-    """Counts connections, and decides which of them may stay."""
+class _Admission:
+    """Counts connections, and decides which ones stay."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._busy: set[_Guard] = set()
-        self._idle: dict[
-            _Guard, None
-        ] = {}  # the one that has been without a request for the longest comes first
+        self._idle: dict[_Guard, None] = {}  # in the order in which they became idle
         self._refused: set[_Guard] = set()
         self._num_refused = 0
         self._logged_s = float("-inf")
 
     def admit(self, guard: _Guard, now: float) -> bool:
-        """Whether a new connection is served. It may cost the one that is idle for the longest its place."""
+        """Whether to serve a new connection. May close the one that has been idle for the longest."""
         if len(self._busy) + len(self._idle) >= self.limits.max_connections:
             victim = next((other for other in self._idle if other.is_flushed), None)
             if victim is None:
                 self._log_refusal(now)
                 return False
-            del self._idle[victim]  # now, since asyncio reports the end later
+            del self._idle[victim]  # remove it now, because asyncio reports the end later
             victim.abort()
         self._idle[guard] = None
         return True
 
     def may_explain(self, guard: _Guard) -> bool:
-        """Whether a connection that is not served may stay for long enough to be told so."""
+        """Whether a refused connection may stay open until the client has read the refusal."""
         if len(self._refused) >= max(8, self.limits.max_connections // 8):
             return False
         self._refused.add(guard)
@@ -170,7 +168,7 @@ class _Door:
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
             logger.warning(
-                "refused a connection: all %d have requests in progress; refused %d since the start; "
+                "refused a connection: all %d connections have requests in flight; refused %d since the start; "
                 "raise --max-connections or add nodes",
                 self.limits.max_connections,
                 self._num_refused,
@@ -178,27 +176,25 @@ class _Door:
 
 
 class _Guard(asyncio.Protocol):
-    """Stands between one connection and aiohttp's protocol for it, to which it passes everything on."""
+    """Wraps aiohttp's protocol for one connection, and passes everything on to it."""
 
-    def __init__(self, door: _Door, make_inner: Callable[[], asyncio.Protocol]) -> None:
-        self._door = door
+    def __init__(self, admission: _Admission, make_inner: Callable[[], asyncio.Protocol]) -> None:
+        self._admission = admission
         self._make_inner = make_inner
         self._loop = asyncio.get_running_loop()
-        self._inner: asyncio.Protocol | None = None  # None: refused
+        self._inner: asyncio.Protocol | None = None  # None if the connection was refused
         self._transport: asyncio.Transport
-        self._num_requests = 0  # in progress
-        self._timer: asyncio.TimerHandle | None = None  # runs out while a header is due
-        self._stall: asyncio.TimerHandle | None = (
-            None  # runs out while the client takes nothing of its answer
-        )
+        self._num_requests = 0  # in flight
+        self._timer: asyncio.TimerHandle | None = None  # runs while a header is due
+        self._stall: asyncio.TimerHandle | None = None  # runs while the client reads nothing of its answer
 
     @property
     def is_flushed(self) -> bool:
-        """Whether the client's system has taken all that was answered."""
+        """Whether the client's system has received the whole answer."""
         return self._transport.get_write_buffer_size() == 0
 
     def abort(self) -> None:
-        """Close the connection now; what was not sent is lost."""
+        """Close the connection now. Unsent bytes are lost."""
         self._transport.abort()
 
     # -- asyncio's side ------------------------------------------------------------------------------
@@ -206,7 +202,7 @@ class _Guard(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if not self._door.admit(self, self._loop.time()):
+        if not self._admission.admit(self, self._loop.time()):
             self._refuse()
             return
         self._expect_header()
@@ -217,7 +213,7 @@ class _Guard(asyncio.Protocol):
         if self._inner is None:
             return
         if self._num_requests == 0 and self._timer is None:
-            self._expect_header()  # a further request begins
+            self._expect_header()  # another request begins
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -236,46 +232,48 @@ class _Guard(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._timer)
         self._stop(self._stall)
-        self._door.leave(self)
+        self._admission.leave(self)
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
     # -- the application's side ----------------------------------------------------------------------
 
     def request_began(self) -> None:
-        """The header of a request is complete."""
+        """Note that the header of a request is complete."""
         self._num_requests += 1
         self._stop(self._timer)
         self._timer = None
-        self._door.note_busy(self)
+        self._admission.note_busy(self)
 
     def request_ended(self) -> None:
-        """The handler of a request ended; its answer may still be on its way."""
+        """Note that the handler of a request has ended. Part of its answer may still be unsent."""
         self._num_requests -= 1
         if self._num_requests == 0:
-            self._door.note_idle(self)
+            self._admission.note_idle(self)
 
     def _expect_header(self) -> None:
-        due = self._loop.time() + self._door.limits.header_timeout_s
+        due = self._loop.time() + self._admission.limits.header_timeout_s
         self._timer = self._loop.call_at(due, self._header_is_late, due)
 
     def _header_is_late(self, due: float) -> None:
-        # A loop that was busy, or a process that was stopped, has not read what came meanwhile: that is not the client's.
+        # If the loop was busy or the process was stopped, the header may have arrived unread. Do not blame the client.
         if self._loop.time() - due > LATE_S:
             again = self._loop.time() + CATCH_UP_S
             self._timer = self._loop.call_at(again, self._header_is_late, again)
             return
-        logger.debug("closed a connection: no header within %g s", self._door.limits.header_timeout_s)
+        logger.debug(
+            "closed a connection: no complete header within %g s", self._admission.limits.header_timeout_s
+        )
         self.abort()
 
     def _refuse(self) -> None:
-        if not self._door.may_explain(self):
+        if not self._admission.may_explain(self):
             self.abort()
             return
         self._transport.write(_REFUSAL)
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        # Closed at once, with bytes of the client unread, the system would reset the connection, and the answer be lost.
+        # If we closed now, with unread bytes, the system would reset the connection and the client would lose the answer.
         self._timer = self._loop.call_later(REFUSAL_S, self.abort)
 
     @staticmethod
@@ -286,7 +284,7 @@ class _Guard(asyncio.Protocol):
 
 def _raw_refusal() -> bytes:
     error = unavailable(
-        "the server has as many connections as it takes, and all of them have requests: try again"
+        "the server has reached its limit of connections, and all of them have requests: retry later"
     )
     body = json.dumps(error.body()).encode()
     head = (

@@ -10,24 +10,24 @@ from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
 
-#: After these the rest of what the client sends may be anything: its connection is closed.
+#: After these errors, close the connection: what the client sends next may be the rest of a bad request.
 CLOSED_AFTER = frozenset({400, 408, 413, 415})
-#: When to try again, where nothing is known of how long it takes.
+#: Seconds until a retry if nothing is known about the cause.
 RETRY_AFTER_S = 1
 
-#: What counts as the answer to a client that left while it was answered; servers have agreed on the number.
+#: Status for a client that left before its answer was complete, a number that other servers use too.
 CLIENT_LEFT = 499
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for.
+    """An error that becomes the answer to a request.
 
     Attributes:
         status: The HTTP status.
         kind: OpenAI's `type`.
-        param: The field of the request at fault, or None.
-        code: OpenAI's `code`, a word for programs, or None.
-        retry_after_s: When the same request may succeed, in seconds; None: unknown, or never.
+        param: The request's field that is wrong, or None.
+        code: OpenAI's `code`, which programs can test, or None.
+        retry_after_s: Seconds until the same request may succeed. None: unknown, or never.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON that the client gets."""
+        """Return the JSON body of the answer."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> web.Response:
-        """The whole HTTP answer."""
+        """Return the HTTP answer."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return web.json_response(self.body(), status=self.status, headers=headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The client asked for something that cannot be: HTTP 400."""
+    """Make the error for a request that cannot be served: HTTP 400."""
     return ApiError(400, message, kind="invalid_request_error", param=param, code=code)
 
 
 def unavailable(message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> ApiError:
-    """Not now, or not here; another node may do it: HTTP 503.
+    """Make the error for a request that this server cannot serve now, but another one may: HTTP 503.
 
     Args:
-        retry_after_s: When to ask this server again; None if it will not serve before it is restarted.
+        retry_after_s: Seconds until a retry at this server. None if it will not serve before it is restarted.
     """
     return ApiError(
         503, message, kind="service_unavailable_error", code="unavailable", retry_after_s=retry_after_s
@@ -76,7 +76,7 @@ def unavailable(message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> A
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error, also aiohttp's own and our bugs, with an OpenAI error object."""
+    """Answer every error, including aiohttp's errors and our bugs, with an OpenAI error object."""
     response = await _answer(request, handler)
     if response.status in CLOSED_AFTER:
         response.force_close()
@@ -94,7 +94,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             error.status, f"{request.method} {request.path}: {error.reason}", kind=kind
         ).response()
     except ClientConnectionResetError:
-        return web.Response(status=CLIENT_LEFT)  # nobody is there to read it
+        return web.Response(status=CLIENT_LEFT)  # the client has left, so nothing reads this
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error").response()

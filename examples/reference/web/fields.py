@@ -1,4 +1,4 @@
-"""Typed reads from a JSON object: each value has the type that its name promises, or the request is refused."""
+"""Typed access to a JSON object. A value of the wrong type is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._wrong(name, "a text")
+            raise self._wrong(name, "a string")
         return value
 
     def boolean(self, name: str, default: bool) -> bool:

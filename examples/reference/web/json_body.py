@@ -12,22 +12,24 @@ from aiohttp import web
 from .errors import ApiError, bad_request
 
 MAX_BODY_BYTES = 8 << 20
-#: Where an application keeps how long a body may take, in seconds.
+#: The application's limit on the time of a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout_s", float)
 DEFAULT_BODY_TIMEOUT_S = 30.0
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """Receive a request's body, and read it.
+    """Receive and parse a request's body.
 
     Raises:
-        ApiError: it is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
-            closed after the answer, so what is left of the body is not read.
+        ApiError: The body is encoded (415), too large (413), too slow (408) or not a JSON object (400). The connection is
+            closed after the answer, and the rest of the body is not read.
     """
-    # Nothing decompresses before this: a small body could become a large one.
+    # Refuse before anything is decompressed: a small body could become a very large one.
     encoding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):
-        raise _refusal(415, f"content encoding {encoding[:80]!r} is not supported: send the body as it is")
+        raise _refusal(
+            415, f"content encoding {encoding[:80]!r} is not supported: send the body without encoding"
+        )
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large()
     timeout_s = request.app.get(BODY_TIMEOUT, DEFAULT_BODY_TIMEOUT_S)
@@ -44,7 +46,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 def _too_large() -> ApiError:
-    return _refusal(413, f"the request body is too large: at most {MAX_BODY_BYTES} bytes are read")
+    return _refusal(413, f"the request body is too large: the limit is {MAX_BODY_BYTES} bytes")
 
 
 def _refusal(status: int, message: str) -> ApiError:
@@ -52,12 +54,13 @@ def _refusal(status: int, message: str) -> ApiError:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Read a request's body.
+    """Parse a request's body.
 
     Raises:
-        ApiError: it is not a JSON object (400).
+        ApiError: It is not a JSON object (400).
     """
-    # Of millions of small lists the collector would look through all again and again, for seconds; nothing is garbage.
+    # A body may hold millions of small lists. The collector would scan them again and again, for seconds, and find no
+    # garbage.
     gc.disable()
     try:
         body = json.loads(raw)

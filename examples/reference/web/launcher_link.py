@@ -1,8 +1,8 @@
-"""The line between a process and the launcher that started it.
+"""The link between a process and the launcher that started it.
 
-A launcher hands the process one end of a socket pair (`--launcher-fd N`). The process writes one JSON object a
-line on it, `{"listening": PORT}` and then `{"ready": true}` or `{"failed": "why"}`. When the launcher's end closes,
-however the launcher ended, the process ends too.
+The process inherits one end of a socket pair (`--launcher-fd N`). It writes one JSON object per line:
+`{"listening": PORT}`, then `{"ready": true}` or `{"failed": "why"}`. When the launcher's end closes, however the launcher
+ended, the process ends too.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Protocol
 
 
 class Link(Protocol):
-    """What a process may do with its launcher."""
+    """A process's link to its launcher."""
 
     def report(self, **facts: Any) -> None:
-        """Tell the launcher something."""
+        """Send facts to the launcher."""
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` in the running loop when the launcher is gone."""
+        """Call `on_gone` in the running loop when the launcher has ended."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link."""
 
 
 class LauncherLink:
-    """A launcher listens at the other end of `fd`.
+    """A link over the socket `fd`.
 
     Raises:
         OSError: `fd` is not an open socket.
@@ -43,7 +43,7 @@ class LauncherLink:
         try:
             self._socket.send(json.dumps(facts).encode() + b"\n")
         except OSError:
-            return  # the launcher is gone; `watch` notices
+            return  # the launcher has ended, which `watch` will report
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class LauncherLink:
 
 
 class NoLauncher:
-    """Started by hand: nobody to tell, nobody to outlive."""
+    """The link of a process that was started by hand. It does nothing."""
 
     def report(self, **facts: Any) -> None:
         return
@@ -72,5 +72,5 @@ class NoLauncher:
 
 
 def open_link(fd: int) -> Link:
-    """The link over `fd`, or none when `fd` is negative."""
+    """Return the link over `fd`. A negative `fd` means that there is no launcher."""
     return LauncherLink(fd) if fd >= 0 else NoLauncher()

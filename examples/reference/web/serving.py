@@ -1,4 +1,4 @@
-"""Listen, serve, stop: the outer life of every process that speaks HTTP here."""
+"""Start, listen, serve and stop: shared by all processes here that speak HTTP."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from .connections import MOST_CONNECTIONS, ConnectionLimits, GuardedRunner
 from .json_body import BODY_TIMEOUT
 from .launcher_link import Link
 
-#: Exit status of a process that cannot go on and should be started again.
+#: Exit status of a process that cannot continue and should be restarted.
 EXIT_BROKEN = 1
-#: Exit status of a process that could not start because of how it was asked to.
+#: Exit status of a process that could not start because of its options or environment.
 EXIT_BAD_START = 2
 MAX_PORT = 65535
-#: Enough for thousands of clients and hundreds of peers; much more costs memory in some libraries.
+#: Enough for thousands of clients and hundreds of peers. A much higher limit costs memory in some libraries.
 MOST_OPEN_FILES = 65536
-#: Connections that the system keeps for us until we accept them.
+#: Connections that the system queues until we accept them.
 BACKLOG = 128
-#: What is left to finish when the process is told to stop has this long.
+#: Seconds that requests in flight have when the server stops.
 SHUTDOWN_GRACE_S = 1.0
-#: Between two requests of one connection.
+#: Seconds that a connection may be idle between two requests.
 KEEP_ALIVE_S = 75.0
-#: A refused body is read on for so long, so that the client is done with sending when its connection is closed.
+#: Read a refused body for this long, so that the client has finished sending when its connection is closed.
 LINGER_S = 2.0
-#: The request line, and each line of a header; aiohttp takes at most 128 lines.
+#: Limit of the request line, and of each line of a header. aiohttp accepts at most 128 lines.
 MAX_HEADER_LINE_BYTES = 8190
-
-#: A process that has not come to its end by then is ended.
+#: A process that has not ended by then is killed.
 SHUTDOWN_DEADLINE_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is about more than bytes that are not HTTP, which any client can send again and again."""
+    """Drop records about bytes that are not HTTP. Any client can send those, as often as it likes."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -55,21 +54,21 @@ _http_logger.addFilter(_is_ours)
 
 
 class StartupError(Exception):
-    """The process cannot start as asked. The message is one line for the user."""
+    """The process cannot start. The message is one line for the user."""
 
 
 class BrokenError(Exception):
-    """The process ran and cannot go on. The message is one line for the user."""
+    """The process ran and cannot continue. The message is one line for the user."""
 
 
 def add_serving_arguments(
     parser: argparse.ArgumentParser, *, port: int | None, port_default: str = "%(default)s"
 ) -> None:
-    """Add the options that say where to listen, what clients may take, and how loud to be.
+    """Add the options for the address, the limits on clients, and the log.
 
     Args:
-        port: The default port; None: the caller decides.
-        port_default: What the help says of it.
+        port: The default port. None if the caller decides later.
+        port_default: The default port in the help text.
     """
     group = parser.add_argument_group("serving")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -84,46 +83,46 @@ def add_serving_arguments(
         type=float,
         default=ConnectionLimits.header_timeout_s,
         metavar="S",
-        help="time for the header of a request, from the connection or the first byte; a slower client's connection is "
-        "closed (default: %(default)g)",
+        help="seconds from the connection, or the first byte of a later request, to the end of its header; then the "
+        "connection is closed (default: %(default)g)",
     )
     group.add_argument(
         "--body-timeout-s",
         type=float,
         default=ConnectionLimits.body_timeout_s,
         metavar="S",
-        help="time for the body of a request, from the end of its header; a slower one is answered 408 (default: %(default)g)",
+        help="seconds from the end of a header to the end of its body; then the request is answered 408 (default: %(default)g)",
     )
     group.add_argument(
         "--max-connections",
         type=int,
         metavar="N",
-        help="connections served at a time; one more closes the longest idle one, or is answered 503 if none is idle "
-        f"(default: as many as half of the limit of open files allows, at most {MOST_CONNECTIONS})",
+        help="connections served at a time; one more closes the connection that has been idle for the longest, or is answered "
+        f"503 if none is idle (default: as many as half of the limit of open files allows, at most {MOST_CONNECTIONS})",
     )
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="how much to write to stderr (default: %(default)s)",
+        help="lowest level of log messages on stderr (default: %(default)s)",
     )
     group.add_argument(
         "--launcher-fd",
         type=int,
         default=-1,
         metavar="FD",
-        help="inherited socket on which a launcher learns port and readiness; this process ends when it closes",
+        help="inherited socket for reports to a launcher; the process ends when the other end closes (default: no launcher)",
     )
 
 
 def limits_of(options: argparse.Namespace, *, descriptors_each: int) -> ConnectionLimits:
-    """What `options` allow clients.
+    """Return the limits on clients that `options` set.
 
     Args:
-        descriptors_each: Open files that a connection may cost, its own included.
+        descriptors_each: Open files per connection, its own included.
 
     Raises:
-        StartupError: a limit cannot work.
+        StartupError: A limit is out of range.
     """
     try:
         return ConnectionLimits.of_options(options, descriptors_each)
@@ -132,7 +131,7 @@ def limits_of(options: argparse.Namespace, *, descriptors_each: int) -> Connecti
 
 
 def set_up_logging(level: str, name: str) -> None:
-    """Log to stderr, each line beginning with who speaks."""
+    """Log to stderr. Each line contains the program's `name`."""
     logging.basicConfig(
         level=level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S"
     )
@@ -142,10 +141,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Listen on `host:port`.
 
     Raises:
-        StartupError: the port is taken, or the address is not ours.
+        StartupError: The port is in use, or the address is not one of this host.
     """
     if not 0 <= port <= MAX_PORT:
-        raise StartupError(f"port {port} is not between 0 and {MAX_PORT}")
+        raise StartupError(f"--port {port}: it must be 0 to {MAX_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -166,10 +165,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class StopRequest:
-    """What a process was told about its end.
+    """Requests to stop this process.
 
-    A first SIGTERM or SIGINT sets `drain`. A second one, or the launcher's end, sets `drain` and `now`. A third signal
-    ends the process on the spot.
+    The first SIGTERM or SIGINT sets `drain`. A second one, or the end of the launcher, sets `drain` and `now`. A third signal
+    ends the process immediately.
     """
 
     def __init__(self, link: Link) -> None:
@@ -195,7 +194,7 @@ class StopRequest:
 async def serving(
     app: web.Application, listener: socket.socket, limits: ConnectionLimits
 ) -> AsyncIterator[None]:
-    """Serve `app` on `listener` inside the block, within `limits`. A client that hangs up cancels its handler."""
+    """Serve `app` on `listener` inside the block, within `limits`. If a client disconnects, its handler is cancelled."""
     app[BODY_TIMEOUT] = limits.body_timeout_s
     runner = GuardedRunner(
         app,
@@ -213,14 +212,14 @@ async def serving(
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=runner.accepted_at_once).start()
-        listener.listen(BACKLOG)  # asyncio means two things by `backlog`; the system's queue is to be long
+        listener.listen(BACKLOG)  # `backlog` above also set the system's queue, which must be longer
         yield
     finally:
         await runner.cleanup()
 
 
 def exit_status_of(program: str, run: Callable[[], None]) -> int:
-    """Run a process's whole life; say in one line why it could not start, or go on.
+    """Run a program. Print one line if it cannot start or continue.
 
     Returns:
         The exit status.
@@ -242,30 +241,28 @@ def exit_status_of(program: str, run: Callable[[], None]) -> int:
 
 
 def _raise_open_file_limit() -> None:
-    """Let this process open as many files as it may, up to `MOST_OPEN_FILES`.
+    """Raise the soft limit of open files to the hard limit, at most to `MOST_OPEN_FILES`.
 
-    The usual soft limit of 1,024 is there for programs that call `select()`. Ours do not, and each client and peer costs them
-    descriptors. The transports leave the limit alone, because they cannot know what else their process does.
+    The usual soft limit of 1,024 exists for programs that call `select()`. Ours do not, and need descriptors for each client and
+    peer. The transports leave the limit alone, because they cannot know what else their process does.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # a sandbox may not allow it; the limit then stays as it was
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Write a line, to stdout by default, at once. One that cannot be written is dropped: a full disk ends nothing."""
+    """Print a line and flush it. Drop it if that fails, so that a full disk does not end the process."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stdout if stream is None else stream, flush=True)
 
 
 def _give_up_unwritten() -> None:
-    """Drop what stdout and stderr still cannot write.
+    """Drop unwritten output of stdout and stderr.
 
-    Otherwise the interpreter tries once more when it ends, and changes the exit status to 120.
+    Otherwise the interpreter flushes again when it ends, and an error changes the exit status to 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -279,6 +276,6 @@ def _give_up_unwritten() -> None:
 
 
 def leave_now(status: int) -> NoReturn:
-    """End the process without unwinding: for a step that cannot be interrupted, such as a model that loads."""
+    """End the process without unwinding, because some steps, such as loading a model, cannot be interrupted."""
     _give_up_unwritten()
     os._exit(status)

@@ -1,1 +1,1 @@
-"""Nodes and routers as real processes, under a stream of requests, while faults befall them: all of it from a seed."""
+"""A soak: real nodes and routers serve a stream of requests while faults are injected, all drawn from a seed."""

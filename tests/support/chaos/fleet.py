@@ -1,4 +1,4 @@
-"""Prefill nodes, decode nodes, and two routers in front of them, at addresses that outlive them."""
+"""Prefill nodes, decode nodes, and two routers in front of them, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schedule import Fault, Kind
 from .services import Service, reserved_port
 
 START_TIMEOUT_S = 110.0
-#: Deadlines such that a pause may outlast each of them, or none.
+#: Deadlines chosen so that a pause may outlast each of them, or none.
 TIMING = {
     "lease_s": 5,
     "heartbeat_s": 1,
@@ -24,18 +24,18 @@ TIMING = {
     "progress_wait_s": 4,
     "load_wait_s": 10,
 }
-#: Over the network a load takes a while, so that faults happen in the middle of it.
+#: Small slices make loads over the network slow, so that faults hit in the middle.
 SMALL_SLICES = 'transport_options={"slice_bytes": 65536, "window_slices": 1}'
 
 
 class Fleet:
-    """Two prefill nodes, two decode nodes, two routers (one of which overlaps).
+    """Two prefill nodes, two decode nodes, and two routers, one of which overlaps prefill and decode.
 
     One decode node computes what it cannot load; the other one fails such requests.
 
     Args:
-        arguments: Of every node.
-        folder: For sockets; with a short path.
+        arguments: Options of every node.
+        folder: Folder for sockets. Its path must be short.
     """
 
     def __init__(self, spawn: Spawn, transport: str, arguments: Sequence[str], folder: Path) -> None:
@@ -62,12 +62,12 @@ class Fleet:
 
     @property
     def services(self) -> dict[str, Service]:
-        """All, by name."""
+        """All nodes and routers, by name."""
         return {service.name: service for service in (*self.nodes, *self.routers)}
 
     @property
     def kinds(self) -> Mapping[str, Sequence[Kind]]:
-        """What can befall whom."""
+        """The kinds of faults for each target."""
         of_node: tuple[Kind, ...] = ("kill", "terminate", "pause", "pause", "pause")
         cuts: tuple[Kind, ...] = ("cut",) if self._transport == "shm" else ()
         nodes = {node.name: of_node + cuts for node in self.prefills} | {
@@ -76,7 +76,7 @@ class Fleet:
         return nodes | {router.name: ("kill", "terminate") for router in self.routers}
 
     def start(self) -> None:
-        """Fill every service, and wait until all serve."""
+        """Start every service, and wait until all are ready."""
         for service in self.services.values():
             service.start()
             self._resources.callback(service.close)
@@ -84,20 +84,20 @@ class Fleet:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait until all serve.
+        """Wait until all services are ready.
 
         Raises:
-            LaunchError: one does not, or died of something that was no fault of the run.
+            LaunchError: A service is not ready in time, or ended by itself.
         """
         for service in self.services.values():
             service.wait_ready(START_TIMEOUT_S)
             service.require_alive()
 
     def begin(self, fault: Fault) -> None:
-        """Let a fault happen.
+        """Inject a fault.
 
         Raises:
-            LaunchError: its target died of something else.
+            LaunchError: Its target had already ended by itself.
         """
         service = self.services[fault.target]
         service.require_alive()
@@ -112,7 +112,7 @@ class Fleet:
                 service.cut_off()
 
     def end(self, fault: Fault) -> None:
-        """Mend what it broke."""
+        """End a fault: restart or resume its target."""
         service = self.services[fault.target]
         match fault.kind:
             case "kill":
@@ -126,18 +126,18 @@ class Fleet:
                 service.join_again()
 
     def _terminate(self) -> None:
-        """Ask all to end, so that nobody who is waited for begins with it only then."""
+        """Send SIGTERM to all services first, so that they end at the same time and not one after another."""
         for service in self.services.values():
             service.terminate()
             service.go_on()
 
-    # -- services ----------------------------------------------------------------------------------------
+    # -- making services -------------------------------------------------------------------------------
 
     def _node(self, name: str, role: str, arguments: Sequence[str]) -> Service:
         folder = self._folder / name
         folder.mkdir()
         address = _option_words(self._address(folder))
-        # A peer that is paused meanwhile takes nothing, and a run must not wait for the node as long as users would.
+        # A drain waits for paused peers. Keep it short, because the run waits for the node.
         words = ("--role", role, "--drain-timeout-s", "5", *arguments, *address)
         return Service(name, self._spawn, "serve.py", words, self._port(), folder)
 
@@ -150,7 +150,7 @@ class Fleet:
         return Service(name, self._spawn, "router.py", words, self._port(), self._folder / name)
 
     def _address(self, folder: Path) -> list[str]:
-        """The option that says where a node's transport listens, each time; none where the transport is to choose."""
+        """Return the option for the fixed address of a node's transport. Empty if the transport chooses one."""
         match self._transport:
             case "shm":
                 return [f"address=shm://{folder}/berth.sock"]

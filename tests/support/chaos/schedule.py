@@ -1,4 +1,4 @@
-"""Which fault befalls whom, and when. Pure: a seed in, a list out."""
+"""Draw faults and their times from a seed. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Literal
 
 Act = Callable[["Fault"], None]
 
-#: `kill` and `terminate` (SIGKILL and SIGTERM; started again where it was), `pause` (SIGSTOP), `cut` (it cannot be connected to).
+#: `kill` and `terminate` (SIGKILL and SIGTERM, then a restart), `pause` (SIGSTOP), `cut` (peers cannot connect to it).
 Kind = Literal["kill", "terminate", "pause", "cut"]
 
-#: How long each lasts, from and to, in seconds. A process that is started again is back some time after that.
+#: Shortest and longest duration, in seconds. A restarted process needs additional time to become ready.
 _LASTS_S: Mapping[Kind, tuple[float, float]] = {
     "kill": (0.05, 1.5),
     "terminate": (0.05, 1.5),
     "pause": (0.1, 8.0),
     "cut": (0.2, 4.0),
 }
-#: Between two faults, on average.
+#: Mean time between two faults.
 _GAP_S = 1.0
-#: A target is left alone for so long after a fault of its own.
+#: Time without a fault after each fault of a target.
 _REST_S = 0.5
 
 
@@ -31,9 +31,9 @@ class Fault:
     """One fault.
 
     Attributes:
-        at_s: When it begins, from the beginning of the run.
-        target: Whom it befalls.
-        lasts_s: For how long.
+        at_s: Seconds from the start of the run to the start of the fault.
+        target: Name of the service.
+        lasts_s: Duration in seconds.
     """
 
     at_s: float
@@ -50,17 +50,17 @@ class Fault:
 
 
 def schedule(seed: int, seconds: float, kinds: Mapping[str, Sequence[Kind]]) -> tuple[Fault, ...]:
-    """Draw the faults of a run, in the order in which they begin.
+    """Draw the faults of a run, sorted by start. Two faults of one target never overlap.
 
     Args:
         seconds: No fault begins later.
-        kinds: What can befall each target. No two faults of a target overlap.
+        kinds: The kinds of faults for each target.
     """
     return tuple(_faults(random.Random(seed), seconds, kinds))
 
 
 def timeline(faults: Sequence[Fault], begin: Act, end: Act) -> list[tuple[float, Act, Fault]]:
-    """What to do with which fault, and when, in order."""
+    """Return the start and the end of each fault as `(time, act, fault)`, sorted by time."""
     steps = [(fault.at_s, begin, fault) for fault in faults] + [
         (fault.ends_s, end, fault) for fault in faults
     ]
@@ -82,5 +82,5 @@ def _faults(dice: random.Random, seconds: float, kinds: Mapping[str, Sequence[Ki
 
 
 def _drawn(dice: random.Random, low: float, high: float) -> float:
-    """A time between the two; half of all are below their geometric mean."""
+    """Draw a time between the two, log-uniformly."""
     return low * math.exp(dice.uniform(0.0, math.log(high / low)))

@@ -1,4 +1,4 @@
-"""Processes that die and come back at the address that they had."""
+"""Services: processes that are restarted at the same address."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Self
 
 from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
 
-#: A node ends within this after SIGTERM: what it lets its requests and its engine have, and a busy machine's share.
+#: Seconds from SIGTERM to a node's end: its drain, its engine's shutdown, and a reserve for busy machines.
 END_TIMEOUT_S = 30.0
-#: Two routers ask a node for its health.
+#: The two routers' health checks may each have a connection open.
 NUM_PASSING_DESCRIPTORS = 2
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that only those get who ask for it by number; they can listen there while it is reserved."""
+    """Reserve a port inside the block: the system gives it to no other process, but a process can listen on it by number."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -30,14 +30,14 @@ def reserved_port() -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds of the machine: threads, descriptors, mappings of shared memory."""
+    """The threads, descriptors and shared-memory mappings of a process."""
 
     num_threads: int
     num_descriptors: int
     num_segments: int
 
     def is_within(self, other: Self) -> bool:
-        """Whether it is no more than the other; but for descriptors of requests that are just then answered."""
+        """Whether each count is at most the other's, apart from the descriptors of health checks."""
         return (
             self.num_threads <= other.num_threads
             and self.num_descriptors <= other.num_descriptors + NUM_PASSING_DESCRIPTORS
@@ -46,10 +46,10 @@ class Holdings:
 
 
 class Service:
-    """A process's service in a fleet: its name, its command, its port. Who fills it changes.
+    """A name, a command and a port in a fleet, and the process that currently runs there.
 
     Args:
-        folder: Where its socket is, if it has one in the file system; moved away while the service is cut off.
+        folder: The folder of its socket file, if it has one. It is renamed while the service is cut off.
     """
 
     def __init__(
@@ -66,33 +66,33 @@ class Service:
         self._ended_logs: list[str] = []
 
     def start(self) -> None:
-        """Fill the service. Returns at once."""
+        """Start a process. Returns at once."""
         self._life = Launcher(self._spawn)
         self._num_lives += 1
         self.process = self._life.start(f"{self.name} ({self._num_lives})", *self._command)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until whoever fills it serves.
+        """Wait until the process is ready.
 
         Raises:
-            LaunchError: it failed, ended, or did not within `timeout_s`.
+            LaunchError: It failed, ended, or was not ready within `timeout_s`.
         """
         self._life.wait_ready([self.process], timeout_s)
 
     @property
     def logs(self) -> str:
-        """What all who filled it wrote at last."""
-        return "\n".join((*self._ended_logs, self._last_words))
+        """The ends of the logs of all its processes."""
+        return "\n".join((*self._ended_logs, self._log_tail))
 
     @property
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return f"--- {self.process.name}\n{self.process.log_tail}"
 
     def require_alive(self) -> None:
-        """See that nobody but us ended it.
+        """Check that the process runs.
 
         Raises:
-            LaunchError: it has ended.
+            LaunchError: It ended by itself.
         """
         if not self.process.is_running:
             raise LaunchError(f"{self.process.name} ended by itself; its log:\n{self.process.log_tail}")
@@ -104,17 +104,17 @@ class Service:
         self._note_end()
 
     def terminate(self) -> None:
-        """Ask it to end, as a service manager would."""
+        """Send SIGTERM, as a service manager would."""
         self.process.terminate()
 
     def await_end(self) -> None:
-        """Wait for the end of what was asked to end.
+        """Wait for the end of a process after `terminate`.
 
         Raises:
-            LaunchError: it did not end, or not as it should.
+            LaunchError: It did not end, or ended with another status than 0.
         """
         status = self.process.wait(END_TIMEOUT_S)
-        if status not in (0, -signal.SIGTERM):  # the latter where it had hardly begun
+        if status not in (0, -signal.SIGTERM):  # killed by the signal if it had not installed its handler yet
             raise LaunchError(f"{self.process.name} ended with {status}; its log:\n{self.process.log_tail}")
         self._note_end()
 
@@ -125,7 +125,7 @@ class Service:
         self.process.send_signal(signal.SIGCONT)
 
     def cut_off(self) -> None:
-        """Let nobody connect to its socket; one that has not come up yet is spared."""
+        """Rename its socket's folder, so that no peer can connect. Do nothing if it is not ready yet."""
         if self._serves():
             self._folder.rename(self._cut_folder)
 
@@ -143,10 +143,10 @@ class Service:
     def _cut_folder(self) -> Path:
         return self._folder.with_name(f"{self._folder.name}-cut")
 
-    # -- what it holds ---------------------------------------------------------------------------------
+    # -- resources -------------------------------------------------------------------------------------
 
     def holdings(self) -> Holdings:
-        """What the process holds."""
+        """Count the resources of the process."""
         root = Path(f"/proc/{self.process.pid}")
         mapped = (root / "maps").read_text().splitlines()
         return Holdings(
@@ -156,9 +156,9 @@ class Service:
         )
 
     def close(self) -> None:
-        """End the process, politely at first."""
+        """End the process, with SIGTERM first."""
         self._life.close()
 
     def _note_end(self) -> None:
-        self._ended_logs.append(self._last_words)
+        self._ended_logs.append(self._log_tail)
         self._life.close()

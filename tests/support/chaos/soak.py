@@ -1,4 +1,4 @@
-"""A run: a fleet, traffic and faults; what must hold meanwhile, and what must be true afterwards."""
+"""A run of the soak: fleet, traffic and faults, and the checks during and after it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .verdict import logged_errors, violations
 
 NUM_CLIENTS = 5
 MAX_PROMPT_TOKENS = 1200
-#: After the last fault, for whatever has to come back.
+#: Seconds after the last fault until the fleet must work normally again.
 QUIET_S = 40.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run was like."""
+    """The summary of a run."""
 
     faults: Sequence[Fault]
     outcomes: Sequence[Outcome]
@@ -49,17 +49,17 @@ def _load_of(outcome: Outcome) -> str:
 
 
 def _counted(what: str, names: Iterable[str]) -> list[str]:
-    """A line for each name, the most frequent first; addresses, which differ from life to life, are left out."""
+    """Return one line per name, the most frequent first. Addresses and numbers are left out, because they differ."""
     counts = Counter(re.sub(r"\S*://\S*|\d+", "…", name)[:150] for name in names if name)
     return [f"{count:6} {what}: {name}" for name, count in counts.most_common()]
 
 
 class Soak:
-    """Faults and requests for a fleet, from a seed.
+    """Faults and requests for a fleet, drawn from a seed.
 
     Args:
-        fleet: Started.
-        single: A node of its own with the same model, whose answers count.
+        fleet: A fleet that has been started.
+        single: A separate node with the same model, whose answers are the expected ones.
     """
 
     def __init__(self, fleet: Fleet, single: Client, seed: int, seconds: float) -> None:
@@ -67,30 +67,30 @@ class Soak:
         self._single = single
         self._seed = seed
         self._faults = schedule(seed, seconds, fleet.kinds)
-        self._befallen: list[Fault] = []
+        self._injected: list[Fault] = []
         self._began = time.monotonic()
 
     def run(self) -> Report:
-        """Let it all happen, and look whether it went as it must.
+        """Run the soak and check its results.
 
         Raises:
-            Exception: it did not; a note tells the seed, the faults, and what those who are gone logged.
+            Exception: A check failed. Notes contain the seed, the faults, and the logs.
         """
         try:
             return self._run()
         except BaseException as error:
-            error.add_note(f"seed {self._seed}; the faults:\n" + "\n".join(map(str, self._befallen)))
+            error.add_note(f"seed {self._seed}; the faults:\n" + "\n".join(map(str, self._injected)))
             error.add_note("\n".join(service.logs for service in self._fleet.services.values()))
             raise
 
     def _run(self) -> Report:
         self._hand_over_in_every_pair("before")
         before = {node.name: node.holdings() for node in self._fleet.nodes}
-        report = self._live_through()
+        report = self._inject_faults()
         logs = [service.logs for service in self._fleet.services.values()]
         ask = ask_alone(self._single, ignore_eos=True)
-        if objected := violations(report.faults, report.outcomes, ask) + logged_errors(logs):
-            raise AssertionError("\n".join(objected))
+        if found := violations(report.faults, report.outcomes, ask) + logged_errors(logs):
+            raise AssertionError("\n".join(found))
         self._fleet.wait_ready()
         self._hand_over_in_every_pair("after")
         for node in self._fleet.nodes:
@@ -100,7 +100,7 @@ class Soak:
 
     # -- faults and requests ---------------------------------------------------------------------------
 
-    def _live_through(self) -> Report:
+    def _inject_faults(self) -> Report:
         self._began = time.monotonic()
         ports = {router.name: router.port for router in self._fleet.routers}
         streams = [
@@ -114,11 +114,11 @@ class Soak:
                 act(fault)
         finally:
             outcomes = traffic.stop()
-        return Report(self._befallen, outcomes)
+        return Report(self._injected, outcomes)
 
     def _begin(self, fault: Fault) -> None:
-        """Let a fault happen; on a busy machine that is later than it was meant to."""
-        self._befallen.append(replace(fault, at_s=self._now()))
+        """Inject a fault, and note its actual time, which is later than planned on a busy machine."""
+        self._injected.append(replace(fault, at_s=self._now()))
         self._fleet.begin(fault)
 
     def _now(self) -> float:
@@ -130,10 +130,10 @@ class Soak:
     # -- before and after ------------------------------------------------------------------------------
 
     def _hand_over_in_every_pair(self, when: str) -> None:
-        """Have each decode node load from each prefill node.
+        """Check that each decode node can load from each prefill node.
 
         Raises:
-            TimeoutError: one of them goes on to compute what it should load.
+            TimeoutError: A decode node still recomputes what it should load.
         """
         for prefill, decode in product(self._fleet.prefills, self._fleet.decodes):
             pair = f"{when}: from {prefill.name} to {decode.name}"
@@ -152,17 +152,17 @@ class Soak:
 
 
 def _prompts(text: str) -> Iterator[list[int]]:
-    """Prompts of several blocks that no cache has."""
+    """Generate prompts of several blocks that are in no cache."""
     return (list(f"{number} {text} {'.' * 200}".encode()) for number in count())
 
 
 def _require_no_more(node: Service, before: Holdings) -> None:
-    """See that a node has let go of what the run made it hold.
+    """Check that a node has released the resources that it used during the run.
 
     Raises:
-        TimeoutError: it has more threads, descriptors or mappings than before.
+        TimeoutError: It has more threads, descriptors or mappings than before.
     """
     try:
         wait_until(lambda: node.holdings().is_within(before), QUIET_S)
     except TimeoutError:
-        raise TimeoutError(f"{node.name} holds {node.holdings()}, after {before}") from None
+        raise TimeoutError(f"{node.name} holds {node.holdings()}, but held {before} before the run") from None

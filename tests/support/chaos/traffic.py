@@ -1,4 +1,4 @@
-"""A steady stream of requests, and how each of them ended."""
+"""A steady stream of requests, and their outcomes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: Every request has ended by then.
+#: Seconds for one request.
 DEADLINE_S = 60.0
-#: Between two requests of a client, and between two attempts to connect to a router that is not there.
+#: Seconds between two requests of a client, and between two attempts to connect to a router.
 PAUSE_S = 0.05
 
-#: `whole`: answered. `refused`: an error says why. `broken`: the connection was. `hung up`: by the client.
+#: `whole`: answered. `refused`: ended by an error object. `broken`: the connection broke. `hung up`: the client left.
 Ending = Literal["whole", "refused", "broken", "hung up"]
 
 
@@ -26,8 +26,8 @@ class Ask:
     """One request.
 
     Attributes:
-        router: Name of the router that it goes to.
-        hang_up_s: The client leaves after so long; infinity: it stays.
+        router: Name of the router that receives it.
+        hang_up_s: Seconds after which the client leaves. Infinity: it stays.
     """
 
     router: str
@@ -38,7 +38,7 @@ class Ask:
 
     @property
     def body(self) -> bytes:
-        """What is posted."""
+        """The body of the POST."""
         fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         mine = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.stream}
         return json.dumps(fields | mine).encode()
@@ -46,11 +46,11 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What came so far.
+    """The part of an answer that has arrived.
 
     Attributes:
-        error: An error object that came instead of the rest, empty without one.
-        transfer: How the cache came to the node that answered, empty where it did not.
+        error: The error object that ended the answer. Empty if there is none.
+        transfer: How the cache was transferred to the decode node. Empty if it was not.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Answer:
     transfer: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, piece: Mapping[str, Any]) -> None:
-        """Take in an event of a stream, or a whole answer."""
+        """Add an event of a stream, or a whole answer."""
         for choice in piece.get("choices", ()):
             self.token_ids += choice["token_ids"]
         self.error = piece.get("error") or self.error
@@ -70,9 +70,9 @@ class Outcome:
     """How a request ended.
 
     Attributes:
-        began_s, ended_s: In seconds of the run.
+        began_s, ended_s: Seconds from the start of the run.
         expected: The token ids of the whole answer.
-        why: What a broken connection's error said, else empty.
+        why: The error of a broken connection. Empty otherwise.
     """
 
     ask: Ask
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def draw_asks(seed: int, routers: Sequence[str], max_prompt_tokens: int) -> Iterator[Ask]:
-    """Draw requests, for ever: prompts that begin alike, short and long, for one token or several."""
+    """Draw requests without end: short and long prompts, with shared prefixes, for one token or several."""
     dice = random.Random(seed)
     shared = [_draw_words(random.Random(number), 40 * number) for number in range(1, 5)]
     while True:
@@ -104,13 +104,13 @@ def _draw_words(dice: random.Random, most: int) -> tuple[int, ...]:
 
 
 class Traffic:
-    """Clients, each with a thread and requests of its own, until `stop`.
+    """Clients that send requests until `stop`, each in its own thread.
 
     Args:
         streams: The requests of each client.
-        ports: Port of each router.
-        expect: What a node that nothing befalls answers; called from several threads.
-        now: Seconds of the run.
+        ports: The port of each router.
+        expect: Returns the expected answer. Called from several threads.
+        now: Returns the seconds since the start of the run.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Traffic:
             thread.start()
 
     def stop(self) -> list[Outcome]:
-        """Let what is under way end; returns all outcomes.
+        """Wait for the requests in flight, and return all outcomes.
 
         Raises:
-            TimeoutError: a request has not ended within its deadline.
+            TimeoutError: A request has not ended within its deadline.
         """
         self._is_over.set()
         deadline = time.monotonic() + 2 * DEADLINE_S
@@ -159,7 +159,7 @@ class Traffic:
         return Outcome(ask, ending, began_s, ended_s, answer, self._expect(ask), why)
 
     def _converse(self, connection: http.client.HTTPConnection, ask: Ask, answer: Answer) -> Ending:
-        """Send a request and read into `answer` what comes."""
+        """Send a request, and read its answer into `answer`."""
         connection.request("POST", "/v1/completions", ask.body)
         if ask.hang_up_s < DEADLINE_S:
             self._is_over.wait(ask.hang_up_s)
@@ -172,7 +172,7 @@ class Traffic:
 
     @contextmanager
     def _connected(self, port: int) -> Iterator[http.client.HTTPConnection]:
-        """Connect, as soon as somebody listens."""
+        """Connect as soon as the router listens."""
         deadline = time.monotonic() + DEADLINE_S
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         with closing(connection):

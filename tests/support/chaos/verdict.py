@@ -1,4 +1,4 @@
-"""Whether requests ended as they may, given what befell whom."""
+"""Check that each request ended in a way that the faults allow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reference.demo.near_tie import AskAlone, compare
 from .schedule import Fault
 from .traffic import DEADLINE_S, Outcome
 
-#: A router that was told to end breaks its last connections by then.
+#: Seconds after a fault within which a terminated router breaks its last connections.
 _STOP_S = 5.0
-#: Why a request may be refused: no node is there, one was lost in the middle of its answer, or the router ends.
+#: Reasons to refuse a request: there is no node, one was lost in the middle of its answer, or the router is stopping.
 _MAY_REFUSE = (
     "no prefill node can",
     "no decode node can",
@@ -20,17 +20,17 @@ _MAY_REFUSE = (
     "the engine does not run",
     "the router is draining",
 )
-#: Or it could not be loaded, where that is the policy.
+#: Or its load failed, if the node's policy is to fail.
 _LOAD_FAILED = "generation_failed"
 
 _MARKS = (" ERROR ", " CRITICAL ", "Traceback")
 
 
 def violations(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: AskAlone) -> list[str]:
-    """Say what is wrong with how requests ended; nothing if nothing is. Near-ties of logits are printed, and are right.
+    """Return one line per request that ended in a forbidden way. Near-ties of logits are printed, and allowed.
 
     Args:
-        ask_alone: A single node, asked where an answer differs from what is expected.
+        ask_alone: Asks a single node. Called if an answer differs from the expected one.
     """
     found = [
         f"{why}: {_described(outcome)}"
@@ -43,7 +43,7 @@ def violations(faults: Sequence[Fault], outcomes: Sequence[Outcome], ask_alone: 
 
 
 def logged_errors(logs: Sequence[str]) -> list[str]:
-    """What processes wrote of their own bugs: faults around them are worth a warning at most."""
+    """Return logs that contain an error or a traceback. Injected faults may cause warnings at most."""
     return [log for log in logs if any(mark in log for mark in _MARKS)]
 
 
@@ -55,11 +55,11 @@ def _violation(faults: Sequence[Fault], outcome: Outcome, ask_alone: AskAlone) -
     if comparison.mismatch is not None:
         return f"not what a single node answers, {expected}: {comparison.mismatch}"
     if outcome.ended_s - outcome.began_s > DEADLINE_S:
-        return "it took too long"
+        return "it took longer than its deadline"
     if outcome.ending == "refused" and not _may_refuse(answer.error):
-        return "no reason to refuse it"
+        return "it was refused without an allowed reason"
     if outcome.ending == "broken" and not any(_may_break(fault, outcome) for fault in faults):
-        return "nothing befell its router"
+        return "its connection broke without a fault of its router"
     return ""
 
 
@@ -68,7 +68,7 @@ def _may_refuse(error: Mapping[str, Any]) -> bool:
 
 
 def _may_break(fault: Fault, outcome: Outcome) -> bool:
-    """Whether a fault ended the router while it had the request."""
+    """Whether a fault ended the router while it served the request."""
     begins_before = outcome.began_s <= fault.at_s + _STOP_S
     return fault.target == outcome.ask.router and begins_before and fault.at_s <= outcome.ended_s
 
