@@ -122,4 +122,4 @@ bench: $(READY) ## measure the transports on this machine
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis transports/*.so

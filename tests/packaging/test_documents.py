@@ -1,4 +1,4 @@
-"""The README's code runs, its figures are those of the benchmarks, and links between documents lead somewhere."""
+"""What the documents promise: code that runs, figures that were measured, and links that lead somewhere."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:
     assert len(figures) >= 10
     benchmarks = re.findall(r"\d\.\d\d", (ROOT / "docs" / "benchmarks.md").read_text())
     assert figures <= set(benchmarks)
+
+
+def test_the_changelog_has_one_line_per_change() -> None:
+    _, _, entries = (ROOT / "CHANGELOG.md").read_text().partition("## Unreleased\n")
+    for line in filter(None, entries.splitlines()):
+        assert line.startswith(("- ", "## ", "### ")), line
+        assert len(line) <= 160, line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
