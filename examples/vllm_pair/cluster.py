@@ -1,4 +1,4 @@
-"""What is started: nodes of vLLM, and something in front of them."""
+"""Start vLLM servers with kvferry as their connector."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 
-#: How vLLM is told of kvferry; options of the connector are added.
+#: vLLM's KV transfer configuration for kvferry, without the connector's own options.
 KVFERRY: Mapping[str, Any] = {
     "kv_connector": "KvferryConnector",
     "kv_connector_module_path": "kvferry.connector.vllm",
     "kv_role": "kv_both",
 }
-#: Below those that Linux gives to outgoing connections.
+#: Below the ports that Linux gives to outgoing connections.
 PORTS = range(20000, 32000)
 
 
@@ -32,11 +32,11 @@ def start_vllm(
     """Start `vllm serve`. Returns at once.
 
     Args:
-        transfer: Its KV transfer configuration; None for a node by itself.
-        port: Where it listens; 0 for a port that is free.
+        transfer: Its KV transfer configuration. None: no connector.
+        port: The port to listen on. 0 chooses a free one.
 
     Raises:
-        LaunchError: no port is free.
+        LaunchError: No port is free.
     """
     config = () if transfer is None else ("--kv-transfer-config", json.dumps(transfer))
     return launcher.start(
@@ -53,8 +53,8 @@ def start_vllm(
 
 
 def _free_port() -> int:
-    # vLLM cannot be told to take one itself and say which, and it takes it late; so it is one that the kernel does not
-    # give to others meanwhile.
+    # vLLM cannot choose a port and report it, and it binds late. So choose one from a range that the kernel does not use
+    # for other sockets meanwhile.
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""What a node says of its transfers on `/metrics`."""
+"""Read a node's transfers from `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True)
 class Transfers:
-    """Everything that a node loaded since its start."""
+    """Totals of a node's loads since its start."""
 
     num_loads: int = 0
     num_failures: int = 0
@@ -31,7 +31,7 @@ class Transfers:
 
 
 async def read_transfers(session: aiohttp.ClientSession, url: str) -> Transfers:
-    """Read a node's figures; all zero when it has none."""
+    """Read a node's totals. All are zero if it has none."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -1,8 +1,7 @@
-"""The smallest thing in front of a pair: the request protocol of the example proxy that comes with vLLM.
+"""A minimal proxy for one pair. It speaks the request protocol of the example proxy that comes with vLLM.
 
-The prompt goes to the prefill node with one token to answer; what that says in `kv_transfer_params` goes with the
-client's own request to the decode node, whose answer is streamed back. Nothing is retried, and there is one node of
-each role: for more than a look, use `examples/router.py`.
+It asks the prefill node for one token of the prompt. The `kv_transfer_params` of that answer go with the client's request to the
+decode node, whose answer is streamed back. It retries nothing; for real use there is `examples/router.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ASK_TO_OFFER = {
 
 
 def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
-    """A proxy for completions over one prefill and one decode node."""
+    """Make a proxy for completions over one prefill node and one decode node."""
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -53,10 +52,10 @@ def proxy_application(prefill_url: str, decode_url: str) -> web.Application:
 
 
 def _check_one_prompt(body: Mapping[str, Any]) -> None:
-    """Refuse several prompts: both nodes would make requests of them with one set of `kv_transfer_params`.
+    """Refuse several prompts, because one set of `kv_transfer_params` belongs to one prompt.
 
     Raises:
-        ApiError: there are several.
+        ApiError: There are several prompts.
     """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt):

@@ -1,4 +1,4 @@
-"""The comparison from start to end: start three vLLM nodes, ask the pair and the single one, compare."""
+"""Compare a pair of vLLM servers with a single one: start them, ask both, and compare the answers."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ WARM_UP_PROMPT = (
 )
 NODE_ARGUMENTS = ("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager")
 START_TIMEOUT_S = 600.0
-#: Fields of a completion that make vLLM say which tokens are likely. Log-probabilities differ as the logits do.
-TELL_LOGITS = {"logprobs": 2, "return_tokens_as_token_ids": True}
+#: Fields of a completion that make vLLM return log-probabilities. Their differences are those of the logits.
+ASK_FOR_LOGITS = {"logprobs": 2, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt, answered by both.
+    """One prompt and its two answers.
 
     Attributes:
-        front: What stood in front of the pair.
-        tokens: How the two compare; None if one of them failed.
+        front: What stood in front of the pair: `"router"` or `"proxy"`.
+        tokens: The comparison of the tokens. None if one of the answers failed.
     """
 
     front: str
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def is_right(self) -> bool:
-        """Whether the pair answered as the single node may: with its tokens, near-ties of logits apart."""
+        """Whether the pair's tokens are those of the single node, apart from near-ties of logits."""
         return self.tokens is not None and self.tokens.mismatch is None
 
 
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison.
 
     Returns:
-        The exit status: 0 when the pair answered every prompt with the single node's tokens, near-ties of logits apart,
-        1 when not, 2 when something could not start.
+        The exit status: 0 if the pair answered every prompt with the single node's tokens, apart from near-ties of logits; 1 if it
+        did not; 2 if a process could not start.
     """
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -92,19 +92,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm_pair", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--model", default="", help="a model folder or name; the default comes with the examples"
+        "--model", default="", help="a model's folder or name (default: the model of the other examples)"
     )
     parser.add_argument("--transport", default="shm", help="kvferry's transport (default: %(default)s)")
     parser.add_argument(
         "--front",
         action="append",
         choices=("router", "proxy"),
-        help="what stands in front of the pair: our router (the default), or the protocol of vLLM's example proxy; "
-        "may be repeated",
+        help="what to put in front of the pair: our router, or a proxy like vLLM's example; may be repeated "
+        "(default: router)",
     )
-    parser.add_argument("--prompt", action="append", help="may be repeated")
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt to continue; may be repeated (default: two prompts)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=32, help="longest answer in tokens (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 
 
@@ -152,12 +159,12 @@ async def _compare(
 def _compare_tokens(
     prompt: str, pair: Answer, alone: Answer, single: LaunchedProcess
 ) -> near_tie.Comparison | None:
-    """Compare two answers; None if there are not two, or the single node cannot be asked any more."""
+    """Compare two answers. None if one of them failed, or the single node no longer answers."""
     if pair.error or alone.error or not pair.token_ids:
         return None
 
     def ask_alone(prompt: str | Sequence[int], max_tokens: int) -> near_tie.Expectation:
-        choice = complete(single.port, prompt, max_tokens=max_tokens, **TELL_LOGITS)["choices"][0]
+        choice = complete(single.port, prompt, max_tokens=max_tokens, **ASK_FOR_LOGITS)["choices"][0]
         return near_tie.Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits(choice))
 
     try:
@@ -168,7 +175,7 @@ def _compare_tokens(
 
 
 def top_logits(choice: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """The two largest logits of the first token of a completion that was asked for with `TELL_LOGITS`."""
+    """Return the two largest logits of the first token of a completion with `ASK_FOR_LOGITS`."""
     likely = choice["logprobs"]["top_logprobs"][0].items()
     pairs = [(int(name.removeprefix("token_id:")), float(logprob)) for name, logprob in likely]
     return sorted(pairs, key=lambda pair: -pair[1])[:2]
@@ -177,7 +184,7 @@ def top_logits(choice: Mapping[str, Any]) -> list[tuple[int, float]]:
 def in_front_of(
     front: str, launcher: Launcher, prefill: LaunchedProcess, decode: LaunchedProcess
 ) -> contextlib.AbstractAsyncContextManager[str]:
-    """Serve a pair to clients by `front`, `"router"` or `"proxy"`, while the block runs. Yields its URL."""
+    """Put `"router"` or `"proxy"` in front of a pair inside the block. Yields its URL."""
     return _router(launcher, prefill, decode) if front == "router" else _proxy(prefill, decode)
 
 

@@ -1,6 +1,6 @@
-"""One `vllm serve` under the demo's launcher: it says when it is ready, and ends when its launcher does.
+"""Run `vllm serve` under the demo's launcher: report when it is ready, and end when the launcher ends.
 
-python serve.py --launcher-fd N MODEL --port PORT ...        everything else goes to `vllm serve`
+python serve.py --launcher-fd N MODEL --port PORT ...        passes all other arguments to `vllm serve`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import urllib.request
 POLL_S = 0.25
 STOP_S = 15.0
 
-#: What a CPU node needs to start beside others on one machine. What the user sets comes first.
+#: Settings that CPU nodes need to share a machine. The user's environment overrides them.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -29,13 +29,15 @@ ENVIRONMENT = {
 
 
 def main() -> int:
-    """Run vLLM until it ends, or until the launcher or a signal ends it; returns its exit status."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)  # what abbreviates ours may be an option of vLLM's
+    """Run vLLM until it ends, or until the launcher or a signal ends it. Returns its exit status."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False
+    )  # an abbreviation of our option may be an option of vLLM's
     parser.add_argument("--launcher-fd", type=int, required=True)
     options, arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     port = int(arguments[arguments.index("--port") + 1])
-    # `vllm serve` by another name: vllm-cpu's own command looks for a package called vllm.
+    # Start `vllm serve` by its module, because vllm-cpu's command looks for a distribution named vllm.
     vllm = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *arguments],
         env=ENVIRONMENT | os.environ,
@@ -54,7 +56,7 @@ def _watch(vllm: subprocess.Popen[bytes], launcher: socket.socket, health: str) 
         selector.register(launcher, selectors.EVENT_READ)
         while (status := vllm.poll()) is None:
             if selector.select(POLL_S):
-                return 0  # the launcher hung up
+                return 0  # the launcher has ended
             if not is_ready and _answers(health):
                 is_ready = True
                 launcher.send(json.dumps({"ready": True}).encode() + b"\n")

@@ -12,7 +12,7 @@ from reference.engine.types import EngineStats, EngineTotals, RequestMetrics
 from reference.node.metrics import NodeMetrics
 from reference.router.handoffs import Handoffs
 from reference.router.metrics import RouterMetrics
-from reference.router.nodes import Node
+from reference.router.nodes import UpstreamNode
 from tests.support.metrics_page import assert_promtool_is_content, declared
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -36,7 +36,7 @@ def router_page() -> str:
     """Make the page of a router that has counted everything once."""
     handoffs = Handoffs()
     handoffs.pairs["http://p", "http://d"].counts["loaded"] += 1
-    metrics = RouterMetrics([Node("prefill", "http://p")], handoffs)
+    metrics = RouterMetrics([UpstreamNode("prefill", "http://p")], handoffs)
     metrics.requests.labels("200").inc()
     metrics.retries.labels("decode").inc()
     return metrics.text().decode()

@@ -193,7 +193,9 @@ def test_caching_needs_blocks_hashes_and_slots(manager: KVCacheManager, make_req
     with pytest.raises(KVTransferStateError, match="has no blocks"):
         manager.cache_blocks(request, 4)
     manager.allocate_slots(request, 4)
-    with pytest.raises(KVTransferStateError, match="cannot cache 2 blocks of request .*: it has 1 in group 0"):
+    with pytest.raises(
+        KVTransferStateError, match="cannot cache 2 blocks of request .*: it has 1 in group 0"
+    ):
         manager.cache_blocks(request, 8)
     with pytest.raises(KVTransferStateError, match="cannot cache 3 full blocks .* 2 block hashes"):
         manager.cache_blocks(request, 12)

@@ -51,9 +51,7 @@ def test_without_attention_pages_stay_aligned() -> None:
 
 def test_a_state_larger_than_a_page_names_the_block_size_that_would_do() -> None:
     config = config_of(replace(STATE, state_shapes=((321,), (1,))))
-    with pytest.raises(
-        ConfigurationError, match="1286 bytes.*use block_size=11 or more"
-    ) as caught:
+    with pytest.raises(ConfigurationError, match="1286 bytes.*use block_size=11 or more") as caught:
         get_kv_cache_spec(config, torch.float32)
     assert caught.value.key == "block_size"
     larger = replace(config, cache=CacheConfig(block_size=11))

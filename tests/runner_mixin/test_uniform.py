@@ -136,7 +136,8 @@ def test_layers_that_share_a_tensor_get_the_same_view(kv_cache_config, group):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"), [((512, 1024), "equal size"), ((600, 600), "multiple of the page"), ((), "equal size")]
+    ("sizes", "message"),
+    [((512, 1024), "equal size"), ((600, 600), "multiple of the page"), ((), "equal size")],
 )
 def test_unequal_or_broken_tensors_are_refused(preferring, kv_cache_config, group, sizes, message):
     tensors = tuple(KVCacheTensor(size, (f"layers.{i}.attn",)) for i, size in enumerate(sizes))

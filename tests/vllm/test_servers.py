@@ -22,7 +22,7 @@ from reference.demo.launcher import LaunchedProcess, Launcher
 from reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.metrics_page import assert_promtool_is_content
 from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.run import TELL_LOGITS, top_logits
+from vllm_pair.run import ASK_FOR_LOGITS, top_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,7 +100,7 @@ class Server:
 
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
             tokens = [int(token) for token in prompt]
-            choice = self.alone(tokens, max_tokens, **TELL_LOGITS)
+            choice = self.alone(tokens, max_tokens, **ASK_FOR_LOGITS)
             return Expectation(tokens, choice["token_ids"], top_logits(choice))
 
         assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
