@@ -87,7 +87,7 @@ def test_specs_of_decoder_layers(config):
 
 def test_a_layer_has_a_window_or_chunks():
     with pytest.raises(
-        ConfigurationError, match=r"'layers.3' has a window of 16 tokens as well as chunks of 32"
+        ConfigurationError, match="'layers.3' has both sliding_window=16 and attention_chunk_size=32"
     ):
         AttentionLayerConfig("layers.3", 2, 8, sliding_window=16, attention_chunk_size=32)
 
