@@ -164,6 +164,6 @@ async def no_task_is_left_behind() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _guard_of_tasks(request: pytest.FixtureRequest, nothing_is_left_behind: None) -> None:
+def _tasks_are_checked(request: pytest.FixtureRequest, nothing_is_left_behind: None) -> None:
     if inspect.iscoroutinefunction(request.function):
         request.getfixturevalue("no_task_is_left_behind")

@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison.
 
     Returns:
-        The exit status: 0 if the pair answered every prompt with the single node's tokens, apart from near-ties of logits; 1 if it
-        did not; 2 if a process could not start.
+        The exit status: 0 if the pair answered every prompt with the single node's tokens, apart from near-ties of logits;
+        1 if it did not; 2 if a process could not start.
     """
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -196,7 +196,8 @@ class Router:
         except TimeoutError:
             if not limit.expired():
                 raise
-            message = f"the answer was not complete within {self._answer_timeout_s:g} s, the limit of the router's --answer-timeout-s"
+            limit_s = self._answer_timeout_s
+            message = f"the answer was not complete within {limit_s:g} s, the limit of the router's --answer-timeout-s"
             return await reply.fail(ApiError(504, message, kind="timeout_error", code="timeout"))
 
     async def _routed(self, call: Call, reply: Reply) -> web.StreamResponse:

@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; needs nodes of "
-        "serve.py (default: off)",
+        help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; "
+        "needs nodes of serve.py (default: off)",
     )
     return parser
 

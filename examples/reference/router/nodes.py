@@ -82,7 +82,7 @@ class UpstreamNode:
         self.state = NodeState.UNKNOWN
         self.in_flight = 0
         self.last_used = 0
-        self.last_error = "not asked yet"
+        self.last_error = "not checked yet"
         self.load_failure_policy = ""
         self._num_failed_checks = 0
         self._reported = ""
@@ -113,8 +113,8 @@ class UpstreamNode:
             self.load_failure_policy = health.load_failure_policy
         self._change(state)
         if state is NodeState.GONE and health.ends_requests:
-            # Do this at each such check, not only at the first: a request that was writing to its client then was not waiting for
-            # the node.
+            # Do this at each such check, not only at the first: at the first one a request may have been writing to its client
+            # rather than waiting for the node.
             self.end_exchanges()
 
     def _note_local(self, error: str) -> None:

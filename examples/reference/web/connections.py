@@ -1,7 +1,7 @@
 """Limits on connections, and on the time that a request's header may take.
 
 aiohttp limits the size of a header, and closes a connection that was idle for `keepalive_timeout`. It limits neither the
-number of connections nor the time until the first header, so `GuardedRunner` puts a guard between each connection and aiohttp.
+number of connections nor the time until the first header, so `LimitedRunner` wraps aiohttp's protocol of each connection.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _open_file_limit() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-class GuardedRunner(web.AppRunner):
+class LimitedRunner(web.AppRunner):
     """Runs an application with limits on its connections and on the time of a header.
 
     At `max_connections`, a new connection replaces the connection that has been idle for the longest. If none is idle, the new
@@ -100,22 +100,22 @@ class GuardedRunner(web.AppRunner):
 
     @property
     def server(self) -> Callable[[], asyncio.Protocol] | None:  # type: ignore[override]
-        """Makes the protocol of a new connection: aiohttp's, wrapped in a guard."""
+        """Makes the protocol of a new connection: aiohttp's, wrapped."""
         make = super().server
-        return None if make is None else lambda: _Guard(self._admission, make)
+        return None if make is None else lambda: _Connection(self._admission, make)
 
 
 @web.middleware
 async def _note_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection's guard when a request begins and when its handler has ended."""
-    guard = None if request.transport is None else request.transport.get_protocol()
-    if not isinstance(guard, _Guard):
+    """Note on the connection when a request begins and when its handler has ended."""
+    connection = None if request.transport is None else request.transport.get_protocol()
+    if not isinstance(connection, _Connection):
         return await handler(request)
-    guard.request_began()
+    connection.request_began()
     try:
         return await handler(request)
     finally:
-        guard.request_ended()
+        connection.request_ended()
 
 
 class _Admission:
@@ -123,13 +123,13 @@ class _Admission:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._busy: set[_Guard] = set()
-        self._idle: dict[_Guard, None] = {}  # in the order in which they became idle
-        self._refused: set[_Guard] = set()
+        self._busy: set[_Connection] = set()
+        self._idle: dict[_Connection, None] = {}  # in the order in which they became idle
+        self._refused: set[_Connection] = set()
         self._num_refused = 0
         self._logged_s = float("-inf")
 
-    def admit(self, guard: _Guard, now: float) -> bool:
+    def admit(self, connection: _Connection, now: float) -> bool:
         """Whether to serve a new connection. May close the one that has been idle for the longest."""
         if len(self._busy) + len(self._idle) >= self.limits.max_connections:
             victim = next((other for other in self._idle if other.is_flushed), None)
@@ -138,30 +138,30 @@ class _Admission:
                 return False
             del self._idle[victim]  # remove it now, because asyncio reports the end later
             victim.abort()
-        self._idle[guard] = None
+        self._idle[connection] = None
         return True
 
-    def may_explain(self, guard: _Guard) -> bool:
+    def may_explain(self, connection: _Connection) -> bool:
         """Whether a refused connection may stay open until the client has read the refusal."""
         if len(self._refused) >= max(8, self.limits.max_connections // 8):
             return False
-        self._refused.add(guard)
+        self._refused.add(connection)
         return True
 
-    def note_busy(self, guard: _Guard) -> None:
-        if guard in self._idle:
-            del self._idle[guard]
-            self._busy.add(guard)
+    def note_busy(self, connection: _Connection) -> None:
+        if connection in self._idle:
+            del self._idle[connection]
+            self._busy.add(connection)
 
-    def note_idle(self, guard: _Guard) -> None:
-        if guard in self._busy:
-            self._busy.remove(guard)
-            self._idle[guard] = None
+    def note_idle(self, connection: _Connection) -> None:
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._idle[connection] = None
 
-    def leave(self, guard: _Guard) -> None:
-        self._busy.discard(guard)
-        self._idle.pop(guard, None)
-        self._refused.discard(guard)
+    def leave(self, connection: _Connection) -> None:
+        self._busy.discard(connection)
+        self._idle.pop(connection, None)
+        self._refused.discard(connection)
 
     def _log_refusal(self, now: float) -> None:
         self._num_refused += 1
@@ -175,7 +175,7 @@ class _Admission:
             )
 
 
-class _Guard(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """Wraps aiohttp's protocol for one connection, and passes everything on to it."""
 
     def __init__(self, admission: _Admission, make_inner: Callable[[], asyncio.Protocol]) -> None:

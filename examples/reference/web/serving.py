@@ -17,7 +17,7 @@ from typing import NoReturn, TextIO
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from .connections import MOST_CONNECTIONS, ConnectionLimits, GuardedRunner
+from .connections import MOST_CONNECTIONS, ConnectionLimits, LimitedRunner
 from .json_body import BODY_TIMEOUT
 from .launcher_link import Link
 
@@ -196,7 +196,7 @@ async def serving(
 ) -> AsyncIterator[None]:
     """Serve `app` on `listener` inside the block, within `limits`. If a client disconnects, its handler is cancelled."""
     app[BODY_TIMEOUT] = limits.body_timeout_s
-    runner = GuardedRunner(
+    runner = LimitedRunner(
         app,
         limits,
         handler_cancellation=True,
