@@ -191,4 +191,4 @@ producer.close(), consumer.close()
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "None b'good'", result.stderr
-    assert "Install a C compiler" in result.stderr
+    assert "install a C compiler" in result.stderr
