@@ -1,6 +1,6 @@
 """The interface of a transport: it sends control messages to peers, and reads their memory one-sidedly.
 
-    transport = SomeTransport(options)              # what can be refused early is refused here
+    transport = SomeTransport(options)              # refuses everything that can be refused this early
     arena = transport.allocate(num_bytes)           # or bring memory of your own
     endpoint = transport.register(Pool([arena.segment]))
     address = endpoint.listen("")                   # give it to other nodes
@@ -9,38 +9,46 @@
         for event in endpoint.wait_events(timeout_s): ...
     transport.close()
 
-A `Transport` is one mechanism with its options. It allocates memory that the mechanism serves well, and holds the table
-of guards. `register` makes its memory known and returns the `Endpoint`: one end of connections to many *peers*, which
-are endpoints of other transports of the same kind, mostly in other processes.
+Words
+    A *transport* is one mechanism with its options, such as shared memory or TCP. It allocates memory that
+    the mechanism serves well. A *pool* is the memory that it was given to serve. A *region* is a run of bytes
+    in a pool. An *endpoint* is one end of connections to many *peers*: endpoints of other transports of the
+    same kind, mostly in other processes. A *guard* is a word that the owner of a pool sets while certain
+    bytes keep their content, and clears before it changes them. `transports/regions.py` defines pools,
+    regions and guards.
 
-One thread owns a transport and its endpoint, and calls every method except `Endpoint.wake`, which any thread may call.
-No method waits for a peer. What happens, from a peer that connects to a read that ends, is an event, and
-`wait_events` returns it.
+Threads and waiting
+    One thread owns a transport and its endpoint. It calls every method except `Endpoint.wake`, which any
+    thread may call. No method waits for a peer. Everything that happens is an event, from a peer that
+    connects to a read that ends, and `wait_events` returns it.
 
 Events of one peer
-    `Connected` comes first. Then messages come in the order in which they were sent. `PeerLost` comes last, once, and
-    not after `disconnect`. A connection that we started may be lost without ever being connected; one that another node
-    started, and that fails before it is connected, is never reported. Ids of peers and transfers are not used twice.
+    `Connected` comes first. Then messages come in the order in which they were sent. `PeerLost` comes last
+    and once; after `disconnect` it does not come. A connection that we started may be lost before it is
+    connected. A connection that another node started is reported only once it is connected. Ids of peers and
+    transfers are never used twice.
 
 Events of one read
-    Each read that `start_read` accepted ends with exactly one `TransferEnded`, whatever fails, and before the `PeerLost`
-    of its peer. Only `close` ends reads without an event. Reads of one peer may end in any order.
+    Each read that `start_read` accepted ends with exactly one `TransferEnded`, whatever fails, and before the
+    `PeerLost` of its peer. Only `close` ends reads without an event. Reads from one peer may end in any
+    order.
 
 Ownership of memory
-    From `start_read` until its `TransferEnded`, the local regions belong to the endpoint: reading or reusing them is
-    undefined. Remote regions stay their owner's. The owner may change them at any time, and clears their guard first.
-    That is what guards are for: a read ends without an error only if the guard still held after the last byte was
-    copied.
+    From `start_read` until its `TransferEnded` the local regions belong to the endpoint: do not read or reuse
+    them. The remote regions stay their owner's, which may change them at any time, after it has cleared their
+    guard. So a read checks the guard after it has copied the last byte, and ends without an error only if the
+    guard still held.
 
 Failures
-    Whatever a socket, a library or the system raises leaves a method as one of `transports.errors`. What goes wrong with
-    one peer ends that peer with `PeerLost`, even if it is an exception that nothing documents; that one is logged with
-    its traceback. `wait_events` never raises because of a peer. If file descriptors run out, the call that needed one
-    raises a `BackpressureError` that names the limit and the remedy, and everything else goes on. Any method that opens
-    something may raise it.
+    Every error is one of `transports.errors`, whatever a socket, a library or the system raised. What goes
+    wrong with one peer ends that peer with `PeerLost`; if the exception was not an expected one, it is also
+    logged with its traceback. `wait_events` never raises because of a peer. Any method that opens something
+    may run out of file descriptors. Then it raises a `BackpressureError` that names the limit and the remedy,
+    and everything else goes on.
 
-To write a transport, do not implement `Endpoint` directly: `transports.endpoint` implements it once, with all the
-promises above, and needs a small backend.
+To write a transport, do not implement `Endpoint` directly. `transports.endpoint` implements it once, with all
+promises about order and deadlines, and needs a small backend. `docs/writing-a-transport.md` shows how, step
+by step.
 """
 
 from __future__ import annotations
@@ -54,16 +62,20 @@ from ._options import parse_options
 from .errors import KVTransferError
 from .regions import Guard, Pool, RegionPairs, Segment
 
-#: A control message is never longer. `send` refuses longer ones, and a peer that announces one is dropped.
+#: The longest control message. `send` refuses longer ones, and a peer that announces one is dropped.
 MAX_MESSAGE_BYTES = 4 << 20
 
 
-# == what happens ==================================================================================
+# == events ========================================================================================
 
 
 @dataclass(frozen=True)
 class Connected:
-    """The peer can be used. `incoming`: it connected to us."""
+    """The peer can be used.
+
+    Attributes:
+        incoming: Whether the peer connected to us; if not, we connected to it.
+    """
 
     peer_id: int
     incoming: bool
@@ -71,7 +83,7 @@ class Connected:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """One whole control message; per peer in the order in which they were sent."""
+    """One whole control message. Those of one peer come in the order in which it sent them."""
 
     peer_id: int
     message: bytes
@@ -79,7 +91,7 @@ class MessageReceived:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The peer is gone, or never came. It is the last event of a `peer_id`."""
+    """The peer is gone, or could not be reached. This is the last event of a `peer_id`."""
 
     peer_id: int
     error: KVTransferError
@@ -87,12 +99,13 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class TransferEnded:
-    """A read is over. Without an error, all bytes are in place and the guard held after the last of them was copied.
+    """A read is over. Without an error, all bytes are in place, and the guard held after the last of them was copied.
 
     Attributes:
-        error: What went wrong, or None. With an error the content of the local regions is undefined.
+        error: What went wrong, or None. With an error, the content of the local regions is undefined.
+        num_bytes: Size of the read.
         seconds: From `start_read` to the last byte.
-        mechanism: What really moved the bytes, such as `"mapped"` or `"process_vm_readv"`.
+        mechanism: What moved the bytes, such as `"mapped"` or `"process_vm_readv"`.
     """
 
     transfer_id: int
@@ -109,12 +122,12 @@ Event = Connected | MessageReceived | PeerLost | TransferEnded
 
 
 class Arena(ABC):
-    """Memory that a transport can serve without a staging buffer. Zeroed, pre-faulted, page-aligned."""
+    """Memory that a transport can serve without a staging buffer. It is zeroed, pre-faulted and page-aligned."""
 
     @property
     @abstractmethod
     def segment(self) -> Segment:
-        """Where the memory is, in this process."""
+        """The address of the memory in this process."""
 
     @property
     @abstractmethod
@@ -123,9 +136,9 @@ class Arena(ABC):
 
 
 class GuardTable(ABC):
-    """Words that peers check after they have read from us (see `Guard`). All are zero at first; zero is never valid.
+    """Words that are checked after a peer has read from us (see `Guard`). All are zero at first; zero is never valid.
 
-    Stores are ordered: a peer that copies bytes written after `clear` returned also sees the cleared word.
+    Stores are ordered: if a peer copies bytes that were written after `clear` returned, it also sees the cleared word.
     """
 
     num_guards: int
@@ -136,21 +149,21 @@ class GuardTable(ABC):
 
     @abstractmethod
     def clear(self, index: int) -> None:
-        """Make every later check of guard `index` fail."""
+        """Make every later check of guard `index` fail. Call it before the guarded bytes change."""
 
 
 # == the transport =================================================================================
 
 
 class Transport(ABC):
-    """One mechanism to move bytes between processes: its options, its guards, and memory for it."""
+    """One mechanism that moves bytes between processes: its options, its guards, and memory that it serves well."""
 
-    # -- obligatory ------------------------------------------------------------------------------------
+    # -- required --------------------------------------------------------------------------------------
 
-    #: Scheme of its addresses; also the name of the entry point and of the option.
+    #: The first part of its addresses. Also the name of its entry point, and the value of the option `transport`.
     scheme: ClassVar[str]
 
-    #: The words that peers check after they have read from this process.
+    #: The guards of the registered pool.
     guards: GuardTable
 
     @abstractmethod
@@ -163,31 +176,31 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, pool: Pool) -> Endpoint:
-        """Make `pool` the memory that peers may read and that our reads write into. Once per transport.
+        """Make `pool` the memory that peers may read and that our reads write into. Call it once per transport.
 
         The caller keeps the memory alive until `close` has returned.
 
         Raises:
             KVTransferStateError: a pool is registered already.
-            ConfigurationError: it is in memory that this transport cannot serve. Nothing was registered.
-            BackendUnavailableError: serving that memory needs what is not installed here. Nothing was registered.
+            ConfigurationError: this transport cannot serve the memory of the pool. Nothing was registered.
+            BackendUnavailableError: serving that memory needs something that is not installed. Nothing was registered.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the endpoint, if there is one, and free everything. Idempotent.
+        """Close the endpoint, if there is one, and free everything. A second call does nothing.
 
-        Afterwards every call raises `TransportClosedError`, except those that `Endpoint.close` names.
+        Afterwards `allocate` and `register` raise `TransportClosedError`. For the endpoint see `Endpoint.close`.
         """
 
     # -- optional --------------------------------------------------------------------------------------
 
-    #: The dataclass of its options; None if only the constructor knows them. A subclass does not inherit it.
+    #: The dataclass of its options. If it is None, only the constructor checks options. A subclass does not inherit it.
     options_type: ClassVar[type[object] | None] = None
 
     @classmethod
     def check_options(cls, options: Mapping[str, object]) -> None:
-        """Refuse options that the constructor would refuse, as far as that is known without opening anything.
+        """Refuse options that the constructor would refuse, as far as it can tell without opening anything.
 
         Raises:
             ConfigurationError: an option is unknown or wrong.
@@ -202,11 +215,11 @@ class Transport(ABC):
 
 @dataclass(frozen=True)
 class Route:
-    """How a peer is reached.
+    """The way in which a peer is reached.
 
     Attributes:
-        scheme: Of the transport that really serves it.
-        reason: Why this one, in words; empty if there was no choice.
+        scheme: The transport that serves it, for example the one that `auto` chose.
+        reason: Why this one, for people; empty if there was no choice.
     """
 
     scheme: str
@@ -214,16 +227,16 @@ class Route:
 
 
 class Endpoint(ABC):
-    """One end of connections to many peers. See the module for the order of events and for what may fail."""
+    """One end of connections to many peers. The module states the order of events and what may fail."""
 
-    # -- obligatory: peers -----------------------------------------------------------------------------
+    # -- required: peers -------------------------------------------------------------------------------
 
-    #: Of the transport that made it.
+    #: The scheme of the transport that made it.
     scheme: str
 
     @abstractmethod
     def listen(self, address: str) -> str:
-        """Accept peers. An empty `address` lets the transport choose.
+        """Accept peers at `address`; an empty one lets the transport choose.
 
         Returns:
             The address that peers pass to `start_connect`.
@@ -234,45 +247,46 @@ class Endpoint(ABC):
 
     @abstractmethod
     def start_connect(self, address: str, *, timeout_s: float) -> int:
-        """Begin to connect; `Connected` or `PeerLost` follows within `timeout_s`.
+        """Begin to connect; `Connected` or `PeerLost` follows within `timeout_s` seconds.
 
-        The name of a host is looked up in the background.
+        A host name is looked up in the background.
 
         Returns:
             The new peer's id.
 
         Raises:
             ConfigurationError: `address` is malformed or of another scheme. Nothing was opened, no event follows.
-            BackpressureError: too many connections are being made (option `max_connecting`), or there are no file
-                descriptors. Nothing was opened, no event follows.
+            BackpressureError: too many handshakes are going on (option `max_connecting`), or no file descriptor is
+                left. Nothing was opened, no event follows.
         """
 
     @abstractmethod
     def disconnect(self, peer_id: int) -> None:
-        """Drop a peer. Its reads end with `TransportClosedError`; no other event of it follows.
+        """Drop a peer. Its reads end with `TransportClosedError`; no other event about it follows.
 
-        Unknown ids are ignored.
+        Ids that are unknown or no longer in use are ignored.
         """
 
     @abstractmethod
     def send(self, peer_id: int, message: bytes) -> None:
-        """Send one control message; returns as soon as it is queued or sent.
+        """Send one control message. Return as soon as it is queued or sent.
 
         Raises:
-            PeerLostError: the peer is not connected, or not any more.
-            BackpressureError: the peer does not drain; nothing was sent.
-            ProtocolError: the message is longer than `MAX_MESSAGE_BYTES`; nothing was sent.
-            TransportError: a library failed in a way that it does not document. The peer is of no more use.
+            PeerLostError: the peer is not connected, or no longer. Nothing was sent.
+            BackpressureError: too many bytes wait for the peer already. Nothing was sent; try again later.
+            ProtocolError: the message is longer than `MAX_MESSAGE_BYTES`. Nothing was sent.
+            TransportError: a library failed in a way that it does not document. Disconnect the peer.
         """
 
-    # -- obligatory: reads -----------------------------------------------------------------------------
+    # -- required: reads -------------------------------------------------------------------------------
 
     @abstractmethod
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        """Copy regions of the peer's pool into ours. Returns at once; `TransferEnded` follows.
+        """Begin to copy regions of the peer's pool into ours; `TransferEnded` follows.
 
-        The event's error is `StaleRegionError` if the guard did not hold after the copy, `PeerLostError`,
-        `TransferTimeoutError`, `ChecksumError`, or, after `disconnect`, `TransportClosedError`.
+        After `timeout_s` seconds the read is stopped. It ends a little later if a copy cannot be interrupted.
+        The event's error is one of these: `StaleRegionError` if the guard did not hold after the copy, `PeerLostError`,
+        `TransferTimeoutError`, `ChecksumError`, or `TransportClosedError` after `disconnect`.
 
         Returns:
             The transfer's id.
@@ -280,14 +294,14 @@ class Endpoint(ABC):
         Raises:
             RegionError: a region is outside either pool, or the guard outside the peer's table. Nothing was
                 copied, no event follows.
-            PeerLostError: the peer is not connected, or not any more. Nothing was copied, no event follows.
+            PeerLostError: the peer is not connected, or no longer. Nothing was copied, no event follows.
         """
 
-    # -- obligatory: the owner's loop ------------------------------------------------------------------
+    # -- required: the owner's loop --------------------------------------------------------------------
 
     @abstractmethod
     def wait_events(self, timeout_s: float) -> list[Event]:
-        """Wait until something happens, `wake` is called, or `timeout_s` has passed; return what happened."""
+        """Wait until something happens, `wake` is called, or `timeout_s` seconds have passed; return what happened."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -295,7 +309,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop every peer and free everything. Waits for reads that cannot be interrupted. Idempotent.
+        """Drop every peer and free everything. Wait for reads that cannot be interrupted. A second call does nothing.
 
         Afterwards `wake`, `disconnect` and `close` do nothing; every other call raises `TransportClosedError`.
         """
@@ -303,5 +317,5 @@ class Endpoint(ABC):
     # -- optional --------------------------------------------------------------------------------------
 
     def route_of(self, peer_id: int) -> Route:
-        """Say how a peer is reached. An unknown id is answered as if there had been no choice."""
+        """Return how a peer is reached. For an unknown id, return our own scheme and no reason."""
         return Route(self.scheme, "")
