@@ -1,8 +1,9 @@
 """The peers of one endpoint, once for all transports: `PeerEndpoint` drives a small `Backend`.
 
-Every transport has the same peers: one connects, completes a handshake, sends messages, is read from, and is lost. This
-module owns all of that: ids, states, deadlines, the queue of events, and the order in which the owner sees them. A
-backend only moves frames and bytes. It knows its sockets and threads, and reports what it sees to a `PeerTable`:
+In every transport a peer connects, completes a handshake, sends messages, is read from, and is lost. This
+module owns all of that: ids, states, deadlines, the queue of events, and the order in which the owner sees
+them. A backend only moves frames and bytes. It knows its sockets and threads, and reports what it sees to a
+`PeerTable`:
 
     owner  ──  PeerEndpoint  ──  PeerTable  ──  Backend  ──  sockets, copiers, libraries
                (`base.Endpoint`)     ▲             │
@@ -14,22 +15,27 @@ The states of a peer::
          │                                 ├─ lose, disconnect ─▶ LEAVING ── no read is left ──▶ forgotten
          └─────────────────────────────────┘
 
-A peer is LEAVING when its connection is gone but some of its reads cannot be interrupted yet, such as a copy that
-another thread is just making. Its `PeerLost` waits for them.
+A peer is LEAVING while its connection is gone but some of its reads cannot be interrupted yet, for example
+because another thread is copying. Its `PeerLost` waits until they have ended.
 
-What the owner of an endpoint can rely on, whatever the backend reports:
+The owner of an endpoint can rely on these promises, whatever the backend reports:
 
 * each read that `start_read` accepted ends with exactly one `TransferEnded`, before the `PeerLost` of its peer;
-* nothing comes before a peer's `Connected`, except that it may be lost instead, and nothing after its `PeerLost`;
+* no event of a peer comes before its `Connected`, except that it may be lost instead, and none after its `PeerLost`;
 * after `disconnect` only the ends of the peer's reads come;
-* an incoming connection whose handshake fails is never reported; one that we started is, by `PeerLost`;
+* an incoming connection whose handshake fails is never reported; one that we started is reported by `PeerLost`;
 * no id is used twice.
 
-A backend may report the same thing twice, or late: reports about a peer that is leaving and about a read that has
-ended change nothing. A second end of a read is logged, because it means that the backend may have written into memory
-that was no longer its own.
+A backend may report the same thing twice, or late. A report about a peer that is leaving, or about a read
+that has ended, changes nothing. The second end of a read is logged, because it means that the backend may
+have written into memory that no longer belonged to it.
 
-The cost of one event does not depend on the number of peers: nothing here walks over all of them, except `close`.
+The cost of one event does not depend on the number of peers: nothing here walks over all of them, except
+`close`.
+
+The module has four parts: what is kept per peer and per read; the `Backend` that a transport implements; the
+`PeerTable`; and `PeerEndpoint` with `PeerTransport`, from which a transport derives.
+`docs/writing-a-transport.md` builds a backend step by step.
 """
 
 from __future__ import annotations
@@ -73,15 +79,18 @@ from .regions import Guard, Pool, RegionPairs
 
 logger = logging.getLogger(__name__)
 
-#: What a backend keeps per peer: its socket or link, and all that it knows about the other side.
+#: What a backend keeps per peer: its socket or link, and everything that it knows about the other side.
 C = TypeVar("C")
 
-#: Dead entries that the heap of deadlines may hold, beside as many as there are live ones.
+#: The heap of deadlines may hold this many dead entries, plus one per live entry.
 _MAX_DEAD_DEADLINES = 256
 
 
+# == peers and reads ===============================================================================
+
+
 class PeerState(enum.Enum):
-    """How far a peer has come. See the module for the transitions."""
+    """How far a peer has come. The module shows the transitions."""
 
     HANDSHAKING = "handshaking"
     CONNECTED = "connected"
@@ -93,10 +102,10 @@ class Peer(Generic[C]):
     """One peer. Only the `PeerTable` changes it, except for `connection`.
 
     Attributes:
-        connection: The backend's own. It may replace it, for example when a handshake is over.
+        connection: Belongs to the backend, which may replace it, for example at the end of a handshake.
         timeout_s: Seconds that the handshake may take.
         reads: The reads that have not ended, by transfer id.
-        loss: What the owner is still to be told when the last read has ended.
+        loss: The event to report when the last read has ended; None if the owner must not hear of the loss.
     """
 
     peer_id: int
@@ -116,7 +125,7 @@ class Read(Generic[C]):
     """One read that has not ended.
 
     Attributes:
-        started: In `time.monotonic` seconds, like `deadline`.
+        started, deadline: By the table's clock, in seconds.
         mechanism: What moves the bytes, for `TransferEnded`. The backend sets it in `start_read` or later.
         error: Why the read is being stopped. None while it may still succeed.
     """
@@ -131,22 +140,24 @@ class Read(Generic[C]):
     error: KVTransferError | None = None
 
 
-class Backend(ABC, Generic[C]):
-    """What differs between transports. One thread, the owner of the endpoint, calls everything except `interrupt`.
+# == the backend of a transport ====================================================================
 
-    An exception that one of these methods is not documented to raise ends the peer that the call was about, and only
-    that peer.
+
+class Backend(ABC, Generic[C]):
+    """What differs between transports. The thread that owns the endpoint calls every method except `interrupt`.
+
+    If a method about a peer raises an exception that it does not document, only that peer is lost.
     """
 
-    # -- obligatory: peers -----------------------------------------------------------------------------
+    # -- required: peers -------------------------------------------------------------------------------
 
     @abstractmethod
     def listen(self, address: str) -> str:
-        """See `Endpoint.listen`. Report each connection that comes by `PeerTable.add_incoming`."""
+        """See `Endpoint.listen`. Report each incoming connection by `PeerTable.add_incoming`."""
 
     @abstractmethod
     def prepare(self, address: str) -> C:
-        """Check an address to connect to, and return the connection to be. Open nothing.
+        """Check an address, and return a new connection object for it. Open nothing.
 
         Raises:
             ConfigurationError: the address is malformed or of another scheme.
@@ -154,21 +165,21 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def connect(self, peer: Peer[C]) -> None:
-        """Begin to connect. `PeerTable.connected` or `lose` follows, now or later; the table watches the deadline.
+        """Begin to connect. Report `PeerTable.connected` or `lose`, now or later; the table watches the deadline.
 
         Raises:
-            BackpressureError: it cannot begin for want of something that this process may have later. The owner's call
-                raises it, and no event follows. Any other error becomes the peer's `PeerLost`.
+            BackpressureError: this process lacks something now, such as a file descriptor, that it may have later.
+                `start_connect` raises it too, and no event follows. Any other error becomes the peer's `PeerLost`.
         """
 
     @abstractmethod
     def hang_up(self, peer: Peer[C], error: KVTransferError) -> None:
-        """Close the connection of a peer, in whatever state it is. Called once per peer, also after a failed `connect`.
+        """Close the connection of a peer, in any state. Called once per peer, also after a failed `connect`.
 
         Keep what reads in flight need, such as the peer's mapped memory, until `release`.
 
         Args:
-            error: Why, for a backend that tells the other side.
+            error: The reason, for a backend that sends it to the other side.
         """
 
     @abstractmethod
@@ -176,10 +187,10 @@ class Backend(ABC, Generic[C]):
         """Send or queue one control message to a connected peer.
 
         Raises:
-            BackpressureError: the peer does not drain. Nothing was sent.
+            BackpressureError: too many bytes wait for the peer already. Nothing was sent.
         """
 
-    # -- obligatory: reads -----------------------------------------------------------------------------
+    # -- required: reads -------------------------------------------------------------------------------
 
     @abstractmethod
     def start_read(self, read: Read[C]) -> None:
@@ -187,66 +198,72 @@ class Backend(ABC, Generic[C]):
 
         Raises:
             RegionError: a region or the guard is out of bounds. Nothing has begun, and no event follows. Any other
-                error ends the peer, and the read with it.
+                error loses the peer, which ends the read.
         """
 
     @abstractmethod
     def stop_read(self, read: Read[C]) -> bool:
-        """Stop a read because of `read.error`. It may be called again for the same read, after `hang_up`.
+        """Stop a read because of `read.error`. After `hang_up` it may be called a second time for the same read.
 
         Returns:
-            True: nothing writes into the local regions any more; the table reports the end. False: something still
-            does, such as a copy in another thread or on a GPU. The backend reports `end_read` as soon as it is over.
+            True: nothing writes into the local regions any more, and the table reports the end. False: something
+            still does, such as a copy in another thread or on a GPU. Report `end_read` as soon as it is over.
         """
 
-    # -- obligatory: the loop --------------------------------------------------------------------------
+    # -- required: the loop ----------------------------------------------------------------------------
 
     @abstractmethod
     def turn(self, timeout_s: float) -> None:
-        """Wait until something happens, at most `timeout_s`; deal with it, and report it to the table.
+        """Wait at most `timeout_s` seconds until something happens; deal with it, and report it to the table.
 
         Return as soon as the table has events (`PeerTable.has_events`) or `interrupt` was called. With 0, do what can
-        be done without waiting. Do not walk over all peers: look only at those that have something to do.
+        be done without waiting. Raise nothing because of one peer: report it by `PeerTable.lose`. Do not walk over
+        all peers: look only at those that have something to do.
         """
 
     @abstractmethod
     def interrupt(self) -> None:
-        """End the current `turn` or the next one. Any thread may call it, also after `close`."""
+        """Make the current `turn` or the next one return. Any thread may call it, also after `close`."""
 
-    # -- obligatory: the end ---------------------------------------------------------------------------
+    # -- required: the end -----------------------------------------------------------------------------
 
     @abstractmethod
     def stop_serving(self) -> None:
-        """Clear all guards and wait until no read writes into the pool. First step of a close, before any `hang_up`.
+        """Clear all guards, and wait until no read writes into the pool. First step of a close, before any `hang_up`.
 
-        Peers learn of the close only after this, so what they have read by then cannot be vouched for any more.
+        Peers hear of the close only after this. A read that ends later finds its guard cleared, so it fails.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close listeners, sockets and libraries. Last step of a close: all peers are hung up and released."""
+        """Close listeners, sockets and libraries. Last step of a close, after `hang_up` and `release` of all peers."""
 
     # -- optional --------------------------------------------------------------------------------------
 
     def release(self, peer: Peer[C]) -> None:
-        """Free what reads from a peer needed. Called once, after `hang_up`, when its last read has ended."""
+        """Free what reads from a peer needed. Called once, after `hang_up` and after the peer's last read has ended."""
 
     def handshake_error(self, peer: Peer[C]) -> KVTransferError:
-        """Say why a handshake took too long."""
-        return PeerLostError(f"the peer did not complete the handshake within {peer.timeout_s:g} s")
+        """Make the error of a handshake that took too long."""
+        return PeerLostError(
+            f"timed out after {peer.timeout_s:g} s waiting for the peer's handshake; is the node running?"
+        )
 
     def describe(self, peer: Peer[C]) -> str:
-        """Name an incoming connection, for the log."""
+        """Name an incoming connection in log messages."""
         return "a connection"
+
+
+# == the table of peers ============================================================================
 
 
 @dataclass(frozen=True)
 class HandshakeLimits:
-    """Bounds on handshakes.
+    """Bounds of handshakes.
 
     Attributes:
-        timeout_s: Seconds that an incoming connection may take to become a peer.
-        max_connecting: Handshakes at a time, in each direction. `start_connect` refuses more; of incoming ones the
+        timeout_s: Seconds that an incoming connection may take for its handshake.
+        max_connecting: Handshakes at a time, in each direction. `start_connect` refuses more. If more come in, the
             oldest is dropped.
     """
 
@@ -255,14 +272,14 @@ class HandshakeLimits:
 
 
 class PeerTable(Generic[C]):
-    """The peers and reads of one endpoint, and the events that its owner has not taken. See the module.
+    """The peers and reads of one endpoint, and the events that its owner has not taken.
 
-    The methods up to `log` are for the backend; `PeerEndpoint` calls the others.
+    A backend calls the methods of the first two groups; `PeerEndpoint` calls those of the third.
 
     Args:
         make_backend: Called once, with this table.
         clock: Seconds, like `time.monotonic`.
-        log: For lines that a stranger can cause.
+        log: Takes messages that a stranger can cause; it limits their rate.
 
     Attributes:
         clock, log: As above, for the backend's own use.
@@ -296,8 +313,8 @@ class PeerTable(Generic[C]):
     def add_incoming(self, connection: C) -> Peer[C]:
         """Add a peer that connected to us. Its handshake has a deadline from now on.
 
-        If too many handshakes are going on, the oldest incoming one is dropped: a peer says hello at once, so it is
-        hardly a peer that has been silent for the longest time.
+        If too many handshakes are going on, the oldest incoming one is dropped. A real peer says hello at once, so the
+        connection that has been silent for the longest time is most likely not one.
         """
         handshakes = self._handshakes[True]
         if len(handshakes) >= self._limits.max_connecting:
@@ -305,13 +322,14 @@ class PeerTable(Generic[C]):
             self.lose(
                 oldest,
                 BackpressureError(
-                    f"{len(handshakes)} newer connections are waiting for their handshake (option max_connecting)"
+                    f"too many handshakes at once: {len(handshakes)} newer connections have begun one, as many as "
+                    "max_connecting allows; raise max_connecting if these are peers"
                 ),
             )
         return self._add(connection, incoming=True, timeout_s=self._limits.timeout_s)
 
     def connected(self, peer: Peer[C]) -> None:
-        """The handshake is over: the owner may use the peer."""
+        """Report that the handshake is over: the owner may use the peer."""
         if peer.state is not PeerState.HANDSHAKING:
             return
         del self._handshakes[peer.incoming][peer.peer_id]
@@ -319,20 +337,20 @@ class PeerTable(Generic[C]):
         self._events.append(Connected(peer.peer_id, peer.incoming))
 
     def message(self, peer: Peer[C], message: bytes) -> None:
-        """A control message came. Before the end of the handshake it costs the peer its connection."""
+        """Report a control message. A peer that sends one before the end of the handshake is lost."""
         if peer.state is PeerState.CONNECTED:
             self._events.append(MessageReceived(peer.peer_id, message))
         elif peer.state is PeerState.HANDSHAKING:
             self.lose(peer, ProtocolError("the peer sent a control message before the end of the handshake"))
 
     def lose(self, peer: Peer[C], error: Exception) -> None:
-        """The peer is gone, or has to go. An error of a type that is not ours is logged with its traceback."""
+        """Report that the peer is gone, or drop it. An error of a type that is not ours is logged with its traceback."""
         if peer.state is PeerState.LEAVING:
             return
         reason = unexpected(error, f"lost peer {peer.peer_id}", self.log)
         if peer.state is PeerState.HANDSHAKING and peer.incoming:
-            # The owner has never heard of it, and never will.
-            self.log.warning("turned %s away: %s", self.backend.describe(peer), reason)
+            # It was never reported as connected, so its loss is no event either.
+            self.log.warning("refused %s: %s", self.backend.describe(peer), reason)
             self._leave(peer, reason, None)
         else:
             self._leave(peer, reason, PeerLost(peer.peer_id, reason))
@@ -340,15 +358,17 @@ class PeerTable(Generic[C]):
     def end_read(
         self, read: Read[C], error: KVTransferError | None = None, *, ended_at: float | None = None
     ) -> None:
-        """A read is over: nothing writes into its local regions any more.
+        """Report that a read is over: nothing writes into its local regions any more.
 
         Args:
-            error: What went wrong, or None. If the read was being stopped, the reason for that is reported instead.
-            ended_at: When the last byte came, if that was earlier than now.
+            error: What went wrong, or None. If the read was being stopped, the event has the reason for that instead.
+            ended_at: When the last byte came, by the table's clock, if that was earlier than now.
         """
         if self._reads.pop(read.transfer_id, None) is None:
             self.log.warning(
-                "ignored the second end of transfer %d: this is a bug of the transport", read.transfer_id
+                "ignored the second end of transfer %d: the transport has a bug and may have written into memory that "
+                "it no longer owned; report it to the transport's authors",
+                read.transfer_id,
             )
             return
         peer = read.peer
@@ -365,23 +385,23 @@ class PeerTable(Generic[C]):
     # -- the backend asks ------------------------------------------------------------------------------
 
     def peer(self, peer_id: int) -> Peer[C] | None:
-        """The peer with this id, unless it is forgotten."""
+        """Return the peer with this id; None if it is forgotten."""
         return self._peers.get(peer_id)
 
     def read(self, transfer_id: int) -> Read[C] | None:
-        """The read with this id, unless it has ended."""
+        """Return the read with this id; None if it has ended."""
         return self._reads.get(transfer_id)
 
     @property
     def has_events(self) -> bool:
-        """Whether the owner has events to take: then `Backend.turn` must not wait."""
+        """Whether the owner has events to take. If so, `Backend.turn` must not wait."""
         return bool(self._events)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> int:
-        """Call `callback` once, in the owner's thread, when the time has come.
+        """Call `callback` once, in the owner's thread, at a time.
 
         Args:
-            when: In `time.monotonic` seconds.
+            when: By the table's clock, in seconds.
 
         Returns:
             The timer's id, for `cancel`.
@@ -392,7 +412,7 @@ class PeerTable(Generic[C]):
         return timer_id
 
     def cancel(self, timer_id: int) -> None:
-        """Do not call a timer's callback. A timer that has fired is ignored."""
+        """Cancel a timer. A timer that has fired is ignored."""
         self._timers.pop(timer_id, None)
 
     # -- the endpoint asks -----------------------------------------------------------------------------
@@ -402,8 +422,8 @@ class PeerTable(Generic[C]):
         num_connecting = len(self._handshakes[False])
         if num_connecting >= self._limits.max_connecting:
             raise BackpressureError(
-                f"cannot connect: {num_connecting} connections are being made already, as many as max_connecting "
-                "allows; try again when some of them stand or have failed, or raise max_connecting"
+                f"cannot connect: {num_connecting} handshakes are going on already, as many as max_connecting allows; "
+                "try again when some of them are over, or raise max_connecting"
             )
         peer = self._add(connection, incoming=False, timeout_s=timeout_s)
         try:
@@ -411,7 +431,7 @@ class PeerTable(Generic[C]):
         except BackpressureError as error:
             self._leave(peer, error, None)
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+        except Exception as error:  # noqa: BLE001 - any failure ends this peer alone
             self.lose(peer, error)
         return peer.peer_id
 
@@ -419,16 +439,16 @@ class PeerTable(Generic[C]):
         """Drop a peer. See `Endpoint.disconnect`."""
         peer = self._peers.get(peer_id)
         if peer is not None:
-            peer.loss = None  # it may be leaving already, with a loss that is not reported yet
+            peer.loss = None  # it may be leaving, with a loss that is not reported yet
             if peer.state is not PeerState.LEAVING:
                 self._leave(peer, TransportClosedError("this side dropped the peer"), None)
         self._events = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
 
     def connected_peer(self, peer_id: int) -> Peer[C]:
-        """The peer with this id.
+        """Return the peer with this id.
 
         Raises:
-            PeerLostError: it is not connected, or not any more.
+            PeerLostError: it is not connected, or no longer.
         """
         peer = self._peers.get(peer_id)
         if peer is None or peer.state is not PeerState.CONNECTED:
@@ -439,37 +459,39 @@ class PeerTable(Generic[C]):
         """Begin a read. See `Endpoint.start_read`; returns the transfer's id."""
         now = self.clock()
         read = Read(next(self._ids), peer, pairs, guard, now, now + timeout_s)
-        # Entered before the backend begins: a small read may end within the call.
+        # Entered before the backend begins, because a small read may end within the call.
         self._reads[read.transfer_id] = peer.reads[read.transfer_id] = read
         try:
             self.backend.start_read(read)
         except RegionError:
             del self._reads[read.transfer_id], peer.reads[read.transfer_id]
             raise
-        except Exception as error:  # noqa: BLE001 - it may have begun, so its end has to be an event
+        except Exception as error:  # noqa: BLE001 - it may have begun, so it must end with an event
             self.lose(peer, error)
         if read.transfer_id in self._reads:
             self._watch(read.deadline, read.transfer_id)
         return read.transfer_id
 
     def next_deadline(self) -> float:
-        """When `expire` has something to do, in `time.monotonic` seconds; infinite if nothing is waited for."""
+        """Return when `expire` has something to do, by the table's clock; infinite if nothing has a deadline."""
         while self._deadlines and not self._is_waited_for(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def expire(self, now: float) -> None:
-        """Do what is due: end handshakes, stop reads, call the backend's timers."""
+        """Deal with the deadlines that have passed: end handshakes, stop reads, call the backend's timers."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             due.append(heapq.heappop(self._deadlines)[1])
-        # Only then, so that a timer that starts itself again cannot keep us here.
+        # Collected before any is handled, so that a timer that starts itself again cannot keep us here.
         for owner_id in due:
             if not self._is_waited_for(owner_id):
                 continue
             if owner_id in self._reads:
                 self._stop(
-                    self._reads[owner_id], TransferTimeoutError("the read did not end in time"), is_due=True
+                    self._reads[owner_id],
+                    TransferTimeoutError("the read did not end in time"),
+                    is_due=True,
                 )
             elif owner_id in self._timers:
                 with survived("a timer of the transport failed", self.log):
@@ -479,12 +501,12 @@ class PeerTable(Generic[C]):
                 self.lose(peer, self.backend.handshake_error(peer))
 
     def take_events(self) -> list[Event]:
-        """Take what happened since the last call, in order."""
+        """Return the events since the last call, in order, and forget them."""
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        """Hang up on every peer and close the backend. Reads end without an event."""
+        """Close every connection, then the backend. Reads end without an event."""
         with survived("cannot stop serving", self.log):
             self.backend.stop_serving()
         for peer in self._peers.values():
@@ -517,7 +539,7 @@ class PeerTable(Generic[C]):
     def _leave(self, peer: Peer[C], reason: KVTransferError, loss: PeerLost | None) -> None:
         """Close a peer's connection and stop its reads; report `loss` when the last of them has ended."""
         self._handshakes[peer.incoming].pop(peer.peer_id, None)
-        # First of all, so that nothing that the backend reports while it hangs up is taken for news.
+        # Set first, so that what the backend reports while it hangs up changes nothing.
         peer.state = PeerState.LEAVING
         peer.loss = loss
         with survived("cannot close a connection", self.log):
@@ -530,7 +552,7 @@ class PeerTable(Generic[C]):
         self._forget_if_settled(peer)
 
     def _stop(self, read: Read[C], error: KVTransferError, *, is_due: bool = False) -> None:
-        """Stop a read. The first reason to do so is the one that is reported."""
+        """Stop a read. If there are several reasons, the first is reported."""
         if read.error is None:
             read.error = error
         try:
@@ -539,7 +561,7 @@ class PeerTable(Generic[C]):
             if is_due:
                 self.lose(read.peer, failure)
                 return
-            # The connection is gone as well, so nothing is left that could still be stopped.
+            # The connection is closed as well, so nothing is left that could be stopped.
             self.log.warning("cannot stop a read: %r", failure, exc_info=failure)
             is_over = True
         if is_over and read.transfer_id in self._reads:
@@ -554,10 +576,10 @@ class PeerTable(Generic[C]):
             self._events.append(peer.loss)
 
     def _watch(self, when: float, owner_id: int) -> None:
-        """Have `expire` look at a handshake, a read or a timer at this time, if it is still there."""
+        """Let `expire` look at a handshake, a read or a timer at this time, if it still exists."""
         num_live = len(self._reads) + len(self._timers) + sum(map(len, self._handshakes.values()))
         if len(self._deadlines) > 2 * num_live + _MAX_DEAD_DEADLINES:
-            # Most reads end long before their deadline: without this the heap would grow with the rate of reads.
+            # Most reads end long before their deadline. Without this, the heap would grow with the rate of reads.
             self._deadlines = [entry for entry in self._deadlines if self._is_waited_for(entry[1])]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (when, owner_id))
@@ -569,6 +591,9 @@ class PeerTable(Generic[C]):
             or owner_id in self._handshakes[True]
             or owner_id in self._handshakes[False]
         )
+
+
+# == the endpoint and the transport ================================================================
 
 
 class PeerEndpoint(Endpoint, Generic[C]):
@@ -630,14 +655,14 @@ class PeerEndpoint(Endpoint, Generic[C]):
             wait_s = 0.0 if table.has_events else max(0.0, min(until, table.next_deadline()) - now)
             self._backend.turn(wait_s)
             now = table.clock()
-            # After the turn: what has arrived in time counts, however late we come to look at it.
+            # After the turn, so that what arrived in time counts even if we look at it late.
             table.expire(now)
             if table.has_events or self._is_woken or now >= until:
                 self._is_woken = False
                 return table.take_events()
 
     def next_deadline(self) -> float:
-        """When `wait_events` has something to do although nothing arrives, in `time.monotonic` seconds."""
+        """Return when `wait_events` has something to do even if nothing arrives, in `time.monotonic` seconds."""
         return self._table.next_deadline()
 
     def wake(self) -> None:
@@ -651,9 +676,9 @@ class PeerEndpoint(Endpoint, Generic[C]):
 
 
 class PeerTransport(Transport):
-    """A transport with a `PeerEndpoint`: what remains is to allocate memory and to make the endpoint.
+    """A transport with a `PeerEndpoint`. A subclass only allocates memory and makes the endpoint.
 
-    A subclass sets `guards` in its constructor, and overrides `_allocate`, `_open` and, if it holds anything else,
+    It sets `guards` in its constructor and overrides `_allocate` and `_open`. If it holds anything else, it overrides
     `_free`.
     """
 
@@ -673,7 +698,7 @@ class PeerTransport(Transport):
         """Make the endpoint. See `Transport.register`."""
 
     def _free(self) -> None:
-        """Free what the transport itself holds. The endpoint is closed."""
+        """Free what the transport itself holds. The endpoint is closed already."""
 
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
@@ -683,7 +708,7 @@ class PeerTransport(Transport):
     def register(self, pool: Pool) -> Endpoint:
         self._require_open()
         if self._endpoint is not None:
-            raise KVTransferStateError("a pool is registered already")
+            raise KVTransferStateError("cannot register a pool: one is registered already")
         with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
             self._endpoint = self._open(pool)
         return self._endpoint
