@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
-from kvferry.transports.testing import HostileProxy, Mishap
+from kvferry.transports.testing import HostileProxy, NetworkFault
 
 NUM_LOADS = 8
 #: On a busy machine some take too long also when nobody harms them.
@@ -27,11 +27,11 @@ DEADLINES = {
     "backoff_s": 0.02,
     "max_backoff_s": 0.1,
 }
-EVERY_MISHAP: tuple[Mishap, ...] = ("cut", "delay", "truncate", "duplicate", "flip")
+EVERY_FAULT: tuple[NetworkFault, ...] = ("cut", "delay", "truncate", "duplicate", "flip")
 UCX = pytest.param(
     "UCXConnector",
     # What UCX itself sends goes its own way, and its checksums are TCP's: of the control connection no bit flips.
-    EVERY_MISHAP[:-1],
+    EVERY_FAULT[:-1],
     marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"),
 )
 
@@ -67,7 +67,7 @@ class HostileNetwork:
 
 
 @contextmanager
-def hostile_network(connector: str, mishaps: Sequence[Mishap], seed: int) -> Iterator[HostileNetwork]:
+def hostile_network(connector: str, faults: Sequence[NetworkFault], seed: int) -> Iterator[HostileNetwork]:
     with ExitStack() as stack:
         producer, consumer = (
             stack.enter_context(
@@ -78,19 +78,19 @@ def hostile_network(connector: str, mishaps: Sequence[Mishap], seed: int) -> Ite
         _, params = producer.prefill("first", 1)
         assert params is not None
         head, _, port = params["remote_addresses"][0].rpartition(":")
-        proxy = stack.enter_context(HostileProxy(int(port), mishaps, seed=seed, rate=0.06))
+        proxy = stack.enter_context(HostileProxy(int(port), faults, seed=seed, rate=0.06))
         yield HostileNetwork(producer, consumer, proxy, f"{head}:{proxy.port}")
 
 
-@pytest.mark.parametrize(("connector", "mishaps"), [("ZeroMQConnector", EVERY_MISHAP), UCX])
+@pytest.mark.parametrize(("connector", "faults"), [("ZeroMQConnector", EVERY_FAULT), UCX])
 def test_what_is_delivered_is_right_what_is_not_ends_and_an_honest_network_heals(
-    connector: str, mishaps: Sequence[Mishap]
+    connector: str, faults: Sequence[NetworkFault]
 ) -> None:
-    with hostile_network(connector, mishaps, seed=1) as network:
+    with hostile_network(connector, faults, seed=1) as network:
         for number in range(NUM_LOADS):
             network.load(number)
-        assert network.proxy.num_mishaps > 0
-        network.proxy.behave()
+        assert network.proxy.num_faults > 0
+        network.proxy.stop_faults()
         assert any(network.load(number) for number in range(NUM_LOADS, MAX_LOADS))
         for node in (network.producer, network.consumer):
             assert sorted(node.free_blocks) == list(range(1, SHAPE.num_blocks))

@@ -462,5 +462,5 @@ def test_the_order_of_events_is_checked() -> None:
     order.connect_started(1)
     with pytest.raises(AssertionError, match="not connected"):
         order.happened(MessageReceived(1, b""))
-    with pytest.raises(AssertionError, match="not a peer"):
+    with pytest.raises(AssertionError, match="is unknown"):
         order.happened(PeerLost(2, PeerLostError("")))

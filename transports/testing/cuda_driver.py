@@ -1,8 +1,8 @@
-"""A stand-in for `cuda.bindings.driver` where there is no GPU: what the driver's documentation promises, and no more.
+"""A stand-in for `cuda.bindings.driver` on machines without a GPU. It does what the driver's documentation promises.
 
-Memory of its GPUs is shared host memory, so other processes with a stand-in of their own can map it. Copies are done when
-they are asked after, a few times, and not before: whoever reports them earlier reports what is not there. What the
-documentation leaves undefined or calls an error is an error code here.
+The memory of its GPUs is shared host memory, so other processes with a stand-in of their own can map it. A copy is made
+only after its event was queried a few times. So code that reports a copy without asking finds the bytes missing. What
+the documentation leaves undefined, or calls an error, returns an error code here.
 
     stand_in = CudaDriverStandIn()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
@@ -43,14 +43,14 @@ class CUresult(enum.IntEnum):
 
 
 class CUpointer_attribute(enum.IntEnum):
-    """What can be asked of an address."""
+    """Attributes of an address that the stand-in knows."""
 
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10
 
 
 class CUipcMemHandle:
-    """64 bytes that can only be reached by their address, as in the real bindings."""
+    """64 bytes that are accessible only by their address, as in the real bindings."""
 
     def __init__(self) -> None:
         self._bytes = ctypes.create_string_buffer(64)
@@ -65,7 +65,7 @@ class CUuuid:
 
 
 class GpuArena(MappedArena):
-    """Memory of a stand-in's GPU. Tests see its bytes; real memory of a GPU they could not."""
+    """Memory of a stand-in's GPU. Unlike that of a real GPU, tests can see its bytes."""
 
     @property
     def segment(self) -> Segment:
@@ -75,7 +75,11 @@ class GpuArena(MappedArena):
 
 @dataclass
 class _Memory:
-    """An allocation, or the mapping of one. `num_opens`: of a mapping, how often it was opened."""
+    """An allocation, or a mapping of one.
+
+    Attributes:
+        num_opens: How many times a mapping is open; 0 for an allocation.
+    """
 
     mapping: FileMapping
     descriptor: int
@@ -91,7 +95,11 @@ class _Memory:
 
 @dataclass
 class _Stream:
-    """Work that was launched and is not done yet; `num_done` counts what is."""
+    """Work that was launched and is not done yet.
+
+    Attributes:
+        num_done: Launched work that is done.
+    """
 
     work: deque[Callable[[], None]] = field(default_factory=deque)
     num_launched: int = 0
@@ -100,22 +108,27 @@ class _Stream:
 
 @dataclass
 class _Event:
-    """What was launched on the stream before; `patience`: how often it may be asked after before that is done."""
+    """The work that was launched on a stream before the event was recorded.
+
+    Attributes:
+        until: Number of launches before it.
+        queries_left: Queries that still answer "not ready".
+    """
 
     stream: _Stream
     until: int
-    patience: int
+    queries_left: int
 
 
 class CudaDriverStandIn:
-    """The driver of a machine with as many GPUs as are asked for.
+    """The driver of a machine with any number of GPUs.
 
     Attributes:
-        lateness: How often copies have to be asked after before they are done.
+        queries_until_done: How many queries of an event answer "not ready" before its copies are done.
         has_peer_access: Whether one GPU can reach another's memory.
-        failures: Function → the code that its next call returns instead of doing anything.
+        failures: By function name, the code that its next call returns without doing anything.
         on_copied: Called after each copy was done.
-        held: What was taken and not given back, by kind: contexts, streams, events, mappings.
+        held: Objects that were created and not released yet, by kind: contexts, streams, events, mappings.
     """
 
     CUresult = CUresult
@@ -123,7 +136,7 @@ class CudaDriverStandIn:
     CUipcMemHandle = CUipcMemHandle
 
     def __init__(self) -> None:
-        self.lateness = 3
+        self.queries_until_done = 3
         self.has_peer_access = True
         self.failures: dict[str, CUresult] = {}
         self.on_copied: Callable[[], None] = lambda: None
@@ -135,7 +148,7 @@ class CudaDriverStandIn:
         self._mappings: dict[bytes, _Memory] = {}  # by handle
 
     def __getattribute__(self, name: str) -> Any:
-        """Every function of the driver: it fails if it shall, and one at a time."""
+        """Return a function of the driver. Calls run one at a time and fail as `failures` says."""
         found = super().__getattribute__(name)
         if not name.startswith("cu") or not callable(found):
             return found
@@ -154,10 +167,10 @@ class CudaDriverStandIn:
     # -- for tests -----------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int, gpu: int = 0, *, is_exportable: bool = True) -> Arena:
-        """Memory of a GPU, as an engine would get it from its framework. It lives as long as the stand-in.
+        """Allocate memory of a GPU, as an engine's framework would. It lives as long as the stand-in.
 
         Raises:
-            ConfigurationError: there is not so much.
+            ConfigurationError: less memory is free.
         """
         require_available(num_bytes)
         descriptor = os.memfd_create("stand-in", os.MFD_CLOEXEC)
@@ -167,7 +180,7 @@ class CudaDriverStandIn:
         return GpuArena(mapping.memory, num_bytes)
 
     def close(self) -> None:
-        """Close the descriptors behind all memory. What is mapped stays so for whoever holds it."""
+        """Close the descriptors of all memory. Existing mappings stay valid."""
         for memory in self._memories:
             os.close(memory.descriptor)
         self._memories.clear()
@@ -180,7 +193,7 @@ class CudaDriverStandIn:
 
     @property
     def _contexts(self) -> list[int]:
-        """The calling thread's stack of contexts: GPUs."""
+        """The calling thread's stack of contexts, each a GPU."""
         stack: list[int] = self._thread.__dict__.setdefault("contexts", [])
         return stack
 
@@ -241,7 +254,7 @@ class CudaDriverStandIn:
         return CUresult.CUDA_SUCCESS, handle
 
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
-        """As documented, but for one thing: a process may open its own, so that a test needs no second one."""
+        """Open a handle as documented, except that a process may open its own, so that tests need only one process."""
         name = ctypes.string_at(handle.getPtr(), 64)
         pid, number, num_bytes, gpu = _HANDLE.unpack_from(name)
         if not self._contexts:
@@ -296,7 +309,7 @@ class CudaDriverStandIn:
         return (CUresult.CUDA_SUCCESS,)
 
     def _copy(self, dst: int, src: int, num_bytes: int) -> None:
-        assert self._find(src, num_bytes) is not None, "it was unmapped while it was copied"
+        assert self._find(src, num_bytes) is not None, "the source was unmapped during a copy"
         ctypes.memmove(dst, src, num_bytes)
         self.on_copied()
 
@@ -305,12 +318,12 @@ class CudaDriverStandIn:
         return CUresult.CUDA_SUCCESS, _Event(_Stream(), 0, 0)
 
     def cuEventRecord(self, event: _Event, stream: _Stream) -> tuple[Any, ...]:
-        event.stream, event.until, event.patience = stream, stream.num_launched, self.lateness
+        event.stream, event.until, event.queries_left = stream, stream.num_launched, self.queries_until_done
         return (CUresult.CUDA_SUCCESS,)
 
     def cuEventQuery(self, event: _Event) -> tuple[Any, ...]:
-        if event.patience:
-            event.patience -= 1
+        if event.queries_left:
+            event.queries_left -= 1
             return (CUresult.CUDA_ERROR_NOT_READY,)
         while event.stream.num_done < event.until:
             event.stream.work.popleft()()

@@ -1,7 +1,7 @@
-"""`delayed`: a transport whose events come late, by a seeded plan.
+"""`delayed`: a transport that holds events back, as a seed says.
 
-Time is counted in *turns*, calls of `wait_events`, so a test with delays is as fast as one without, and a seed that
-failed fails again.
+Delays are counted in *turns*, calls of `wait_events`. So a test with delays is as fast as one without, and a seed that
+failed once fails again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class DelayOptions:
     """Options of the transport.
 
     Attributes:
-        inner: Scheme of the transport that does the work; `options` are its own.
-        seed: Of the delays.
-        max_turns: No event is held for longer, but for those before it.
+        inner: Scheme of the transport that does the work.
+        options: Options of that transport.
+        seed: Seed of the delays.
+        max_turns: Most turns that an event is held; longer only if an event before it is held longer.
     """
 
     inner: str = "inproc"
@@ -41,7 +42,12 @@ class DelayOptions:
 
 @dataclass(order=True)
 class _Held:
-    """An event, the turn in which it comes out, and its place among those of the same turn."""
+    """An event that is held.
+
+    Attributes:
+        turn: The turn that reports it.
+        number: Its position among the events of the same turn.
+    """
 
     turn: int
     number: int
@@ -63,9 +69,9 @@ class DelayedTransport(WrappedTransport):
 
 
 class DelayedEndpoint(RenamedEndpoint):
-    """Holds every event for some turns.
+    """Hold every event for some turns.
 
-    What comes from one peer keeps its order, but for the ends of transfers, which only stay before the peer's loss.
+    The events of one peer keep their order. The ends of its reads may move, but stay before the peer's loss.
     """
 
     def __init__(self, inner: Endpoint, options: DelayOptions) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on a `faulty` transport, as data."""
+"""The script of a `faulty` transport: which faults happen, and when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._options import parse_options, require_valid
 from ..checked import integer
 from ..errors import ConfigurationError, TransportError
 
-#: Calls of a transport, and of its guard table, that can raise what they do not document.
+#: Calls of an endpoint, and of its guard table, that can be made to raise an undocumented exception.
 CALLS = (
     "clear_guard",
     "close",
@@ -39,13 +39,15 @@ class Fault:
     """One thing that goes wrong, once.
 
     Attributes:
-        kind: `"drop"`: the connection to the peer breaks; a message is lost with it. `"stall"`: from here on nothing
-            goes to the peer or comes from it, and transfers with it end at their deadlines. Of transfers only,
-            `"fail"`: it ends with `error`, whatever it did; `"corrupt"`: other bytes arrive, which is noticed.
-            Of calls only, `"raise"`: the call raises `error` instead of doing anything; `"raise_late"`: after all is done.
-        at: `"message"`, of those sent and received by this node, `"transfer"`, of those begun by it, or one of `CALLS`.
-        nth: Which one, from 1.
-        error: Name of a `TransportError` in `transports.errors`; of a call, of one of Python's exceptions.
+        kind: What happens. At messages and transfers: `"drop"`: the connection to the peer breaks, and a message is
+            lost with it. `"stall"`: from now on nothing goes to the peer or comes from it, and reads from it end at
+            their deadlines. At transfers only: `"fail"`: the transfer ends with `error`. `"corrupt"`: wrong bytes
+            arrive, and the transfer ends with a `ChecksumError`. At calls only: `"raise"`: the call raises `error`
+            and does nothing. `"raise_late"`: it raises `error` after it did everything.
+        at: `"message"`: a message that this node sends or receives. `"transfer"`: a read that it starts. Or one of
+            `CALLS`.
+        nth: Which message, transfer or call, from 1.
+        error: Name of a `TransportError` in `transports.errors`; at a call, name of a builtin exception.
 
     Raises:
         ConfigurationError: there is no such fault.
@@ -59,19 +61,28 @@ class Fault:
     def __post_init__(self) -> None:
         require_valid(self)
         if self.kind not in _KINDS.get(self.at, ()):
-            raise ConfigurationError(f"no fault {self.kind!r} at a {self.at}", key="kind", value=self.kind)
+            raise ConfigurationError(
+                f"unknown fault {self.kind!r} at {self.at!r}; known: {', '.join(_KINDS.get(self.at, ())) or 'none'}",
+                key="kind",
+                value=self.kind,
+            )
         of_call = self.at in CALLS
         kind = getattr(builtins if of_call else errors, self.error, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception if of_call else TransportError)):
-            raise ConfigurationError(f"no such error {self.error!r}", key="error", value=self.error)
+            raise ConfigurationError(
+                f"unknown error {self.error!r}: expected the name of "
+                f"{'a builtin exception' if of_call else 'a TransportError'}",
+                key="error",
+                value=self.error,
+            )
 
     def make_error(self) -> TransportError:
-        """The error that a failed transfer ends with."""
+        """Return the error that a failed transfer ends with."""
         error: TransportError = getattr(errors, self.error)("injected by a test")
         return error
 
     def make_exception(self) -> Exception:
-        """What a call raises."""
+        """Return the exception that a call raises."""
         exception: Exception = getattr(builtins, self.error)("injected by a test")
         return exception
 
@@ -81,8 +92,9 @@ class FaultOptions:
     """Options of the transport.
 
     Attributes:
-        inner: Scheme of the transport that does the work; `options` are its own.
-        faults: `Fault`s, or mappings of their fields.
+        inner: Scheme of the transport that does the work.
+        options: Options of that transport.
+        faults: `Fault` objects, or mappings of their fields.
     """
 
     inner: str = "inproc"
@@ -91,7 +103,7 @@ class FaultOptions:
 
 
 class Script:
-    """The faults that have not happened yet, and how far a node has come."""
+    """The faults that have not happened yet, and how many messages, transfers and calls a node has counted."""
 
     def __init__(self, options: FaultOptions) -> None:
         self._left: defaultdict[tuple[str, int], list[Fault]] = defaultdict(list)
@@ -102,7 +114,7 @@ class Script:
         self._lock = threading.Lock()  # any thread may call `wake`
 
     def take(self, at: str) -> list[Fault]:
-        """Count one more message, transfer or call, and return what happens to it."""
+        """Count one more message, transfer or call, and return the faults that happen to it."""
         with self._lock:
             self._counts[at] += 1
             return self._left.pop((at, self._counts[at]), [])

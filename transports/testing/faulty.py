@@ -1,4 +1,4 @@
-"""`faulty`: a transport on which things go wrong by a script. All else is as good as the transport below."""
+"""`faulty`: a transport on which a script makes things go wrong. Everything else is as the inner transport does it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Transfer:
-    """A transfer that its owner has not heard the end of.
+    """A read whose end was not reported to the owner yet.
 
     Attributes:
-        reads_into: Its regions.
-        ended: What he would have heard, once it is over below.
+        reads_into: Its region pairs.
+        ended: The end that the inner endpoint reported, if it did.
     """
 
     peer_id: int
@@ -42,7 +42,7 @@ class _Transfer:
 
 
 class _FaultyGuards(GuardTable):
-    """Another transport's guards, whose calls raise by the script."""
+    """The inner transport's guards. Their calls raise as the script says."""
 
     def __init__(self, inner: GuardTable, script: Script) -> None:
         self.num_guards = inner.num_guards
@@ -57,7 +57,7 @@ class _FaultyGuards(GuardTable):
 
 
 class FaultyTransport(WrappedTransport):
-    """See `Fault` for what can go wrong, and `FaultOptions` for how to say so."""
+    """A transport with a `FaultyEndpoint`. `Fault` lists what can go wrong; `FaultOptions` holds the script."""
 
     scheme: ClassVar[str] = "faulty"
 
@@ -72,7 +72,7 @@ class FaultyTransport(WrappedTransport):
 
 
 class FaultyEndpoint(RenamedEndpoint):
-    """Does what the script says. See `FaultyTransport`."""
+    """Pass every call on to the inner endpoint, with the faults of the script."""
 
     def __init__(self, inner: Endpoint, pool: Pool, script: Script) -> None:
         super().__init__(FaultyTransport.scheme, inner)
@@ -111,13 +111,13 @@ class FaultyEndpoint(RenamedEndpoint):
         _call(self._script, "send", lambda: self._send(peer_id, message))
 
     def _send(self, peer_id: int, message: bytes) -> None:
-        self._happen(self._script.take("message"), peer_id)
+        self._apply(self._script.take("message"), peer_id)
         if peer_id in self._broken:
-            raise _broke()
+            raise _broken_connection()
         if peer_id not in self._stalled:
             super().send(peer_id, message)
 
-    def _happen(self, faults: list[Fault], peer_id: int) -> None:
+    def _apply(self, faults: list[Fault], peer_id: int) -> None:
         for fault in faults:
             if fault.kind == "stall":
                 self._stalled.add(peer_id)
@@ -140,18 +140,18 @@ class FaultyEndpoint(RenamedEndpoint):
         faults = self._script.take("transfer")
         deadline = time.monotonic() + timeout_s
         self._transfers[transfer_id] = _Transfer(peer_id, reads_into, deadline, faults)
-        self._happen(faults, peer_id)
+        self._apply(faults, peer_id)
 
     # -- the owner's loop ----------------------------------------------------------------------------
 
     def wait_events(self, timeout_s: float) -> list[Event]:
         for fault in self._script.take("wait_events"):
-            raise fault.make_exception()  # before anything is taken: no event is lost
-        patience_s = min(self._deadlines(), default=math.inf) - time.monotonic()
-        happened = super().wait_events(max(0.0, min(timeout_s, patience_s)))
-        heard = [event for event in happened if self._passes(event)]
+            raise fault.make_exception()  # before any event is taken, so that none is lost
+        held_s = min(self._deadlines(), default=math.inf) - time.monotonic()
+        happened = super().wait_events(max(0.0, min(timeout_s, held_s)))
+        reported = [event for event in happened if self._passes(event)]
         ends = list(self._take_ends(time.monotonic()))
-        return [*ends, *heard, *self._take_losses()]
+        return [*ends, *reported, *self._take_losses()]
 
     def _deadlines(self) -> Iterator[float]:
         for transfer in self._transfers.values():
@@ -159,12 +159,12 @@ class FaultyEndpoint(RenamedEndpoint):
                 yield transfer.deadline if transfer.peer_id in self._stalled else 0.0
 
     def _passes(self, event: Event) -> bool:
-        """Whether the owner hears of an event now, and as it is."""
+        """Return whether to report an event now and unchanged."""
         if isinstance(event, TransferEnded):
             self._transfers[event.transfer_id].ended.append(event)
             return False
         if isinstance(event, MessageReceived):
-            self._happen(self._script.take("message"), event.peer_id)
+            self._apply(self._script.take("message"), event.peer_id)
         if isinstance(event, PeerLost) and event.peer_id in self._stalled:
             self._stalled.discard(event.peer_id)
             self._fail_all(event.peer_id, "PeerLostError")
@@ -186,33 +186,33 @@ class FaultyEndpoint(RenamedEndpoint):
                 yield replace(ended, error=self._error_of(transfer, ended.error))
 
     def _error_of(self, transfer: _Transfer, error: KVTransferError | None) -> KVTransferError | None:
-        """How a transfer ended, as its owner hears it."""
+        """Return the error that the owner sees at the end of a read."""
         for fault in transfer.faults:
             if fault.kind == "fail":
                 error = fault.make_error()
             elif fault.kind == "corrupt" and error is None:
                 self._flip(transfer)
-                error = ChecksumError("bytes were changed, by a test's script")
+                error = ChecksumError("the script changed bytes of this read")
         if transfer.peer_id in self._broken and isinstance(error, TransportClosedError):
-            error = _broke()
+            error = _broken_connection()
         return error
 
     def _flip(self, transfer: _Transfer) -> None:
-        """Change the first byte of every region that was read into."""
+        """Change the first byte of every local region."""
         pairs = transfer.reads_into
         for address in self._pool.addresses(pairs.local_offsets, pairs.lengths).tolist():
             ctypes.c_ubyte.from_address(address).value ^= 255
 
     def _take_losses(self) -> list[Event]:
-        """The broken peers whose transfers have all ended."""
+        """Return the losses of broken peers whose reads have all ended, and forget them."""
         busy = {transfer.peer_id for transfer in self._transfers.values()}
         gone = self._broken - busy
         self._broken &= busy
-        return [PeerLost(peer_id, _broke()) for peer_id in gone]
+        return [PeerLost(peer_id, _broken_connection()) for peer_id in gone]
 
 
 def _call(script: Script, name: str, call: Callable[[], T]) -> T:
-    """Make a call, which raises if the script says so."""
+    """Make a call. Raise before or after it if the script says so."""
     faults = script.take(name)
     for fault in faults:
         if fault.kind == "raise":
@@ -223,5 +223,5 @@ def _call(script: Script, name: str, call: Callable[[], T]) -> T:
     return result
 
 
-def _broke() -> PeerLostError:
-    return PeerLostError("the connection broke, by a test's script")
+def _broken_connection() -> PeerLostError:
+    return PeerLostError("the script broke the connection")

@@ -1,4 +1,4 @@
-"""What the conformance suite drives: nodes with a pool each, and one loop that serves them all in one thread."""
+"""Nodes with a pool each, and one loop that serves them all in one thread. The conformance suite is built on them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from .order import CheckedEndpoint
 PAGE = 4096
 POOL_BYTES = 4 << 20
 
-#: What the producer's guard table holds in most tests.
+#: The guard that the producer sets in most tests.
 HELD = Guard(index=5, value=77)
 
-#: For what must happen at once. Generous: the machine may be busy with something else.
+#: Seconds to wait for something that should happen at once. Generous, because the machine may be busy.
 DEADLINE_S = 20.0
 
 E = TypeVar("E", Connected, MessageReceived, PeerLost, TransferEnded)
 
 
 def pairs_of(*rows: tuple[int, int, int]) -> RegionPairs:
-    """Region pairs from rows of local offset, remote offset, bytes."""
+    """Return region pairs; each row is local offset, remote offset, number of bytes."""
     return RegionPairs(np.array(rows, dtype=np.int64).reshape(-1, 3))
 
 
 @dataclass
 class Node:
-    """A transport, its endpoint and pool, and every event that the endpoint ever reported, in a correct order."""
+    """A transport, its endpoint and the arenas of its pool.
+
+    Attributes:
+        history: Every event that the endpoint reported. Their order was checked.
+    """
 
     transport: Transport
     endpoint: CheckedEndpoint
@@ -41,30 +45,37 @@ class Node:
     history: list[Event] = field(default_factory=list)
 
     def memory(self, arena: int = 0) -> npt.NDArray[np.uint8]:
-        """The bytes of an arena, seen without the transport."""
+        """Return the bytes of an arena, without using the transport."""
         return np.frombuffer(self.arenas[arena].buffer, dtype=np.uint8)
 
     def fill(self, seed: int) -> None:
-        """Give every byte of the pool another value, the same for the same seed."""
+        """Fill the pool with random bytes; the same seed gives the same bytes."""
         random = np.random.default_rng(seed)
         for index in range(len(self.arenas)):
             memory = self.memory(index)
             memory[:] = random.integers(0, 256, len(memory), dtype=np.uint8)
 
     def of_type(self, kind: type[E]) -> list[E]:
-        """What was reported of one kind, in order."""
+        """Return the reported events of one kind, in order."""
         return [event for event in self.history if isinstance(event, kind)]
 
     def messages(self, peer_id: int) -> list[bytes]:
+        """Return the messages of a peer, in order."""
         return [event.message for event in self.of_type(MessageReceived) if event.peer_id == peer_id]
 
     def ends_of(self, transfer_id: int) -> list[TransferEnded]:
+        """Return the ends that were reported of a read: none or one."""
         return [event for event in self.of_type(TransferEnded) if event.transfer_id == transfer_id]
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two nodes that know each other: `consumer` connected to `producer`."""
+    """Two connected nodes. `consumer` connected to `producer`.
+
+    Attributes:
+        producer_id: The producer, as the consumer knows it.
+        consumer_id: The consumer, as the producer knows it.
+    """
 
     producer: Node
     consumer: Node
@@ -74,13 +85,13 @@ class Link:
 
 @dataclass
 class World:
-    """Makes nodes, serves them, and closes them all in the end."""
+    """Make nodes, serve them, and close them all at the end."""
 
     create: Callable[[], Transport]
     nodes: list[Node] = field(default_factory=list)
 
     def node(self, *arena_bytes: int) -> Node:
-        """A node with a registered pool of arenas of these sizes."""
+        """Make a node whose registered pool has arenas of these sizes, in bytes."""
         transport = self.create()
         try:
             return self.add(transport, [transport.allocate(num_bytes) for num_bytes in arena_bytes])
@@ -89,10 +100,10 @@ class World:
             raise
 
     def add(self, transport: Transport, arenas: Sequence[Arena], pool: Pool | None = None) -> Node:
-        """A node of a transport whose pool is not registered.
+        """Register a pool with a transport, and make a node of them.
 
         Args:
-            pool: By default all of the arenas.
+            pool: By default all arenas.
         """
         endpoint = transport.register(pool or Pool([arena.segment for arena in arenas]))
         node = Node(transport, CheckedEndpoint(endpoint), arenas)
@@ -111,22 +122,29 @@ class World:
         return Link(producer, consumer, producer_id, incoming.peer_id)
 
     def pair(self, num_bytes: int) -> Link:
-        """Two new nodes with pools of one arena each, of different contents, connected."""
+        """Make two nodes with pools of one arena each and different contents, and connect them."""
         link = self.link(self.node(num_bytes), self.node(num_bytes))
         link.producer.fill(1)
         link.consumer.fill(2)
         return link
 
     def serve(self, is_done: Callable[[], bool], *nodes: Node) -> None:
-        """Collect events of all nodes, or of these, until `is_done`."""
+        """Collect events of all nodes, or of these, until `is_done` returns True.
+
+        Raises:
+            AssertionError: it did not within `DEADLINE_S`. The message shows each node's last events.
+        """
         deadline = time.monotonic() + DEADLINE_S
         while not is_done():
-            assert time.monotonic() < deadline, f"nothing came of it: {[n.history[-5:] for n in self.nodes]}"
+            assert time.monotonic() < deadline, (
+                f"timed out after {DEADLINE_S:g} s waiting for events; the last ones of each node: "
+                f"{[node.history[-5:] for node in self.nodes]}"
+            )
             for node in nodes or self.nodes:
                 node.history += node.endpoint.wait_events(0.001)
 
     def serve_quietly(self, *nodes: Node) -> None:
-        """Let what is under way arrive, where the point is that nothing is."""
+        """Collect events for a while. For tests that nothing more happens."""
         for _ in range(20):
             for node in nodes or self.nodes:
                 node.history += node.endpoint.wait_events(0.005)
@@ -134,7 +152,7 @@ class World:
     def read(
         self, link: Link, pairs: RegionPairs, guard: Guard, timeout_s: float = DEADLINE_S
     ) -> TransferEnded:
-        """Read from the producer into the consumer's pool, to the end."""
+        """Read from the producer's pool into the consumer's; return the end of the read."""
         endpoint = link.consumer.endpoint
         transfer_id = endpoint.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s)
         self.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
@@ -142,10 +160,11 @@ class World:
         return ended
 
     def forget(self, node: Node) -> None:
-        """Close a node, and serve it no more."""
+        """Close a node, and stop serving it."""
         node.transport.close()
         self.nodes.remove(node)
 
     def close(self) -> None:
+        """Close all nodes."""
         for node in self.nodes:
             node.transport.close()

@@ -1,4 +1,4 @@
-"""A network between two hosts that somebody hostile holds in his hands."""
+"""A TCP proxy that cuts, delays, truncates, duplicates and corrupts what passes."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
-#: `truncate`: the end of what came is missing; `duplicate`: it comes twice; `flip`: a bit of it is another.
-Mishap = Literal["cut", "delay", "truncate", "duplicate", "flip"]
+#: What the proxy can do to received bytes. `cut`: close the connection. `delay`: hold everything up for `DELAY_S`.
+#: `truncate`: drop the end. `duplicate`: send the end twice. `flip`: change one bit.
+NetworkFault = Literal["cut", "delay", "truncate", "duplicate", "flip"]
 
-#: How long a delay holds up everything.
+#: Seconds for which a delay holds everything up.
 DELAY_S = 0.05
-#: A side that takes nothing for so long is cut off.
+#: A side that takes nothing for this many seconds is disconnected.
 SEND_TIMEOUT_S = 5.0
 
 
 class HostileProxy:
-    """Forwards TCP connections to a port of this host; on the way things happen, as a seed says.
+    """Forward TCP connections to a port of this host, with faults that a seed decides.
 
-    A context manager, which hangs up at its end.
+    A context manager. It closes all connections at its end.
 
     Args:
-        port: Of the server.
-        mishaps: What may happen.
-        rate: To how much of what passes, 0 to 1.
+        port: The server's port.
+        faults: The faults that may happen.
+        seed: Seed of the random choices.
+        rate: The share of received pieces that a fault happens to, 0 to 1.
 
     Attributes:
-        port: Where to connect.
-        num_mishaps: What happened so far.
+        port: The port to connect to.
+        num_faults: Faults so far.
     """
 
-    def __init__(self, port: int, mishaps: Sequence[Mishap], *, seed: int, rate: float) -> None:
+    def __init__(self, port: int, faults: Sequence[NetworkFault], *, seed: int, rate: float) -> None:
         self._target = ("127.0.0.1", port)
-        self._mishaps = mishaps
-        self._dice = random.Random(seed)
+        self._faults = faults
+        self._random = random.Random(seed)
         self._rate = rate
         self._other: dict[socket.socket, socket.socket] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._hang_up, self._hung_up = socket.socketpair()
         self.port: int = self._listener.getsockname()[1]
-        self.num_mishaps = 0
+        self.num_faults = 0
         self._thread = threading.Thread(target=self._run, name="hostile-proxy")
 
-    def behave(self) -> None:
-        """From now on let everything pass."""
+    def stop_faults(self) -> None:
+        """Let everything pass unchanged from now on."""
         self._rate = 0.0
 
     def __enter__(self) -> Self:
@@ -78,7 +80,7 @@ class HostileProxy:
         try:
             if source is self._listener:
                 self._accept()
-            elif source in self._other:  # it may have been cut since
+            elif source in self._other:  # an earlier one may have closed it
                 self._forward(source)
         except OSError:
             self._cut(source)
@@ -95,18 +97,18 @@ class HostileProxy:
 
     def _forward(self, source: socket.socket) -> None:
         data = source.recv(1 << 16)
-        if data and self._dice.random() < self._rate:
-            self.num_mishaps += 1
-            data = self._harmed(data, self._dice.choice(self._mishaps))
+        if data and self._random.random() < self._rate:
+            self.num_faults += 1
+            data = self._harmed(data, self._random.choice(self._faults))
         if data:
             self._other[source].sendall(data)
         else:
             self._cut(source)
 
-    def _harmed(self, data: bytes, mishap: Mishap) -> bytes:
-        """What is left of it; nothing: the connection ends."""
-        at = self._dice.randrange(len(data))
-        match mishap:
+    def _harmed(self, data: bytes, fault: NetworkFault) -> bytes:
+        """Return what remains of `data` after a fault; empty bytes close the connection."""
+        at = self._random.randrange(len(data))
+        match fault:
             case "cut":
                 return b""
             case "delay":
@@ -117,7 +119,7 @@ class HostileProxy:
             case "duplicate":
                 return data + data[at:]
             case "flip":
-                return data[:at] + bytes([data[at] ^ 1 << self._dice.randrange(8)]) + data[at + 1 :]
+                return data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
 
     def _cut(self, end: socket.socket) -> None:
         if other := self._other.pop(end, None):

@@ -1,4 +1,4 @@
-"""What an owner may rely on about the order of events, as a check of every event that an endpoint reports."""
+"""A check of the order of all events that an endpoint reports."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .wrapping import WrappedEndpoint
 
 
 class EventOrder:
-    """Knows what the owner of an endpoint did and what it was told, and fails on the first event that breaks a promise.
+    """Record the calls of an endpoint's owner and the events, and fail on the first one that breaks a promise.
 
-    See the module `transports.base` for the promises. Each method raises `AssertionError` if one is broken.
+    The module `transports.base` states the promises. Each method raises `AssertionError` if one is broken.
     """
 
     def __init__(self) -> None:
@@ -22,33 +22,41 @@ class EventOrder:
 
     @property
     def unended(self) -> frozenset[int]:
-        """The transfers whose end was not reported."""
+        """The reads whose end was not reported."""
         return frozenset(self._reads)
 
     @property
     def connecting(self) -> frozenset[int]:
-        """The peers that neither were reported to be connected or lost, nor were disconnected."""
+        """The peers that we connect to: not connected, lost or disconnected yet."""
         return frozenset(self._connecting)
 
     def connect_started(self, peer_id: int) -> None:
-        """`start_connect` returned an id."""
-        assert peer_id not in self._known, f"peer id {peer_id} was used before"
+        """Record that `start_connect` returned an id."""
+        assert peer_id not in self._known, (
+            f"start_connect returned a used id: peer id {peer_id} was used before"
+        )
         self._connecting.add(peer_id)
 
     def read_started(self, transfer_id: int, peer_id: int) -> None:
-        """`start_read` returned an id."""
-        assert transfer_id not in self._reads, f"transfer id {transfer_id} is in use"
-        assert transfer_id not in self._ended, f"transfer id {transfer_id} was used before"
-        assert peer_id in self._connected, f"a read from peer {peer_id} was accepted, which is not connected"
+        """Record that `start_read` returned an id."""
+        assert transfer_id not in self._reads, (
+            f"start_read returned a used id: transfer id {transfer_id} is in use"
+        )
+        assert transfer_id not in self._ended, (
+            f"start_read returned a used id: transfer id {transfer_id} was used before"
+        )
+        assert peer_id in self._connected, (
+            f"start_read accepted a read from peer {peer_id}, which is not connected"
+        )
         self._reads[transfer_id] = peer_id
 
     def disconnected(self, peer_id: int) -> None:
-        """`disconnect` returned."""
+        """Record that `disconnect` returned."""
         if peer_id in self._connecting | self._connected:
             self._end(peer_id)
 
     def happened(self, event: Event) -> None:
-        """`wait_events` returned this event."""
+        """Record that `wait_events` returned this event."""
         match event:
             case TransferEnded(transfer_id):
                 assert transfer_id not in self._ended, f"transfer {transfer_id} ended twice: {event}"
@@ -58,22 +66,24 @@ class EventOrder:
                 return
             case Connected(peer_id, incoming):
                 assert peer_id not in self._over, (
-                    f"peer {peer_id} is over, and its id must not come back: {event}"
+                    f"event about peer {peer_id} after it was lost or disconnected: {event}"
                 )
                 assert peer_id not in self._connected, f"peer {peer_id} was connected twice: {event}"
                 assert incoming != (peer_id in self._connecting), (
-                    f"another side started the connection: {event}"
+                    f"peer {peer_id} was reported with the wrong direction: {event}"
                 )
                 self._connecting.discard(peer_id)
                 self._connected.add(peer_id)
             case MessageReceived(peer_id):
-                assert peer_id in self._connected, f"a message of a peer that is not connected: {event}"
+                assert peer_id in self._connected, (
+                    f"message from peer {peer_id}, which is not connected: {event}"
+                )
             case PeerLost(peer_id):
                 assert peer_id in self._connecting | self._connected, (
-                    f"not a peer of ours, or no more: {event}"
+                    f"loss of peer {peer_id}, which is unknown, or lost or disconnected already: {event}"
                 )
                 left = [transfer_id for transfer_id, of in self._reads.items() if of == peer_id]
-                assert not left, f"transfers {left} have not ended, but their peer is lost: {event}"
+                assert not left, f"peer {peer_id} was lost before its transfers {left} ended: {event}"
                 self._end(peer_id)
 
     @property
@@ -87,7 +97,7 @@ class EventOrder:
 
 
 class CheckedEndpoint(WrappedEndpoint):
-    """An endpoint whose events are checked by an `EventOrder`."""
+    """An endpoint around another one. An `EventOrder` checks its events."""
 
     def __init__(self, inner: Endpoint) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Half of the conformance suite (see `testing`): messages, peers, the owner's loop."""
+"""One part of the conformance suite: promises about messages, peers and the owner's loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 
 
 class MessagePromises:
-    """`send`: whole, in order, bounded."""
+    """`send`: messages arrive whole and in order, and what waits is bounded."""
 
     def test_messages_keep_their_order_both_ways(self, world: World, link: Link) -> None:
         sizes = [1, 0, 17, 100_000, 2, MAX_MESSAGE_BYTES, 3, 5000]
@@ -29,7 +29,7 @@ class MessagePromises:
         for message in sent:
             link.consumer.endpoint.send(link.producer_id, message)
             link.producer.endpoint.send(link.consumer_id, message[::-1])
-            # Each is drained at once: what may wait is bounded, and this is not about that.
+            # Receive each before the next is sent, because what may wait is bounded.
             count = sent.index(message) + 1
             world.serve(lambda: len(link.producer.messages(link.consumer_id)) >= count)  # noqa: B023
             world.serve(lambda: len(link.consumer.messages(link.producer_id)) >= count)  # noqa: B023
@@ -50,7 +50,7 @@ class MessagePromises:
         world.serve(lambda: link.producer.messages(link.consumer_id) == [b"fine"])
 
     def test_a_peer_that_does_not_drain_is_noticed(self, world: World, link: Link) -> None:
-        """What waits is bounded, and what was accepted still arrives."""
+        """What waits for a peer is bounded, and every accepted message arrives."""
         message = bytes(1 << 20)
         num_sent = _send_until_refused(link, message, limit=256)
         world.serve(lambda: len(link.producer.messages(link.consumer_id)) == num_sent)
@@ -59,7 +59,7 @@ class MessagePromises:
 
 
 class PeerPromises:
-    """`listen`, `start_connect`, `disconnect`, and peers that go."""
+    """`listen`, `start_connect`, `disconnect`, and peers that are lost."""
 
     def test_several_peers_are_told_apart(self, world: World) -> None:
         producer = world.node(PAGE)
@@ -81,7 +81,7 @@ class PeerPromises:
             consumer.endpoint.start_connect(address, timeout_s=DEADLINE_S)
         world.serve(lambda: all(consumer.history for consumer in consumers) and len(producer.history) == 4)
 
-    def test_connecting_to_nobody_ends_in_time(self, world: World) -> None:
+    def test_connecting_to_a_closed_address_ends_in_time(self, world: World) -> None:
         gone = world.node(PAGE)
         address = gone.endpoint.listen("")
         world.forget(gone)
@@ -104,7 +104,7 @@ class PeerPromises:
         with pytest.raises(ConfigurationError, match="in use"):
             world.node(PAGE).endpoint.listen(address)
 
-    def test_disconnect_is_told_to_the_other_side_only(self, world: World, link: Link) -> None:
+    def test_disconnect_is_reported_to_the_other_side_only(self, world: World, link: Link) -> None:
         link.consumer.endpoint.disconnect(link.producer_id)
         link.consumer.endpoint.disconnect(link.producer_id)
         link.consumer.endpoint.disconnect(123456)
@@ -114,7 +114,7 @@ class PeerPromises:
         assert not link.consumer.of_type(PeerLost)
         for node, peer_id in ((link.consumer, link.producer_id), (link.producer, link.consumer_id)):
             with pytest.raises(PeerLostError):
-                node.endpoint.send(peer_id, b"anyone?")
+                node.endpoint.send(peer_id, b"too late")
 
     def test_disconnect_ends_reads_once(self, world: World, link: Link) -> None:
         ids = _start_reads(link, 8)
@@ -128,7 +128,7 @@ class PeerPromises:
 
     def test_reads_end_before_their_peer_is_lost(self, world: World, link: Link) -> None:
         ids = _start_reads(link, 8)
-        link.producer.endpoint.send(link.consumer_id, b"farewell")
+        link.producer.endpoint.send(link.consumer_id, b"goodbye")
         world.forget(link.producer)
         world.serve(lambda: bool(link.consumer.of_type(PeerLost)))
         world.serve_quietly()
@@ -136,7 +136,7 @@ class PeerPromises:
         assert isinstance(link.consumer.history[-1].error, PeerLostError)
         ended = link.consumer.of_type(TransferEnded)
         assert sorted(event.transfer_id for event in ended) == ids
-        allowed = (PeerLostError, StaleRegionError)  # a guard table may be cleared before the socket closes
+        allowed = (PeerLostError, StaleRegionError)  # the guards may be cleared before the connection closes
         assert all(event.error is None or isinstance(event.error, allowed) for event in ended)
 
 
@@ -192,7 +192,10 @@ def _send_until_refused(link: Link, message: bytes, limit: int) -> int:
             link.consumer.endpoint.send(link.producer_id, message)
         except BackpressureError:
             return num_sent
-    pytest.fail(f"{limit} messages of {len(message)} bytes were accepted without being taken")
+    pytest.fail(
+        f"send accepted {limit} messages of {len(message)} bytes for a peer that takes none: what waits has no bound; "
+        "raise BackpressureError above a bound"
+    )
 
 
 def _start_reads(link: Link, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A connection on which one bit flips."""
+"""A TCP proxy that flips one bit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Self
 
 
 class FlippingProxy:
-    """Forwards one TCP connection to a port of this host, and flips one bit of what the server sends.
+    """Forward one TCP connection to a port of this host, and flip one bit of what the server sends.
 
-    A context manager, which hangs up at its end.
+    A context manager. It closes the connection at its end.
 
     Args:
-        port: Of the server.
-        at: The byte of the server's stream, from 0.
+        port: The server's port.
+        at: Index of the byte in the server's stream.
 
     Attributes:
-        port: Where to connect.
+        port: The port to connect to.
     """
 
     def __init__(self, port: int, *, at: int) -> None:
@@ -50,7 +50,7 @@ class FlippingProxy:
         return select.select([self._hung_up, *sockets], [], [])[0]
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        """Until either side, or the test, has enough."""
+        """Forward until either side closes, or the test leaves the context."""
         other = {client: server, server: client}
         while True:
             for source in self._ready(client, server):

@@ -1,4 +1,4 @@
-"""Half of the conformance suite (see `testing`): memory, reads, guards."""
+"""One part of the conformance suite: promises about memory, reads and guards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Create = Callable[[Mapping[str, object]], Transport]
 
 
 class MemoryPromises:
-    """`allocate`, `register`, the guard table."""
+    """`allocate`, `register`, and the guard table."""
 
     def test_an_arena_is_zeroed_aligned_and_writable(self, world: World) -> None:
         for num_bytes in (1, PAGE + 1, 3 << 20):
@@ -61,7 +61,7 @@ class MemoryPromises:
 
 
 class ReadPromises:
-    """`start_read`: the right bytes, all of them, nowhere else; or an error."""
+    """`start_read`: all the right bytes arrive, and only in the local regions; or the read ends with an error."""
 
     @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * (1 << 20) + 5])
     @pytest.mark.parametrize(("local", "remote"), [(0, 0), (3, 4099), (PAGE, 1)])
@@ -108,7 +108,7 @@ class ReadPromises:
         assert np.array_equal(consumer.memory(1)[: 2 * PAGE], producer.memory(2))
         assert np.array_equal(consumer.memory(1)[2 * PAGE + 7 :][:100], producer.memory(0)[5:105])
 
-    def test_who_was_connected_to_can_read_too(self, world: World, link: Link) -> None:
+    def test_the_side_that_accepted_can_read_too(self, world: World, link: Link) -> None:
         back = Link(link.consumer, link.producer, link.consumer_id, link.producer_id)
         link.consumer.transport.guards.set(1, 2)
         assert world.read(back, pairs_of((0, PAGE, PAGE)), Guard(1, 2)).error is None
@@ -150,13 +150,13 @@ class ReadPromises:
         ended = world.read(link, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=1e-9)
         assert isinstance(ended.error, TransferTimeoutError)
 
-    def test_a_read_of_a_stranger_is_refused(self, link: Link) -> None:
+    def test_a_read_from_an_unknown_peer_is_refused(self, link: Link) -> None:
         with pytest.raises(PeerLostError):
             link.consumer.endpoint.start_read(987654, pairs_of((0, 0, 1)), HELD, timeout_s=1)
 
 
 class GuardPromises:
-    """Bytes are accepted only if the guard held after they were copied."""
+    """A read succeeds only if the guard held after its bytes were copied."""
 
     @pytest.mark.parametrize("guard", [Guard(HELD.index, HELD.value + 1), Guard(HELD.index + 1, HELD.value)])
     def test_a_guard_of_another_offer_is_stale(self, world: World, link: Link, guard: Guard) -> None:
@@ -173,7 +173,7 @@ class GuardPromises:
             link.consumer.endpoint.start_read(link.producer_id, pairs_of((0, 0, 1)), guard, timeout_s=1)
 
     def test_memory_that_is_reused_during_a_read_is_never_delivered(self, world: World, link: Link) -> None:
-        """The owner clears the guard and writes while it is read: an error, or what was promised."""
+        """The owner clears the guard and writes during a read: the promised bytes arrive, or the read fails."""
         guards, memory = link.producer.transport.guards, link.producer.memory()
         for round_ in range(1, 21):
             guards.set(HELD.index, round_)
@@ -189,6 +189,9 @@ class GuardPromises:
             world.serve(lambda: bool(link.consumer.ends_of(transfer_id)))  # noqa: B023 - called right here
             (ended,) = link.consumer.ends_of(transfer_id)
             if ended.error is None:
-                assert np.all(link.consumer.memory() == round_)
+                assert np.all(link.consumer.memory() == round_), (
+                    "a read delivered bytes that were written after the guard was cleared: check the guard after "
+                    "the bytes were copied"
+                )
             else:
                 assert isinstance(ended.error, StaleRegionError)

@@ -12,7 +12,7 @@ from ..registry import BUILT_IN
 
 
 def built_in(*, without: Collection[str] = ()) -> list[Any]:
-    """Return a `pytest.param` per built-in transport; it is skipped if a package that the transport needs is missing."""
+    """Return one `pytest.param` per built-in transport. Tests skip a transport whose Python package is missing."""
     return [_param(scheme) for scheme in BUILT_IN if scheme not in without]
 
 

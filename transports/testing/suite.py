@@ -1,4 +1,4 @@
-"""All promises in one class: `TransportConformance`."""
+"""`TransportConformance`: all promises of a transport in one test class."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ Create = Callable[[Mapping[str, object]], Transport]
 class TransportConformance(
     MemoryPromises, ReadPromises, GuardPromises, MessagePromises, PeerPromises, LoopPromises
 ):
-    """All promises. A backend's test overrides the fixture `create`."""
+    """All promises of a transport. Derive from it, and override the fixture `create`."""
 
     @pytest.fixture
     def create(self) -> Create:
-        """What makes a transport from its options."""
-        raise NotImplementedError("override the fixture `create`")
+        """Return what makes a transport from its options: its class, or a function."""
+        raise NotImplementedError(
+            "cannot run TransportConformance: it has no transport; override the fixture `create`"
+        )
 
     @pytest.fixture
     def world(self, create: Create) -> Iterator[World]:
+        """Return a world without nodes; it closes its nodes after the test."""
         world = World(lambda: create({}))
         yield world
         world.close()
 
     @pytest.fixture
     def link(self, world: World) -> Link:
-        """Two connected nodes with pools of `POOL_BYTES`; the producer's guard `HELD` holds."""
+        """Return two connected nodes with pools of `POOL_BYTES` bytes. The producer's guard `HELD` holds."""
         link = world.pair(POOL_BYTES)
         link.producer.transport.guards.set(HELD.index, HELD.value)
         return link

@@ -1,4 +1,4 @@
-"""A transport around a transport, which passes everything on. What a wrapper changes, it overrides."""
+"""A transport around another transport. It passes every call on; a subclass overrides what it changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..regions import Guard, Pool, RegionPairs
 
 
 class WrappedEndpoint(Endpoint):
-    """Keeps an endpoint's promises by another's, with the same addresses."""
+    """An endpoint that passes every call on to another, with the same addresses."""
 
     def __init__(self, inner: Endpoint) -> None:
         self.scheme = inner.scheme
@@ -49,7 +49,7 @@ class WrappedEndpoint(Endpoint):
 
 
 class RenamedEndpoint(WrappedEndpoint):
-    """An endpoint under another scheme, which comes before the addresses of the one it wraps."""
+    """An endpoint with a scheme of its own. Its addresses are `SCHEME:` and then those of the inner endpoint."""
 
     def __init__(self, scheme: str, inner: Endpoint) -> None:
         super().__init__(inner)
@@ -65,13 +65,15 @@ class RenamedEndpoint(WrappedEndpoint):
         scheme, _, inner = address.partition(":")
         if scheme != self.scheme:
             raise ConfigurationError(
-                f"not a {self.scheme} address: {address!r}", key="address", value=address
+                f"malformed address {address!r}: expected '{self.scheme}:' and an address of {self._inner.scheme!r}",
+                key="address",
+                value=address,
             )
         return inner
 
 
 class WrappedTransport(PeerTransport):
-    """Passes everything on to the transport `inner`, which belongs to it. `_wrap` says what comes around its endpoint."""
+    """A transport that passes every call on to `inner` and owns it. Override `_wrap` to change its endpoint."""
 
     scheme: ClassVar[str]
 
@@ -90,7 +92,7 @@ class WrappedTransport(PeerTransport):
         return self._wrap(self._inner.register(pool), pool)
 
     def _wrap(self, inner: Endpoint, pool: Pool) -> Endpoint:
-        """Make the endpoint around the inner transport's."""
+        """Return an endpoint around the inner transport's."""
         return RenamedEndpoint(self.scheme, inner)
 
     def _free(self) -> None:
