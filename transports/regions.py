@@ -1,9 +1,8 @@
-"""Regions of bytes: the only thing a transport moves.
+"""Regions of bytes: the only thing that a transport moves.
 
-A *pool* is the memory that one process registers: one or more segments of addresses, seen as a single
-run of offsets. A *region* is `num_bytes` bytes at an offset of a pool. *Region pairs* say which remote
-region goes into which local one, or, in a write, the other way round. Nothing here knows a token, a layer or a
-request.
+A *pool* is the memory that one process registers: one or more segments of addresses, seen as a single run of
+offsets. A *region* is `num_bytes` bytes at an offset of a pool. *Region pairs* say which remote region a read
+copies into which local one. Nothing here knows tokens, layers or requests.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from ._copy import locate_regions
 from .errors import RegionError
 
-#: Main memory, or that of a GPU.
+#: Main memory, or memory of a GPU.
 MemoryKind = Literal["host", "cuda"]
 
 Int64Array = npt.NDArray[np.int64]
@@ -27,7 +26,7 @@ AddressArray = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_bytes` bytes at a virtual address of this process. Those of `kind` `"cuda"` only a GPU can touch."""
+    """`num_bytes` bytes at a virtual address of this process. If `kind` is `"cuda"`, only a GPU can access them."""
 
     address: int
     num_bytes: int
@@ -38,9 +37,8 @@ class Segment:
 class Guard:
     """A word of the peer's guard table that must hold `value` after the bytes were copied.
 
-    The owner of the memory clears the word before it gives the memory another meaning, so bytes that
-    were copied while the word still held `value` are the bytes that were promised; or, in a write, are
-    where they were wanted.
+    The owner of the memory clears the word before it gives the memory another meaning. So if the word still holds
+    `value` after the copy, the copied bytes are those that were promised. The owner uses no value twice for one word.
     """
 
     index: int
@@ -54,7 +52,7 @@ class Pool:
         self.segments = tuple(segments)
         if not self.segments or any(s.num_bytes <= 0 for s in self.segments):
             raise RegionError(f"a pool needs segments of at least one byte, got {self.segments}")
-        #: Where all of it lies.
+        #: The kind of memory of all segments.
         self.kind: MemoryKind = self.segments[0].kind
         if any(s.kind != self.kind for s in self.segments):
             raise RegionError("a pool lies in main memory or on a GPU, not in both")
@@ -70,15 +68,15 @@ class Pool:
         return int(self._ends[-1])
 
     def segment_offset(self, index: int) -> int:
-        """The pool offset at which segment `index` begins."""
+        """Return the pool offset at which segment `index` begins."""
         return int(self._starts[index])
 
     def segment_indices(self, offsets: Int64Array) -> npt.NDArray[np.intp]:
-        """The segments that hold the bytes at `offsets`, shape `(num_regions,)`; one past the last if none does."""
+        """Return the index of the segment at each offset, shape `(num_regions,)`; past the last one if there is none."""
         return self._ends.searchsorted(offsets, side="right")
 
     def addresses(self, offsets: Int64Array, num_bytes: Int64Array) -> AddressArray:
-        """Virtual addresses of regions, shape `(num_regions,)`.
+        """Return the virtual addresses of regions, shape `(num_regions,)`.
 
         Raises:
             RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
@@ -115,11 +113,11 @@ class Regions:
 
 
 class RegionPairs:
-    """Which remote regions go into which local ones; in a write, which remote ones the local ones go into.
+    """Which remote regions a read copies into which local ones.
 
     Attributes:
-        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. The regions that one
-            transfer writes into do not overlap.
+        table: `(num_regions, 3)` int64: local offset, remote offset, number of bytes. The local regions of one read do
+            not overlap.
     """
 
     def __init__(self, table: Int64Array) -> None:
