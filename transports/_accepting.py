@@ -15,7 +15,7 @@ from ._poller import Poller
 
 logger = logging.getLogger(__name__)
 
-#: How long nobody is accepted after descriptors, or memory for sockets, ran out.
+#: How long no connection is accepted after descriptors, or memory for sockets, ran out.
 _REST_S = 0.25
 
 #: Connections accepted before everything else gets its turn.
@@ -39,21 +39,29 @@ class Listening(Protocol[Connection_co]):
 
 
 class Acceptor(Generic[Connection]):
-    """Gives everyone who connects to a listener to `take`.
+    """Passes every connection to a listener to `take`.
 
     When we are out of file descriptors the kernel keeps reporting the pending connection. Stop polling the listener for
     a while; the peer stays in the backlog.
+
+    Args:
+        call_at: Of the peer table, which then ends the rest. Without it the owner calls `resume` at `resumes_at`.
 
     Attributes:
         resumes_at: When the rest is over, in `time.monotonic` seconds; infinite if there is none.
     """
 
     def __init__(
-        self, listener: Listening[Connection], poller: Poller, take: Callable[[Connection], None]
+        self,
+        listener: Listening[Connection],
+        poller: Poller,
+        take: Callable[[Connection], None],
+        call_at: Callable[[float, Callable[[], None]], int] | None = None,
     ) -> None:
         self._listener = listener
         self._poller = poller
         self._take = take
+        self._call_at = call_at
         self._log = LimitedLog(logger)
         self.resumes_at = math.inf
         poller.watch(listener, self._accept_all)
@@ -65,7 +73,7 @@ class Acceptor(Generic[Connection]):
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._rest(error)
-                return  # none waits; or one hung up, and the next one is reported again
+                return  # no connection waits; or one hung up, and the next one is reported again
             except Exception as error:  # noqa: BLE001 - it is over for this connection alone
                 self._log.warning("cannot accept a connection: %r", error, exc_info=error)
                 continue
@@ -75,6 +83,8 @@ class Acceptor(Generic[Connection]):
         self._log.warning("%s", typed(error, f"cannot accept a peer, trying again in {_REST_S} s"))
         self._poller.unwatch(self._listener)
         self.resumes_at = time.monotonic() + _REST_S
+        if self._call_at is not None:
+            self._call_at(self.resumes_at, lambda: self.resume(time.monotonic()))
 
     def resume(self, now: float) -> None:
         """Look at the listener again, if the rest is over."""

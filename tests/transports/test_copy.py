@@ -173,12 +173,11 @@ sys.modules["kvferry.transports._native"] = None
 import numpy as np
 from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
 from kvferry.transports.shm import SharedMemoryTransport
-producer, consumer = SharedMemoryTransport({}), SharedMemoryTransport({})
-arenas = [transport.allocate(8192) for transport in (producer, consumer)]
-for transport, arena in zip((producer, consumer), arenas):
-    transport.register(Pool([arena.segment]))
+transports = SharedMemoryTransport({}), SharedMemoryTransport({})
+arenas = [transport.allocate(8192) for transport in transports]
+producer, consumer = [t.register(Pool([arena.segment])) for t, arena in zip(transports, arenas)]
 arenas[0].buffer[:4] = b"good"
-producer.guards.set(1, 1)
+transports[0].guards.set(1, 1)
 peer_id = consumer.start_connect(producer.listen(""), timeout_s=10)
 seen = []
 while not any(isinstance(event, Connected) for event in seen):
@@ -187,7 +186,8 @@ while not any(isinstance(event, Connected) for event in seen):
 consumer.start_read(peer_id, RegionPairs(np.array([[0, 0, 4]])), Guard(1, 1), timeout_s=10)
 (ended,) = consumer.wait_events(10)
 print(ended.error, bytes(arenas[1].buffer[:4]))
-producer.close(), consumer.close()
+for transport in transports:
+    transport.close()
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "None b'good'", result.stderr

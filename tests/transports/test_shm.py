@@ -30,7 +30,7 @@ class TestSharedMemoryWithSocketFilesAndTwoCopiers(TransportConformance):
 
 
 def test_a_small_read_is_over_at_once() -> None:
-    """Nobody has to wake up for it: its bytes are in place, and its end is among the very next events."""
+    """No thread has to wake up for it: its bytes are in place, and its end is among the very next events."""
     world = World(SharedMemoryTransport)
     try:
         link = world.pair(SharedMemoryOptions().inline_bytes)

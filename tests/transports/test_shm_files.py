@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry.transports import Pool
-from kvferry.transports.errors import ConfigurationError, KVTransferStateError, PeerLostError
+from kvferry.transports.errors import ConfigurationError, PeerLostError
 from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.shm.arena import SharedFile
 from kvferry.transports.testing import World
@@ -24,8 +24,8 @@ PAGE = 4096
 def listening(options: Mapping[str, object], address: str = "") -> tuple[SharedMemoryTransport, str]:
     transport = SharedMemoryTransport(options)
     try:
-        transport.register(Pool([transport.allocate(PAGE).segment]))
-        return transport, transport.listen(address)
+        endpoint = transport.register(Pool([transport.allocate(PAGE).segment]))
+        return transport, endpoint.listen(address)
     except BaseException:
         transport.close()
         raise
@@ -72,7 +72,7 @@ def test_closing_makes_every_guard_fail() -> None:
     assert not any(np.frombuffer(guards._mapping, dtype=np.int64))
 
 
-def test_the_default_socket_has_no_file_and_goes_with_the_transport() -> None:
+def test_the_default_socket_has_no_file_and_ends_with_the_transport() -> None:
     transport, address = listening({})
     name = address.removeprefix("shm://")
     assert name.startswith(f"@kvferry-{os.getpid()}-")
@@ -81,7 +81,7 @@ def test_the_default_socket_has_no_file_and_goes_with_the_transport() -> None:
     assert name not in Path("/proc/net/unix").read_text()
 
 
-def test_a_socket_file_is_private_and_goes_with_the_transport(socket_dir: Path) -> None:
+def test_a_socket_file_is_private_and_is_removed_with_the_transport(socket_dir: Path) -> None:
     transport, address = listening({"socket_dir": str(socket_dir)})
     path = Path(address.removeprefix("shm://"))
     assert path.parent == socket_dir
@@ -151,15 +151,6 @@ def test_wrong_options_are_named(key: str, value: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         SharedMemoryTransport({key: value})
     assert caught.value.key == key
-
-
-def test_peers_need_a_pool_first() -> None:
-    transport = SharedMemoryTransport()
-    try:
-        with pytest.raises(KVTransferStateError):
-            transport.start_connect("shm://@x", timeout_s=1)
-    finally:
-        transport.close()
 
 
 def test_forty_meetings_leave_nothing() -> None:

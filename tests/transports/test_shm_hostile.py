@@ -36,7 +36,7 @@ from kvferry.transports.shm.hello import (
     Hello,
     SharedSegment,
     decode_hello,
-    encode_greeting,
+    encode_preface,
     encode_hello,
 )
 from kvferry.transports.shm.sockets import Connection
@@ -46,7 +46,7 @@ GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
 
 
 class Victim:
-    """A transport that listens, and what it said."""
+    """A node that listens, and the events that it reported."""
 
     def __init__(self) -> None:
         self.transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
@@ -216,7 +216,7 @@ def test_descriptors_that_could_harm_us_are_refused(victim: Victim, files: str) 
     assert victim.still_serves()
 
 
-BEFORE_THEIR_TIME: dict[str, Callable[[socket.socket, list[int]], None]] = {
+TOO_EARLY: dict[str, Callable[[socket.socket, list[int]], None]] = {
     "with the hello": lambda sock, files: send_with(sock, HELLO_FRAME, files),
     "with the first byte": lambda sock, files: send_with(sock, HELLO_FRAME[:1], files),
     "with the last byte of the hello": lambda sock, files: (
@@ -227,12 +227,12 @@ BEFORE_THEIR_TIME: dict[str, Callable[[socket.socket, list[int]], None]] = {
 }
 
 
-@pytest.mark.parametrize("when", BEFORE_THEIR_TIME)
+@pytest.mark.parametrize("when", TOO_EARLY)
 def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -> None:
-    """Not one is held, while the one who sent them says nothing more; and they do not count as those of the hello."""
+    """None is held while the peer that sent them sends nothing more, and they do not count as those of the hello."""
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
-        BEFORE_THEIR_TIME[when](sock, [memory_file(PAGE) for _ in range(100)])
+        TOO_EARLY[when](sock, [memory_file(PAGE) for _ in range(100)])
         for _ in range(5):
             victim.seen += victim.endpoint.wait_events(0.005)
             assert len(os.listdir("/proc/self/fd")) <= before + 2  # both ends of the connection
@@ -244,7 +244,7 @@ def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -
 
 
 def test_no_more_descriptors_are_taken_than_the_hello_names(victim: Victim) -> None:
-    """The kernel throws the others away: at no time are they open here."""
+    """The kernel closes the others: at no time are they open here."""
     before = len(os.listdir("/proc/self/fd"))
     most = before
     received = Connection._receive_some
@@ -319,9 +319,7 @@ def test_a_message_in_small_pieces_is_one_message(victim: Victim) -> None:
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"HTTP/1.1 400 Bad Request\r\n", ProtocolError), (b"", TransferTimeoutError)]
 )
-def test_a_listener_that_is_none_of_ours_is_lost(
-    victim: Victim, answer: bytes, error: type[Exception]
-) -> None:
+def test_a_listener_of_another_program_is_lost(victim: Victim, answer: bytes, error: type[Exception]) -> None:
     name = f"kvferry-{os.getpid()}-hostile"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
@@ -337,7 +335,7 @@ def test_a_listener_that_is_none_of_ours_is_lost(
 
 
 class Impostor:
-    """A socket of this user that is no node's, and what a node tells it."""
+    """A socket of this user that belongs to no node, and what a node sends to it."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.address = f"shm://@kvferry-{os.getpid()}-impostor"
@@ -346,7 +344,7 @@ class Impostor:
         listener.listen()
 
     def told(self, victim: Victim, said: bytes) -> tuple[bytes, list[int]]:
-        """Have a node connect, say something, and return all that comes, as bytes and descriptors."""
+        """Have a node connect, send it something, and return all that comes, as bytes and descriptors."""
         victim.endpoint.start_connect(self.address, timeout_s=0.3)
         accepted, _ = self._listener.accept()
         heard, descriptors = b"", array.array("i")
@@ -373,40 +371,40 @@ def impostor() -> Iterator[Impostor]:
         yield Impostor(listener)
 
 
-GREETINGS: dict[str, tuple[bytes, type[Exception]]] = {
+PREFACES: dict[str, tuple[bytes, type[Exception]]] = {
     "silence": (b"", TransferTimeoutError),
     "another protocol": (b"220 mail.example ESMTP\r\n", ProtocolError),
-    "a hello, as of a peer": (HELLO_FRAME, PeerRefusedError),
+    "a hello, as a peer sends it": (HELLO_FRAME, PeerRefusedError),
     "a node at another address": (
-        encode_frame(FrameKind.HELLO, encode_greeting("shm://@kvferry-another")),
+        encode_frame(FrameKind.HELLO, encode_preface("shm://@kvferry-another")),
         PeerRefusedError,
     ),
     "an older version": (
         encode_frame(
             FrameKind.HELLO,
-            encode_greeting("").replace(struct.pack("<I", VERSION), struct.pack("<I", VERSION - 1)),
+            encode_preface("").replace(struct.pack("<I", VERSION), struct.pack("<I", VERSION - 1)),
         ),
         VersionMismatchError,
     ),
 }
 
 
-@pytest.mark.parametrize("said", GREETINGS)
+@pytest.mark.parametrize("said", PREFACES)
 def test_a_forged_address_gets_nothing_from_us(victim: Victim, impostor: Impostor, said: str) -> None:
-    """Above all no descriptor of our pool."""
-    greeting, error = GREETINGS[said]
-    assert impostor.told(victim, greeting) == (b"", [])
+    """Above all not a descriptor of our pool."""
+    preface, error = PREFACES[said]
+    assert impostor.told(victim, preface) == (b"", [])
     (lost,) = victim.seen
     assert isinstance(lost, PeerLost)
     assert isinstance(lost.error, error)
     assert victim.still_serves()
 
 
-def test_a_listener_tells_of_its_memory_after_a_hello_only(victim: Victim) -> None:
+def test_a_listener_describes_its_memory_only_after_a_hello(victim: Victim) -> None:
     with victim.dial() as sock:
         victim.seen += victim.endpoint.wait_events(0.05)
         data, ancillary, _, _ = sock.recvmsg(1 << 16, 1 << 12)
-        assert data == encode_frame(FrameKind.HELLO, encode_greeting(victim.address))
+        assert data == encode_frame(FrameKind.HELLO, encode_preface(victim.address))
         assert ancillary == []
 
 
@@ -427,7 +425,7 @@ HELLO = st.builds(
 
 
 @given(HELLO)
-def test_a_hello_is_read_as_it_was_written(hello: Hello) -> None:
+def test_a_hello_survives_encoding(hello: Hello) -> None:
     assert decode_hello(encode_hello(hello)) == hello
 
 

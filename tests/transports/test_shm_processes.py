@@ -31,7 +31,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a peer process; returns it with the first line that it says."""
+    """Start a peer process; returns it with the first line that it prints."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -56,7 +56,7 @@ def reader() -> Iterator[Reader]:
 
 
 class Reader:
-    """Our side: a transport with a pool of three parts."""
+    """The reading side: a transport with a pool of three parts."""
 
     def __init__(self, transport: SharedMemoryTransport) -> None:
         self.transport = transport
@@ -218,14 +218,14 @@ def test_memory_that_may_not_be_read_is_a_clear_error() -> None:
     """A pool of root's ordinary memory, read by another user's process."""
     transport = SharedMemoryTransport({"allowed_uids": [NOBODY]})
     values = np.ones(PART_BYTES, dtype=np.uint8)
-    transport.register(Pool([Segment(values.ctypes.data, PART_BYTES)]))
+    endpoint = transport.register(Pool([Segment(values.ctypes.data, PART_BYTES)]))
     transport.guards.set(3, 9)
-    command = [sys.executable, str(PEER), "read", transport.listen(""), str(NOBODY)]
+    command = [sys.executable, str(PEER), "read", endpoint.listen(""), str(NOBODY)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as process:
             deadline = time.monotonic() + 20
             while process.poll() is None and time.monotonic() < deadline:
-                transport.wait_events(0.1)
+                endpoint.wait_events(0.1)
             assert process.stdout is not None
             answer = process.stdout.read()
     finally:

@@ -17,7 +17,7 @@ from kvferry.transports._poller import Poller
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.registry import create_transport
 from kvferry.transports.shm.guards import PeerGuards
-from kvferry.transports.shm.pools import LocalMemory, RemoteMemory
+from kvferry.transports.shm.pools import RemoteMemory, SharedPool
 from kvferry.transports.testing.harness import HELD, PAGE, Link, Node, World, pairs_of
 from kvferry.transports.ucx.library import Operation, Worker
 from kvferry.transports.zeromq.frames import Frame
@@ -30,7 +30,7 @@ CALLS: dict[str, list[tuple[Any, str]]] = {
         *((Poller, name) for name in ("watch", "unwatch")),
         *((RemoteMemory, name) for name in ("copy", "check", "close")),
         (PeerGuards, "__init__"),
-        (LocalMemory, "open_peer"),
+        (SharedPool, "open_peer"),
     ],
     "zeromq": [
         *((Frame, name) for name in ("send", "received", "copy_of", "allocated")),

@@ -1,8 +1,9 @@
 """The `auto` transport: shared memory with peers on this host, a network transport with all others.
 
-A process listens over both, and its address names both and the host. Who connects chooses: shared memory if the host is
-his own and shared memory really connects, else the network. The choice holds for one peer, is made anew with each
-connection, is logged, and is told by `route_of`. See docs/decisions/0005-auto-transport.md.
+A process listens over both, and its address names both and the host. The side that connects chooses: shared memory if
+it runs on the same host and shared memory really connects, otherwise the network. The choice is made for each
+connection and holds as long as it does; it is logged, and `route_of` returns it. See
+docs/decisions/0005-auto-transport.md.
 """
 
 from .transport import AutoOptions, AutoTransport

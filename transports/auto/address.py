@@ -1,4 +1,4 @@
-"""`auto://host;shm://…;zeromq://…`: where a process can be reached by which transport."""
+"""`auto://host;shm://…;zeromq://…`: the addresses of a process, one per transport, and its host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ConfigurationError
 
 SCHEME = "auto"
 
-#: In place of an address for other hosts: they are not served.
+#: Stands in place of an address for other hosts if they are not served.
 NO_NETWORK = "none"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -21,7 +21,7 @@ _KEPT = "".join(set(string.punctuation) - set(";%"))
 
 
 def this_host() -> str:
-    """Name the running kernel: alike for all its processes and containers, and for no other's."""
+    """Name the running kernel: the same for all its processes and containers, and different on every other host."""
     return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:16]
 
 
@@ -44,7 +44,7 @@ class AutoAddress:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`.
+        """Parse what `str` wrote.
 
         Raises:
             ConfigurationError: it is malformed.

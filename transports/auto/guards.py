@@ -8,7 +8,7 @@ from ..base import GuardTable
 
 
 class JoinedGuards(GuardTable):
-    """Each word stands in every table; the smallest table bounds their number."""
+    """Each word is stored in every table; the smallest table bounds their number."""
 
     def __init__(self, tables: Sequence[GuardTable]) -> None:
         self._tables = tables

@@ -1,4 +1,4 @@
-"""Which transport serves peers on other hosts."""
+"""The choice of the transport that serves peers on other hosts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PREFERRED, _ALWAYS_THERE = "ucx", "zeromq"
 
 
 def create_network(scheme: str, options: Mapping[str, object]) -> Transport:
-    """Create the transport `scheme`; with an empty one, `ucx` where it is installed and finds something, else `zeromq`.
+    """Create the transport `scheme`. If it is empty: `ucx` if that is installed and works here, otherwise `zeromq`.
 
     Raises:
-        ConfigurationError: as `create_transport`; or there are options, but it is not said for which transport.
-        BackendUnavailableError: the transport that was asked for cannot work here.
+        ConfigurationError: as `create_transport` raises it, or there are options but no scheme.
+        BackendUnavailableError: the transport `scheme` cannot work here.
     """
     if scheme:
         return create_transport(scheme, options)
     if options:
         raise ConfigurationError(
-            "network_options are those of one transport: set network to its name",
+            "network_options need the transport that they are for: set network to its name",
             key="network",
             value=scheme,
         )

@@ -1,4 +1,4 @@
-"""`AutoTransport`: one transport of two, with a choice for each peer."""
+"""`AutoTransport`: joins shared memory and a network transport, and chooses one of them for each peer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import itertools
 import logging
 import select
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from .._adapter import AdaptedEndpoint
 from .._options import parse_options, require_valid
 from .._outside import outside
-from ..base import Arena, Connected, Endpoint, Event, MessageReceived, PeerLost, Route, TransferEnded
+from ..base import Arena, Connected, Endpoint, Event, PeerLost, Route, TransferEnded
 from ..endpoint import PeerTransport
 from ..errors import (
     ConfigurationError,
@@ -26,6 +25,7 @@ from ..errors import (
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options
 from ..shm import SharedMemoryTransport
+from ..shm.transport import SharedMemoryEndpoint
 from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
 from .guards import JoinedGuards
 from .network import create_network
@@ -33,10 +33,8 @@ from .waker import Waker
 
 logger = logging.getLogger(__name__)
 
-#: Shared memory connects at once or not at all; what is left of the time is the network's.
+#: Shared memory connects at once or not at all; the network gets what is left of the time.
 _LOCAL_CONNECT_S = 1.0
-#: The network transport waits for both; the other's own deadlines are looked after this often.
-_MAX_WAIT_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class AutoOptions:
     """Options of the transport.
 
     Attributes:
-        local_options: Those of `shm`.
-        network: The transport to other hosts, the same on all nodes; empty: `ucx` if it works here, else `zeromq`.
-        network_options: Those of `network`, which must be named.
+        local_options: Options of `shm`.
+        network: The transport to other hosts, the same on all nodes. Empty: `ucx` if it works here, otherwise `zeromq`.
+        network_options: Options of the transport that `network` names.
     """
 
     local_options: Mapping[str, object] = field(default_factory=dict)
@@ -61,17 +59,19 @@ class AutoOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Peer:
-    """A peer of ours, and what it is to the transport that serves it.
+    """One of our peers, and the child endpoint that serves it.
 
     Attributes:
-        fallback: Where to connect should this attempt fail; empty: nowhere else.
-        deadline: Until when a connection may be made, in `time.monotonic` seconds.
+        child, their_id: The endpoint, and the id that it gave to the peer.
+        reason: Why this one. See `Route`.
+        fallback: The address to connect to over the network if this attempt fails; empty if there is none.
+        deadline: When the attempts to connect end, in `time.monotonic` seconds.
     """
 
     peer_id: int
-    endpoint: Endpoint
+    child: Endpoint
     their_id: int
     reason: str
     fallback: str = ""
@@ -79,7 +79,7 @@ class _Peer:
 
 
 class AutoTransport(PeerTransport):
-    """Peers on this host over shared memory, others over a network transport. See the package.
+    """Serves peers on this host over shared memory, others over a network transport. See the package.
 
     Raises:
         ConfigurationError: an option is unknown or wrong. Nothing was opened.
@@ -113,6 +113,7 @@ class AutoTransport(PeerTransport):
 
     def _open(self, pool: Pool) -> Endpoint:
         local = self._local.register(pool)
+        assert isinstance(local, SharedMemoryEndpoint)
         if pool.kind == "host":
             return AutoEndpoint(local, self._network.register(pool))
         logger.info("the pool is on a GPU: peers on other hosts are not served")
@@ -124,7 +125,11 @@ class AutoTransport(PeerTransport):
 
 
 class AutoEndpoint(Endpoint):
-    """An endpoint of shared memory and one of a network transport, as one.
+    """Makes one endpoint of two *child* endpoints, one of shared memory and one of a network transport.
+
+    Peers and transfers have ids of ours, because the children number theirs independently. The children keep all promises
+    about the order of events, so passing each event on under our id keeps them as well. Only the loss of a peer that is
+    then tried over the network is dropped.
 
     Args:
         network: None if peers on other hosts cannot be served.
@@ -132,14 +137,16 @@ class AutoEndpoint(Endpoint):
 
     scheme = SCHEME
 
-    def __init__(self, local: AdaptedEndpoint, network: Endpoint | None) -> None:
+    def __init__(self, local: SharedMemoryEndpoint, network: Endpoint | None) -> None:
         self._local = local
         self._network = network
         self._host = this_host()
         self._waker = None if network is None else Waker(local.fileno(), network.wake)
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
-        self._transfers: dict[tuple[Endpoint, int], int] = {}
+        # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
+        self._peers_of: dict[tuple[Endpoint, int], _Peer] = {}
+        self._transfers_of: dict[tuple[Endpoint, int], int] = {}
         self._events: list[Event] = []
         self._is_woken = False
         self._is_closed = False
@@ -166,52 +173,57 @@ class AutoEndpoint(Endpoint):
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         there = AutoAddress.parse(address)
-        peer_id, deadline = next(self._ids), time.monotonic() + timeout_s
-        has_network = self._network is not None and there.network != NO_NETWORK
+        deadline = time.monotonic() + timeout_s
+        network = None if there.network == NO_NETWORK else self._network
         if there.host == self._host:
             their_id = self._local.start_connect(there.local, timeout_s=min(timeout_s, _LOCAL_CONNECT_S))
-            fallback = there.network if has_network else ""
-            peer = _Peer(peer_id, self._local, their_id, "on this host", fallback, deadline)
-        elif self._network is None or not has_network:
+            fallback = "" if network is None else there.network
+            peer = _Peer(next(self._ids), self._local, their_id, "on this host", fallback, deadline)
+        elif network is not None:
+            their_id = network.start_connect(there.network, timeout_s=timeout_s)
+            peer = _Peer(next(self._ids), network, their_id, "on another host")
+        else:
+            peer_id = next(self._ids)
             error = IncompatiblePeerError(
                 field="host, where a pool is on a GPU", local=self._host, remote=there.host
             )
             self._events.append(PeerLost(peer_id, error))
             return peer_id
-        else:
-            their_id = self._network.start_connect(there.network, timeout_s=timeout_s)
-            peer = _Peer(peer_id, self._network, their_id, "on another host")
-        self._peers[peer_id] = peer
-        return peer_id
+        self._add(peer)
+        return peer.peer_id
+
+    def _add(self, peer: _Peer) -> None:
+        self._peers[peer.peer_id] = self._peers_of[peer.child, peer.their_id] = peer
+
+    def _remove(self, peer: _Peer) -> None:
+        del self._peers[peer.peer_id], self._peers_of[peer.child, peer.their_id]
 
     def disconnect(self, peer_id: int) -> None:
-        peer = self._peers.pop(peer_id, None)
+        peer = self._peers.get(peer_id)
         if peer is not None:
-            peer.endpoint.disconnect(peer.their_id)
-            self._events = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
+            self._remove(peer)
+            peer.child.disconnect(peer.their_id)
+        self._events = [e for e in self._events if isinstance(e, TransferEnded) or e.peer_id != peer_id]
 
     def send(self, peer_id: int, message: bytes) -> None:
         self._require_open()
         peer = self._peer(peer_id)
-        peer.endpoint.send(peer.their_id, message)
+        peer.child.send(peer.their_id, message)
 
     def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
         self._require_open()
         peer = self._peer(peer_id)
-        theirs = peer.endpoint.start_read(peer.their_id, pairs, guard, timeout_s=timeout_s)
-        return self._started(peer, theirs)
-
-    def _started(self, peer: _Peer, their_transfer_id: int) -> int:
-        transfer_id = self._transfers[peer.endpoint, their_transfer_id] = next(self._ids)
+        their_id = peer.child.start_read(peer.their_id, pairs, guard, timeout_s=timeout_s)
+        transfer_id = self._transfers_of[peer.child, their_id] = next(self._ids)
         return transfer_id
 
     def route_of(self, peer_id: int) -> Route:
         peer = self._peers.get(peer_id)
-        return Route(self.scheme, "") if peer is None else Route(peer.endpoint.scheme, peer.reason)
+        return Route(self.scheme, "") if peer is None else Route(peer.child.scheme, peer.reason)
 
     def _peer(self, peer_id: int) -> _Peer:
         if peer_id not in self._peers:
-            raise PeerLostError(f"no peer {peer_id} any more")
+            raise PeerLostError(f"peer {peer_id} is not connected")
         return self._peers[peer_id]
 
     # -- the owner's loop ----------------------------------------------------------------------------
@@ -219,67 +231,61 @@ class AutoEndpoint(Endpoint):
     def wait_events(self, timeout_s: float) -> list[Event]:
         self._require_open()
         until = time.monotonic() + timeout_s
-        self._take(self._local, self._poll_local())
+        self._poll_local()
         while True:
-            left_s = 0.0 if self._events else max(0.0, until - time.monotonic())
-            network = self._network or self._local
-            happened = network.wait_events(min(left_s, _MAX_WAIT_S))
-            self._take(network, happened)
-            self._take(self._local, self._poll_local())
+            wait_until = min(until, self._local.next_deadline())
+            left_s = 0.0 if self._events else max(0.0, wait_until - time.monotonic())
+            # One thread can wait for one of the two. The waker ends this wait if shared memory has something to do.
+            waiter = self._network or self._local
+            self._events += self._translated(waiter, waiter.wait_events(left_s))
+            self._poll_local()
             if self._events or self._is_woken or time.monotonic() >= until:
                 self._is_woken = False
                 events, self._events = self._events, []
                 return events
 
-    def _poll_local(self) -> Iterator[Event]:
-        """Take everything from shared memory: the waker tells of what is new, not of what is left."""
-        yield from self._local.wait_events(0)
+    def _poll_local(self) -> None:
+        """Take everything from shared memory: the waker reports what is new, but not what is left."""
+        self._events += self._translated(self._local, self._local.wait_events(0))
         poll = select.poll()
         poll.register(self._local, select.POLLIN)
         while poll.poll(0):
-            yield from self._local.wait_events(0)
+            self._events += self._translated(self._local, self._local.wait_events(0))
 
-    def _take(self, endpoint: Endpoint, happened: Iterable[Event]) -> None:
-        for event in happened:
-            self._events += self._translated(endpoint, event)
-
-    def _translated(self, endpoint: Endpoint, event: Event) -> list[Event]:
-        """One transport's event in our own ids; nothing, if it is of a connection that is tried elsewhere."""
-        if isinstance(event, TransferEnded):
-            transfer_id = self._transfers.pop((endpoint, event.transfer_id))
-            return [replace(event, transfer_id=transfer_id)]
-        peer = self._find(endpoint, event)
-        match event:
-            case Connected():
-                self._peers[peer.peer_id] = replace(peer, fallback="")
+    def _translated(self, child: Endpoint, events: list[Event]) -> Iterator[Event]:
+        """Yield a child's events with our ids, except the loss of a peer that is now tried over the network."""
+        for event in events:
+            if isinstance(event, TransferEnded):
+                yield replace(event, transfer_id=self._transfers_of.pop((child, event.transfer_id)))
+                continue
+            peer = self._peers_of.get((child, event.peer_id))
+            if peer is None:
+                assert isinstance(event, Connected), "every other event is of a peer that we know"
+                peer = _Peer(next(self._ids), child, event.peer_id, "the peer chose it")
+                self._add(peer)
+            if isinstance(event, Connected):
+                peer.fallback = ""  # from here on a loss is a loss
                 if not event.incoming:
-                    logger.info("peer %d is reached by %s: %s", peer.peer_id, endpoint.scheme, peer.reason)
-            case PeerLost(error=error) if peer.fallback:
-                return self._fall_back(peer, error)
-            case PeerLost():
-                del self._peers[peer.peer_id]
-        return [replace(event, peer_id=peer.peer_id)]
+                    logger.info("peer %d is reached by %s: %s", peer.peer_id, child.scheme, peer.reason)
+            elif isinstance(event, PeerLost):
+                self._remove(peer)
+                error = self._fall_back(peer, event.error) if peer.fallback else event.error
+                if error is not None:
+                    yield PeerLost(peer.peer_id, error)
+                continue
+            yield replace(event, peer_id=peer.peer_id)
 
-    def _find(self, endpoint: Endpoint, event: Connected | MessageReceived | PeerLost) -> _Peer:
-        for peer in self._peers.values():
-            if peer.endpoint is endpoint and peer.their_id == event.peer_id:
-                return peer
-        peer = _Peer(next(self._ids), endpoint, event.peer_id, "the peer chose it")
-        self._peers[peer.peer_id] = peer
-        return peer
-
-    def _fall_back(self, peer: _Peer, error: KVTransferError) -> list[Event]:
-        """Shared memory did not connect: try the network, under the same id."""
-        reason = f"on this host, but shared memory does not connect: {error}"
+    def _fall_back(self, peer: _Peer, error: KVTransferError) -> KVTransferError | None:
+        """Shared memory did not connect: try the network, under the same id. Returns why that cannot begin either."""
         left_s = max(0.0, peer.deadline - time.monotonic())
         assert self._network is not None, "there is a fallback only if there is a network"
         try:
             their_id = self._network.start_connect(peer.fallback, timeout_s=left_s)
         except KVTransferError as refusal:
-            del self._peers[peer.peer_id]
-            return [PeerLost(peer.peer_id, refusal)]
-        self._peers[peer.peer_id] = _Peer(peer.peer_id, self._network, their_id, reason)
-        return []
+            return refusal
+        reason = f"on this host, but shared memory does not connect: {error}"
+        self._add(_Peer(peer.peer_id, self._network, their_id, reason))
+        return None
 
     def wake(self) -> None:
         self._is_woken = True
@@ -295,4 +301,6 @@ class AutoEndpoint(Endpoint):
         if self._network is not None:
             self._network.close()
         self._peers.clear()
-        self._transfers.clear()
+        self._peers_of.clear()
+        self._transfers_of.clear()
+        self._events.clear()

@@ -1,4 +1,4 @@
-"""Lets one transport's wait end when another one has something to do."""
+"""Ends the wait of one transport when another one has something to do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class Waker:
     Args:
         descriptor: Of an epoll instance, or of anything else that can be polled; open until `close` has returned.
     """
+
+    # Edge-triggered below: until the owner has come round to it, a ready descriptor would keep this thread spinning.
 
     def __init__(self, descriptor: int, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -1,7 +1,7 @@
 """Threads that copy, so that the owner's loop does not wait for bytes.
 
 A small read is copied by the owner at once: another thread would take longer to wake up. Any other is cut into pieces
-of a few MiB. Between two of them it can be cancelled, and several threads can work on one read. The thread that does
+of a few MiB. Between two pieces it can be cancelled, and several threads can work on one read. The thread that copies
 the last piece checks the guard.
 """
 
@@ -13,21 +13,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .._outside import typed
-from ..base import TransferEnded
 from ..errors import KVTransferError, TransferTimeoutError
 from ..regions import Guard
 
 #: The mechanism of a plain copy out of mapped memory.
 MAPPED = "mapped"
 
-#: About a millisecond of copying.
+#: About a millisecond of copying. A cancelled read, and `close`, wait for at most one piece per thread.
 PIECE_BYTES = 8 << 20
 
 Int64Array = npt.NDArray[np.int64]
@@ -80,22 +79,28 @@ def cut(
 
 
 @dataclass(eq=False)
-class Read:
-    """A read under way. The copier's lock guards what changes."""
+class CopyJob:
+    """What one read copies. The copier's lock guards what changes.
+
+    Attributes:
+        deadline: In `time.monotonic` seconds.
+        num_taken: Pieces that a thread has begun; always the first ones.
+        num_in_flight: Pieces that are being copied now.
+        error: Why it stops early.
+    """
 
     transfer_id: int
     source: Source
     pieces: list[Piece]
     guard: Guard
     deadline: float
-    started: float = field(default_factory=time.monotonic)
     num_taken: int = 0
     num_in_flight: int = 0
     error: KVTransferError | None = None
 
     @functools.cached_property
     def mechanism(self) -> str:
-        """What moves the bytes; if some come by another way than a plain copy, that one."""
+        """What moves the bytes. If some of them need another mechanism than a plain copy, that one."""
         return next((piece.mechanism for piece in self.pieces if piece.mechanism != MAPPED), MAPPED)
 
     @functools.cached_property
@@ -103,20 +108,33 @@ class Read:
         return sum(int(piece.lengths.sum()) for piece in self.pieces)
 
 
+class Ended(NamedTuple):
+    """The end of a job. Nothing writes into its destination any more.
+
+    Attributes:
+        error: What went wrong. None: all bytes are in place, and the guard held after the last of them was copied.
+        ended_at: In `time.monotonic` seconds.
+    """
+
+    transfer_id: int
+    error: KVTransferError | None
+    ended_at: float
+
+
 class Copier:
-    """Runs reads, the longer ones in the order of `submit`; each comes out of `take_ended` exactly once.
+    """Runs jobs, the longer ones in the order of `submit`; the end of each comes out of `take_ended` exactly once.
 
     Args:
-        inline_bytes: A read of at most so many mapped bytes is run by `submit`, unless others wait.
-        on_ended: Called after a read can be taken, by whichever thread.
+        inline_bytes: A job of at most this many mapped bytes is run by `submit`, unless others wait.
+        on_ended: Called when an end can be taken, by any of the threads.
     """
 
     def __init__(self, num_threads: int, inline_bytes: int, on_ended: Callable[[], None]) -> None:
         self._inline_bytes = inline_bytes
         self._on_ended = on_ended
         self._changed = threading.Condition()
-        self._waiting: deque[Read] = deque()  # those with pieces that nobody took
-        self._ended: queue.SimpleQueue[TransferEnded] = queue.SimpleQueue()
+        self._waiting: deque[CopyJob] = deque()  # those with pieces that no thread has taken
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"kvferry-copier-{index}", daemon=True)
@@ -125,35 +143,40 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, read: Read) -> None:
-        """Queue a read, or run it."""
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job, or run it."""
         with self._changed:
+            # A small job does not overtake a longer one: its owner would wait for the same memory bus all the same.
             is_next = not self._waiting
-            self._waiting.append(read)
-            if not is_next or read.mechanism != MAPPED or read.num_bytes > self._inline_bytes:
-                # A thread that finds a second piece to do calls the next one.
+            self._waiting.append(job)
+            if not is_next or job.mechanism != MAPPED or job.num_bytes > self._inline_bytes:
+                # One thread is enough: if it finds a second piece to copy, it wakes the next thread.
                 self._changed.notify()
                 return
             taken = self._take_piece()
         self._run(*taken)
 
-    def cancel(self, read: Read, error: KVTransferError) -> None:
-        """End a read with `error`: now if nobody copies for it, else after the pieces in flight."""
+    def cancel(self, job: CopyJob, error: KVTransferError) -> None:
+        """End a job with `error`: now if no piece is being copied, otherwise after the pieces in flight.
+
+        A job that has ended already is not changed.
+        """
         with self._changed:
-            is_over = self._stop(read, error)
+            is_over = self._stop(job, error)
         if is_over:
-            self._end(read)
+            self._end(job)
 
-    def _stop(self, read: Read, error: KVTransferError) -> bool:
-        """Take no further piece. Returns whether it was waiting and is over with that. The lock is held."""
-        read.error = read.error or error
-        if read not in self._waiting:
-            return False
-        self._waiting.remove(read)
-        return read.num_in_flight == 0
+    def _stop(self, job: CopyJob, error: KVTransferError) -> bool:
+        """Take no further piece. Returns whether the job was waiting and has ended with that. The lock is held."""
+        job.error = job.error or error
+        if job not in self._waiting:
+            return False  # all pieces are taken: the thread that copies the last one ends it
+        self._waiting.remove(job)
+        # A copy cannot be interrupted, so with pieces in flight the destination is still being written.
+        return job.num_in_flight == 0
 
-    def take_ended(self) -> list[TransferEnded]:
-        """The reads that ended since the last call."""
+    def take_ended(self) -> list[Ended]:
+        """Return the ends since the last call."""
         ended = []
         while True:
             try:
@@ -162,7 +185,7 @@ class Copier:
                 return ended
 
     def close(self) -> None:
-        """Stop after the pieces in flight; reads that wait are forgotten."""
+        """Stop after the pieces in flight. Jobs that wait are forgotten; afterwards nothing is written."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -178,49 +201,53 @@ class Copier:
                 taken = self._take_piece()
             self._run(*taken)
 
-    def _take_piece(self) -> tuple[Read, Piece]:
-        read = self._waiting[0]
-        piece = read.pieces[read.num_taken]
-        read.num_taken += 1
-        read.num_in_flight += 1
-        if read.num_taken == len(read.pieces):
+    def _take_piece(self) -> tuple[CopyJob, Piece]:
+        job = self._waiting[0]
+        piece = job.pieces[job.num_taken]
+        job.num_taken += 1
+        job.num_in_flight += 1
+        if job.num_taken == len(job.pieces):
             self._waiting.popleft()
         if self._waiting:
             self._changed.notify()
-        return read, piece
+        return job, piece
 
-    def _run(self, read: Read, piece: Piece) -> None:
-        error = self._copy(read, piece)
+    def _run(self, job: CopyJob, piece: Piece) -> None:
+        # Without the lock: others take pieces, submit and cancel meanwhile.
+        error = self._copy(job, piece)
         with self._changed:
             if error is not None:
-                self._stop(read, error)
-            read.num_in_flight -= 1
-            is_over = read.num_in_flight == 0 and read not in self._waiting
+                self._stop(job, error)
+            job.num_in_flight -= 1
+            # Decided under the lock, so that of the threads that finish a job's last pieces exactly one ends it.
+            is_over = job.num_in_flight == 0 and job not in self._waiting
         if is_over:
-            self._end(read)
+            self._end(job)
 
     @staticmethod
-    def _copy(read: Read, piece: Piece) -> KVTransferError | None:
+    def _copy(job: CopyJob, piece: Piece) -> KVTransferError | None:
         try:
-            _require_time(read)
-            read.source.copy(piece)
-        except Exception as error:  # noqa: BLE001 - a dead thread would leave its reads without an end
+            _require_time(job)
+            job.source.copy(piece)
+        except Exception as error:  # noqa: BLE001 - a dead thread would leave its jobs without an end
             return typed(error, "copying failed")
         return None
 
-    def _end(self, read: Read) -> None:
-        error = read.error
+    def _end(self, job: CopyJob) -> None:
+        error = job.error
         if error is None:
             try:
-                _require_time(read)
-                read.source.check(read.guard)
+                _require_time(job)
+                # After the last byte of the last piece: the owner clears the guard before it reuses its memory, so a
+                # guard that holds now proves that no byte was overwritten while it was copied.
+                job.source.check(job.guard)
             except Exception as found:  # noqa: BLE001 - as in `_copy`
                 error = typed(found, "cannot check the guard")
-        seconds = time.monotonic() - read.started
-        self._ended.put(TransferEnded(read.transfer_id, error, read.num_bytes, seconds, read.mechanism))
+        self._ended.put(Ended(job.transfer_id, error, time.monotonic()))
+        # After `put`: the owner that it wakes must find the end.
         self._on_ended()
 
 
-def _require_time(read: Read) -> None:
-    if time.monotonic() >= read.deadline:
+def _require_time(job: CopyJob) -> None:
+    if time.monotonic() >= job.deadline:
         raise TransferTimeoutError("the read did not end in time")

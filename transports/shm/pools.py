@@ -1,4 +1,4 @@
-"""The two ends of shared memory: what this process shows to its peers, and what one peer showed to us."""
+"""The two ends of shared memory: what this process shows to its peers, and what one peer has shown to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..errors import (
     ConfigurationError,
     IncompatiblePeerError,
     KVTransferError,
-    KVTransferStateError,
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
@@ -33,55 +32,46 @@ from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
 
 logger = logging.getLogger(__name__)
 
-
 _FOREIGN_MECHANISM = "process_vm_readv"
 
 
-@dataclass(frozen=True)
-class _Registered:
-    """A pool, what peers are told of it, and the GPU that it is on, if it is on one."""
-
-    pool: Pool
-    hello: Hello
-    device: CudaDevice | None
-
-
 class LocalMemory:
-    """The guard table, the arenas and the registered pool of this process."""
+    """The guard table and the arenas of this process. They exist before there is a pool, and outlive the endpoint."""
 
     def __init__(self, num_guards: int) -> None:
         self._guard_file = SharedFile("kvferry-guards", WordTable.bytes_for(num_guards))
         self.guards = WordTable(self._guard_file.mapping, num_guards)
         self._files: list[SharedFile] = []
-        self._registered: list[_Registered] = []
 
     def allocate(self, num_bytes: int) -> MappedArena:
-        """Allocate an arena. Raises as `SharedFile` does, or `ConfigurationError` when there are too many."""
+        """Allocate an arena. Raises as `SharedFile` does, or `ConfigurationError` if there are too many."""
         if len(self._files) == MAX_FILES:
             raise ConfigurationError(f"a transport has at most {MAX_FILES} arenas", key="num_arenas")
         file = SharedFile("kvferry-arena", num_bytes)
         self._files.append(file)
         return MappedArena(file.mapping, num_bytes)
 
-    def register(self, pool: Pool) -> None:
-        if self._registered:
-            raise KVTransferStateError("a pool is registered already")
+    def share(self, pool: Pool) -> SharedPool:
+        """Say how peers map a pool. The caller closes the result; this object must outlive it.
+
+        Raises:
+            ConfigurationError: peers cannot map it.
+            BackendUnavailableError: it is on a GPU, and CUDA's driver or its bindings are missing.
+        """
         if len(pool.segments) > MAX_SEGMENTS:
             raise ConfigurationError(f"a pool has at most {MAX_SEGMENTS} segments", key="pool")
-        describe = self._described_on_host if pool.kind == "host" else self._described_on_gpu
-        self._registered.append(describe(pool))
-
-    def _described_on_host(self, pool: Pool) -> _Registered:
-        segments = tuple(self._describe(segment) for segment in pool.segments)
-        return _Registered(pool, Hello(self.guards.num_guards, len(self._files), segments), None)
-
-    def _described_on_gpu(self, pool: Pool) -> _Registered:
+        num_guards = self.guards.num_guards
+        if pool.kind == "host":
+            segments = tuple(self._describe(segment) for segment in pool.segments)
+            descriptors = [self._guard_file.descriptor, *(file.descriptor for file in self._files)]
+            return SharedPool(pool, Hello(num_guards, len(self._files), segments), descriptors, None)
         device = CudaDevice(pool.segments[0].address)
         try:
-            return _Registered(pool, describe_cuda_pool(device, pool, self.guards.num_guards), device)
+            hello = describe_cuda_pool(device, pool, num_guards)
         except BaseException:
             device.close()
             raise
+        return SharedPool(pool, hello, [self._guard_file.descriptor], device)
 
     def _describe(self, segment: Segment) -> SharedSegment:
         for index, file in enumerate(self._files):
@@ -90,27 +80,27 @@ class LocalMemory:
                 return SharedSegment(index, offset, segment.num_bytes)
         return SharedSegment(FOREIGN, segment.address, segment.num_bytes)
 
-    @property
-    def pool(self) -> Pool:
-        return self.require_registered().pool
+    def close(self) -> None:
+        """Make every guard fail for good, and close the descriptors: after this the owner may reuse its memory."""
+        self.guards.clear_all()
+        self._guard_file.close()
+        for file in self._files:
+            file.close()
 
-    @property
-    def hello(self) -> Hello:
-        return self.require_registered().hello
 
-    def require_registered(self) -> _Registered:
-        """Raises KVTransferStateError: no pool is registered yet."""
-        if not self._registered:
-            raise KVTransferStateError("register a pool first")
-        return self._registered[0]
+@dataclass(frozen=True)
+class SharedPool:
+    """The registered pool, and what peers need to map it.
 
-    @property
-    def descriptors(self) -> list[int]:
-        """What goes with the hello: the guard table, then the files that existed when the pool was registered."""
-        return [
-            self._guard_file.descriptor,
-            *(file.descriptor for file in self._files[: self.hello.num_files]),
-        ]
+    Attributes:
+        descriptors: What goes with the hello: the guard table, then the files that existed at the registration.
+        device: The GPU that holds the pool; None if it is in main memory.
+    """
+
+    pool: Pool
+    hello: Hello
+    descriptors: list[int]
+    device: CudaDevice | None
 
     def open_peer(self, hello: Hello, descriptors: list[int], pid: int) -> PeerMemory:
         """Map what came with a peer's hello. The caller still closes the descriptors.
@@ -122,29 +112,20 @@ class LocalMemory:
             ProtocolError: hello and descriptors do not fit together. Nothing stays mapped.
             IncompatiblePeerError: one pool is on a GPU, and the other is not or cannot be reached from there.
         """
-        device = self.require_registered().device
-        if device is not None and hello.allocations:
-            return RemoteCudaMemory(hello, descriptors, pid, device)
-        if device is None and not hello.allocations:
+        if self.device is not None and hello.allocations:
+            return RemoteCudaMemory(hello, descriptors, pid, self.device)
+        if self.device is None and not hello.allocations:
             return RemoteMemory(hello, descriptors, pid)
         raise IncompatiblePeerError(
             field="memory of the pool",
-            local="main memory" if device is None else gpu_name(device.gpu),
+            local="main memory" if self.device is None else gpu_name(self.device.gpu),
             remote=gpu_name(hello.allocations[0].gpu) if hello.allocations else "main memory",
         )
 
-    def withdraw(self) -> None:
-        """Make every guard fail for ever: from now on the owner may do with his memory what he likes."""
-        self.guards.clear_all()
-        self._guard_file.close()
-        for file in self._files:
-            file.close()
-
     def close(self) -> None:
         """Give back the GPU, if there is one. No peer's memory is mapped any more."""
-        for registered in self._registered:
-            if registered.device is not None:
-                registered.device.close()
+        if self.device is not None:
+            self.device.close()
 
 
 class RemoteMemory:
@@ -161,7 +142,7 @@ class RemoteMemory:
         """
         if len(descriptors) != 1 + hello.num_files:
             raise ProtocolError(
-                f"{len(descriptors)} descriptors came with a hello of {hello.num_files} files"
+                f"malformed hello: {len(descriptors)} descriptors came with one of {hello.num_files} files"
             )
         self.num_guards = hello.num_guards
         sizes = [_needed_bytes(hello, index) for index in range(hello.num_files)]
@@ -195,7 +176,7 @@ class RemoteMemory:
         ]
 
     def copy(self, piece: Piece) -> None:
-        """Copy a piece of a read, by whatever reaches it.
+        """Copy a piece of a read, by the mechanism that it names.
 
         Raises:
             KVTransferError: the peer's memory cannot be read. Some bytes may have been written.
@@ -214,7 +195,7 @@ class RemoteMemory:
         self._guards.check(guard)
 
     def close(self) -> None:
-        """Unmap. Nobody copies any more."""
+        """Unmap. The last read from this peer has ended: a copy that still ran would crash the process."""
         self._guards.close()
         for mapping in self._mappings:
             mapping.close()
@@ -222,7 +203,7 @@ class RemoteMemory:
             self._process.close()
 
 
-#: What one peer showed to us.
+#: What one peer has shown to us.
 PeerMemory = RemoteMemory | RemoteCudaMemory
 
 
@@ -232,7 +213,7 @@ def _needed_bytes(hello: Hello, file: int) -> int:
 
 
 class _ForeignProcess:
-    """The ordinary memory of a peer, read by the kernel on our behalf."""
+    """The ordinary memory of a peer, which the kernel reads for us."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -240,7 +221,7 @@ class _ForeignProcess:
         self._alive = select.poll()
         try:
             self._descriptor = os.pidfd_open(pid)
-        except OSError:  # gone, or in another pid namespace: only a read would mind
+        except OSError:  # gone, or in another pid namespace: that matters only to a read
             self._descriptor = -1
         else:
             self._alive.register(self._descriptor, select.POLLIN)
@@ -248,8 +229,8 @@ class _ForeignProcess:
     def read(self, piece: Piece) -> None:
         if self._descriptor < 0:
             raise PeerRefusedError(
-                f"memory of process {self._pid} that is in no arena cannot be read from here: it has ended, "
-                "or runs in another pid namespace. Let the transport allocate its pool."
+                f"memory of process {self._pid} that is in no arena cannot be read from here: the process has ended, "
+                "or runs in another pid namespace; let the transport allocate its pool"
             )
         self._warn_once()
         try:
@@ -257,14 +238,15 @@ class _ForeignProcess:
         except OSError as error:
             raise self._translated(error) from error
         if self._alive.poll(0):
-            # The number may be another process's by now, and then these are its bytes.
+            # After the copy: the pid may belong to another process by now, and then these are that one's bytes.
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 
     def _warn_once(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "process %d's pool is not in an arena: it is read with process_vm_readv, at a fraction of the speed",
+                "the pool of process %d is not in an arena: it is read with process_vm_readv, at a fraction of the speed; "
+                "let the transport allocate it",
                 self._pid,
             )
 
@@ -272,8 +254,8 @@ class _ForeignProcess:
         what = f"process_vm_readv of process {self._pid}: {error}"
         if error.errno == errno.EPERM:
             return PeerRefusedError(
-                f"{what}. It must run as the same user and allow tracing (kernel.yama.ptrace_scope = 0, "
-                "or CAP_SYS_PTRACE here); or let the transport allocate its pool."
+                f"{what}; it must run as the same user and allow tracing (kernel.yama.ptrace_scope = 0, "
+                "or CAP_SYS_PTRACE here), or let the transport allocate its pool"
             )
         return PeerLostError(what) if error.errno == errno.ESRCH else RegionError(what)
 

@@ -1,51 +1,30 @@
-"""`SharedMemoryTransport`: joins sockets, memory and copying threads into one transport."""
+"""`SharedMemoryTransport`: joins sockets, memory and copying threads to a backend of the peer table."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from .._accepting import Acceptor
-from .._adapter import AdaptedEndpoint
 from .._copy import IS_ORDERED
 from .._descriptors import warn_if_few
 from .._frames import encode_frame
 from .._limited_log import LimitedLog
-from .._memory import require_guard
-from .._network_options import require_room
+from .._memory import WordTable, require_guard
 from .._options import parse_options
-from .._outside import outside, survived, unexpected
+from .._outside import outside, survived
 from .._poller import Poller
-from ..base import (
-    MAX_MESSAGE_BYTES,
-    Arena,
-    Connected,
-    Event,
-    MessageReceived,
-    PeerLost,
-    Transport,
-)
-from ..errors import (
-    BackendUnavailableError,
-    BackpressureError,
-    ConfigurationError,
-    KVTransferError,
-    PeerLostError,
-    ProtocolError,
-    TransferTimeoutError,
-    TransportClosedError,
-)
-from ..regions import Guard, Pool, RegionPairs
-from .copier import Copier, Read
-from .greeting import Greeting, out_of_order
+from ..base import Arena
+from ..endpoint import Backend, HandshakeLimits, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from ..errors import BackendUnavailableError, ConfigurationError, KVTransferError, TransferTimeoutError
+from ..regions import Pool
+from .copier import Copier, CopyJob
+from .handshake import Handshake, out_of_order
 from .hello import FrameKind
 from .options import SharedMemoryOptions
 from .pools import LocalMemory, PeerMemory
@@ -55,295 +34,242 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Peer:
-    """A peer that can be talked to, or, in `_leaving`, one whose last pieces are being copied."""
+class Established:
+    """A connection after its handshake, and the memory that the peer has shown to us."""
 
-    peer_id: int
     connection: Connection
     memory: PeerMemory
-    reads: dict[int, Read] = field(default_factory=dict)
 
 
-class SharedMemoryTransport(Transport):
-    """Peers on this host. See the module."""
+#: What the backend keeps per peer: first the address to connect to, then the handshake, then the connection.
+Contact = str | Handshake | Established
+
+
+class SharedMemoryBackend(Backend[Contact]):
+    """Moves frames over Unix sockets, and bytes out of mapped memory. See `Backend`."""
+
+    def __init__(
+        self, peers: PeerTable[Contact], options: SharedMemoryOptions, memory: LocalMemory, pool: Pool
+    ) -> None:
+        self._peers = peers
+        self._options = options
+        self._guards = memory.guards
+        with ExitStack() as opened:
+            self._shared = memory.share(pool)
+            opened.callback(self._shared.close)
+            self._poller = Poller()
+            opened.callback(self._poller.close)
+            self._copier = Copier(options.copy_threads, options.inline_bytes, on_ended=self._poller.interrupt)
+            opened.pop_all()
+        self._acceptors: list[Acceptor[Connection]] = []
+        self._jobs: dict[int, CopyJob] = {}  # by transfer id
+
+    # -- peers -----------------------------------------------------------------------------------------
+
+    def listen(self, address: str) -> str:
+        options = self._options
+        address = address or new_address(options.socket_dir)
+        listener = Listener(address, options.max_queued_bytes, is_shared=bool(options.allowed_uids))
+        acceptor = Acceptor(listener, self._poller, partial(self._accept, address), self._peers.call_at)
+        self._acceptors.append(acceptor)
+        return address
+
+    def _accept(self, address: str, connection: Connection) -> None:
+        peer = self._peers.add_incoming(Handshake(connection, True, address))
+        try:
+            self._begin(peer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            self._peers.lose(peer, error)
+
+    def prepare(self, address: str) -> Contact:
+        parse_address(address)
+        return address
+
+    def connect(self, peer: Peer[Contact]) -> None:
+        address = peer.connection
+        assert isinstance(address, str), "a peer is connected to once"
+        connection = connect(address, self._options.max_queued_bytes)
+        peer.connection = Handshake(connection, False, address)
+        self._begin(peer)
+
+    def _begin(self, peer: Peer[Contact]) -> None:
+        handshake = peer.connection
+        assert isinstance(handshake, Handshake)
+        handshake.begin(frozenset({os.geteuid(), *self._options.allowed_uids}))
+        self._watch(peer, handshake.connection)
+
+    def _watch(self, peer: Peer[Contact], connection: Connection) -> None:
+        self._poller.watch(connection, partial(self._serve, peer), writes=connection.num_unsent > 0)
+
+    def _serve(self, peer: Peer[Contact]) -> None:
+        """A socket is ready: take what came, send what waits."""
+        assert not isinstance(peer.connection, str)
+        connection = peer.connection.connection
+        try:
+            for kind, body in connection.receive():
+                self._handle(peer, FrameKind(kind), body)
+            connection.flush()
+            self._watch(peer, connection)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            # A read whose last byte was copied and vouched for before the connection ended is a good one.
+            self._collect()
+            self._peers.lose(peer, error)
+
+    def _handle(self, peer: Peer[Contact], kind: FrameKind, body: bytes) -> None:
+        contact = peer.connection
+        if isinstance(contact, Handshake):
+            memory = contact.on_frame(kind, body, self._shared)
+            if memory is not None:
+                peer.connection = Established(contact.connection, memory)
+                self._peers.connected(peer)
+        elif kind is FrameKind.MESSAGE:
+            self._peers.message(peer, body)
+        else:
+            raise out_of_order(kind)
+
+    def hang_up(self, peer: Peer[Contact], error: KVTransferError) -> None:
+        if isinstance(peer.connection, str):
+            return  # connecting failed before there was a socket
+        connection = peer.connection.connection
+        with survived("cannot stop polling a connection", self._peers.log), suppress(KeyError):
+            self._poller.unwatch(connection)  # a KeyError: it failed before it was watched
+        connection.close()
+
+    def release(self, peer: Peer[Contact]) -> None:
+        # Not in `hang_up`: until the last piece has been copied, a thread reads from this memory.
+        if isinstance(peer.connection, Established):
+            peer.connection.memory.close()
+
+    def send(self, peer: Peer[Contact], message: bytes) -> None:
+        connection = _established(peer).connection
+        connection.send_message(encode_frame(FrameKind.MESSAGE, message))
+        try:
+            self._watch(peer, connection)
+        except Exception as error:  # noqa: BLE001 - the message may have left, so the call has not failed
+            self._peers.lose(peer, error)
+
+    def handshake_error(self, peer: Peer[Contact]) -> KVTransferError:
+        return TransferTimeoutError("timed out waiting for the peer's hello")
+
+    def describe(self, peer: Peer[Contact]) -> str:
+        assert not isinstance(peer.connection, str), "a peer that connected to us has a socket"
+        return f"process {peer.connection.connection.pid}"
+
+    # -- reads -----------------------------------------------------------------------------------------
+
+    def start_read(self, read: Read[Contact]) -> None:
+        memory = _established(read.peer).memory
+        require_guard(read.guard, memory.num_guards)
+        local = self._shared.pool.addresses(read.pairs.local_offsets, read.pairs.lengths)
+        pieces = memory.pieces(local, read.pairs)
+        job = CopyJob(read.transfer_id, memory, pieces, read.guard, read.deadline)
+        read.mechanism = job.mechanism
+        self._jobs[read.transfer_id] = job
+        self._copier.submit(job)
+
+    def stop_read(self, read: Read[Contact]) -> bool:
+        job = self._jobs.get(read.transfer_id)
+        if job is None:
+            return True  # it failed before anything was copied
+        assert read.error is not None, "the table says why"
+        # The pieces in flight are copied to their end, and until then the local regions are written. `_collect` reports
+        # the end, as of any other read; the copier interrupts the poller for it.
+        self._copier.cancel(job, read.error)
+        return False
+
+    def _collect(self) -> None:
+        """Report the reads that have ended."""
+        for ended in self._copier.take_ended():
+            del self._jobs[ended.transfer_id]
+            read = self._peers.read(ended.transfer_id)
+            if read is not None:
+                self._peers.end_read(read, ended.error, ended_at=ended.ended_at)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> None:
+        # First of all, the reads that were over when `start_read` returned: then the sockets are looked at without
+        # waiting, so that neither starves the other.
+        self._collect()
+        self._poller.poll(0.0 if self._peers.has_events else timeout_s)
+        self._collect()
+
+    def interrupt(self) -> None:
+        self._poller.interrupt()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `turn` has something to do about sockets and copies."""
+        return self._poller.fileno()
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_serving(self) -> None:
+        # Threads before guards: when the guards are cleared, peers may still copy out of our pool, but nothing writes
+        # into it any more.
+        self._copier.close()
+        self._guards.clear_all()
+
+    def close(self) -> None:
+        for acceptor in self._acceptors:
+            with survived("cannot stop listening", self._peers.log):
+                acceptor.close()
+        self._shared.close()
+        self._poller.close()
+
+
+def _established(peer: Peer[Contact]) -> Established:
+    assert isinstance(peer.connection, Established), "the table lets only connected peers through"
+    return peer.connection
+
+
+class SharedMemoryEndpoint(PeerEndpoint[Contact]):
+    """A `PeerEndpoint` that another loop can wait for."""
+
+    _backend: SharedMemoryBackend
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `wait_events` has something to do about sockets and copies.
+
+        It says nothing about deadlines: see `next_deadline`.
+        """
+        return self._backend.fileno()
+
+
+class SharedMemoryTransport(PeerTransport):
+    """Peers on this host. See the package."""
 
     scheme: ClassVar[str] = "shm"
     options_type = SharedMemoryOptions
+    guards: WordTable
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
-        """Start the copying threads; allocate the guard table.
+        """Allocate the guard table.
 
         Raises:
             ConfigurationError: an option is unknown or wrong.
             BackendUnavailableError: this system cannot do it.
         """
+        super().__init__()
         self._options = parse_options(SharedMemoryOptions, options, self.scheme)
         if not IS_ORDERED:
             raise BackendUnavailableError(
                 "this processor needs kvferry's compiled part: install a C compiler"
             )
-        self._log = LimitedLog(logger)
         warn_if_few(self.scheme, 0, self._options.max_connecting, 1)
-        with outside(f"cannot open transport {self.scheme!r}", ConfigurationError), ExitStack() as opened:
-            self._poller = Poller()
-            opened.callback(self._poller.close)
+        with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
             self._memory = LocalMemory(self._options.num_guards)
-            opened.callback(self._memory.withdraw)
-            self._copier = Copier(
-                self._options.copy_threads, self._options.inline_bytes, on_ended=self._poller.interrupt
-            )
-            opened.pop_all()
         self.guards = self._memory.guards
-        self._ids = itertools.count(1)
-        self._acceptors: dict[str, Acceptor[Connection]] = {}  # by address
-        self._greetings: dict[int, Greeting] = {}
-        self._peers: dict[int, _Peer] = {}
-        self._leaving: list[tuple[_Peer, list[Event]]] = []  # with what is to be said when it has left
-        self._events: list[Event] = []
 
-    def __repr__(self) -> str:
-        addresses = " ".join(self._acceptors)
-        return f"<SharedMemoryTransport {addresses}{' closed' if self._poller.is_closed else ''}>"
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self._memory.allocate(num_bytes)
 
-    # -- memory --------------------------------------------------------------------------------------
+    def _open(self, pool: Pool) -> SharedMemoryEndpoint:
+        options, memory = self._options, self._memory
+        limits = HandshakeLimits(options.handshake_timeout_s, options.max_connecting)
+        table = PeerTable(
+            lambda peers: SharedMemoryBackend(peers, options, memory, pool), limits, log=LimitedLog(logger)
+        )
+        return SharedMemoryEndpoint(self.scheme, table)
 
-    def allocate(self, num_bytes: int) -> Arena:
-        self._require_open()
-        with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
-            return self._memory.allocate(num_bytes)
-
-    def register(self, pool: Pool) -> AdaptedEndpoint:
-        self._require_open()
-        with outside("cannot register a pool", ConfigurationError):
-            self._memory.register(pool)
-        return AdaptedEndpoint(self)
-
-    def _require_open(self) -> None:
-        if self._poller.is_closed:
-            raise TransportClosedError("the transport is closed")
-
-    # -- peers ---------------------------------------------------------------------------------------
-
-    def listen(self, address: str) -> str:
-        self._require_open()
-        self._memory.require_registered()
-        address = address or new_address(self._options.socket_dir)
-        options = self._options
-        listener = Listener(address, options.max_queued_bytes, is_shared=bool(options.allowed_uids))
-        self._acceptors[address] = Acceptor(listener, self._poller, partial(self._accept, address))
-        return address
-
-    def start_connect(self, address: str, *, timeout_s: float) -> int:
-        self._require_open()
-        self._memory.require_registered()
-        parse_address(address)
-        num_connecting = sum(not greeting.incoming for greeting in self._greetings.values())
-        require_room(num_connecting, self._options.max_connecting)
-        peer_id = next(self._ids)
-        try:
-            connection = connect(address, self._options.max_queued_bytes)
-            deadline = time.monotonic() + timeout_s
-            self._begin(Greeting(peer_id, False, connection, deadline, address))
-        except KVTransferError as error:
-            self._events.append(PeerLost(peer_id, error))
-        return peer_id
-
-    def _accept(self, address: str, connection: Connection) -> None:
-        incoming = [greeting for greeting in self._greetings.values() if greeting.incoming]
-        max_connecting = self._options.max_connecting
-        if len(incoming) >= max_connecting:
-            # Peers say hello at once, so it is hardly one of them that has been silent for the longest time.
-            error = BackpressureError(f"{max_connecting} others are being greeted (option max_connecting)")
-            self._lose(incoming[0].peer_id, error)
-        deadline = time.monotonic() + self._options.handshake_timeout_s
-        try:
-            self._begin(Greeting(next(self._ids), True, connection, deadline, address))
-        except KVTransferError as error:
-            self._log.warning("refused a connection: %s", error)
-
-    def _begin(self, greeting: Greeting) -> None:
-        """Greet who connected; wait for the greeting of a listener.
-
-        Raises:
-            KVTransferError: it ends here; the connection is closed.
-        """
-        connection = greeting.connection
-        try:
-            greeting.begin(frozenset({os.geteuid(), *self._options.allowed_uids}))
-            self._watch(greeting.peer_id, connection)
-        except Exception as error:
-            connection.close()
-            raise unexpected(error, "cannot begin a connection", self._log) from error
-        self._greetings[greeting.peer_id] = greeting
-
-    def _watch(self, peer_id: int, connection: Connection) -> None:
-        self._poller.watch(connection, partial(self._serve, peer_id), writes=connection.num_unsent > 0)
-
-    def _watch_peer(self, peer_id: int, connection: Connection) -> None:
-        """As `_watch`, from where no error may leave: the connection is given up then, which the poller reports."""
-        try:
-            self._watch(peer_id, connection)
-        except Exception as error:  # noqa: BLE001 - see above
-            connection.give_up(unexpected(error, f"lost peer {peer_id}", self._log))
-
-    def _serve(self, peer_id: int) -> None:
-        """A socket is ready: take what came, send what waits."""
-        owner = self._greetings.get(peer_id) or self._peers.get(peer_id)
-        if owner is None:
-            return
-        try:
-            for kind, body in owner.connection.receive():
-                self._handle(peer_id, FrameKind(kind), body)
-            owner.connection.flush()
-            self._watch(peer_id, owner.connection)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
-            self._lose(peer_id, unexpected(error, f"lost peer {peer_id}", self._log))
-
-    def _handle(self, peer_id: int, kind: FrameKind, body: bytes) -> None:
-        greeting = self._greetings.get(peer_id)
-        if greeting is not None:
-            memory = greeting.on_frame(kind, body, self._memory)
-            if memory is not None:
-                del self._greetings[peer_id]
-                self._peers[peer_id] = _Peer(peer_id, greeting.connection, memory)
-                self._events.append(Connected(peer_id, greeting.incoming))
-        elif kind is FrameKind.MESSAGE:
-            self._events.append(MessageReceived(peer_id, body))
-        else:
-            raise out_of_order(kind)
-
-    def _lose(self, peer_id: int, error: KVTransferError) -> None:
-        """The peer is gone, or has to go; the owner hears of it if he ever heard of the peer."""
-        greeting = self._greetings.pop(peer_id, None)
-        if greeting is None:
-            peer = self._peers.pop(peer_id, None)
-            if peer is not None:
-                self._leave(peer, error, [PeerLost(peer_id, error)])
-            return
-        self._hang_up(greeting.connection)
-        if greeting.incoming:
-            self._log.warning("process %d connected but said no hello: %s", greeting.connection.pid, error)
-        else:
-            self._events.append(PeerLost(peer_id, error))
-
-    def _leave(self, peer: _Peer, error: KVTransferError, farewell: list[Event]) -> None:
-        self._hang_up(peer.connection)
-        for read in peer.reads.values():
-            self._copier.cancel(read, error)
-        self._leaving.append((peer, farewell))
-
-    def _hang_up(self, connection: Connection) -> None:
-        with survived("cannot stop waiting for a connection", self._log):
-            self._poller.unwatch(connection)
-        with survived("cannot close a connection", self._log):
-            connection.close()
-
-    def disconnect(self, peer_id: int) -> None:
-        if peer_id in self._peers:
-            self._events[:] = [event for event in self._events if not _is_of_peer(event, peer_id)]
-            peer = self._peers.pop(peer_id)
-            self._leave(peer, TransportClosedError("this side dropped the peer"), [])
-        elif peer_id in self._greetings:
-            self._hang_up(self._greetings.pop(peer_id).connection)
-
-    def send(self, peer_id: int, message: bytes) -> None:
-        self._require_open()
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
-        peer = self._peer(peer_id)
-        peer.connection.send_message(encode_frame(FrameKind.MESSAGE, message))
-        self._watch_peer(peer_id, peer.connection)
-
-    def _peer(self, peer_id: int) -> _Peer:
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            raise PeerLostError(f"no peer {peer_id} any more")
-        return peer
-
-    # -- transfers -----------------------------------------------------------------------------------
-
-    def start_read(self, peer_id: int, pairs: RegionPairs, guard: Guard, *, timeout_s: float) -> int:
-        self._require_open()
-        peer = self._peer(peer_id)
-        require_guard(guard, peer.memory.num_guards)
-        pieces = peer.memory.pieces(self._memory.pool.addresses(pairs.local_offsets, pairs.lengths), pairs)
-        read = Read(next(self._ids), peer.memory, pieces, guard, time.monotonic() + timeout_s)
-        peer.reads[read.transfer_id] = read
-        self._copier.submit(read)
-        return read.transfer_id
-
-    def _collect(self) -> None:
-        """Report the transfers that ended, then the peers that have left with their last one."""
-        for ended in self._copier.take_ended():
-            for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
-                peer.reads.pop(ended.transfer_id, None)
-            self._events.append(ended)
-        for peer, farewell in [entry for entry in self._leaving if not entry[0].reads]:
-            with survived("cannot close a peer's memory", self._log):
-                peer.memory.close()
-            self._events += farewell
-        self._leaving = [entry for entry in self._leaving if entry[0].reads]
-
-    # -- the owner's loop ----------------------------------------------------------------------------
-
-    def wait_events(self, timeout_s: float) -> list[Event]:
-        self._require_open()
-        until = time.monotonic() + timeout_s
-        self._collect()
-        while True:
-            now = time.monotonic()
-            self._poller.poll(0.0 if self._events else min(until, self._next_deadline()) - now)
-            self._expire(time.monotonic())
-            self._collect()
-            if self._poller.take_woken() or self._events or time.monotonic() >= until:
-                events = list(self._events)
-                self._events.clear()
-                return events
-
-    def _next_deadline(self) -> float:
-        deadlines = [greeting.deadline for greeting in self._greetings.values()]
-        deadlines += [read.deadline for peer in self._peers.values() for read in peer.reads.values()]
-        deadlines += [acceptor.resumes_at for acceptor in self._acceptors.values()]
-        return min(deadlines, default=math.inf)
-
-    def _expire(self, now: float) -> None:
-        for acceptor in self._acceptors.values():
-            acceptor.resume(now)
-        for greeting in [g for g in self._greetings.values() if g.deadline <= now]:
-            self._lose(greeting.peer_id, TransferTimeoutError("timed out waiting for the peer's hello"))
-        for peer in self._peers.values():
-            for read in peer.reads.values():
-                if read.deadline <= now:
-                    self._copier.cancel(read, TransferTimeoutError("the read did not end in time"))
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while `wait_events` has something to do about sockets and copies."""
-        return self._poller.fileno()
-
-    def wake(self) -> None:
-        self._poller.wake()
-
-    def close(self) -> None:
-        if self._poller.is_closed:
-            return
-        self._copier.close()
-        # Before the peers hear of it: what they still copy is not promised any more.
-        self._memory.withdraw()
-        for acceptor in self._acceptors.values():
-            acceptor.close()
-        for greeting in self._greetings.values():
-            with survived("cannot close a connection", self._log):
-                greeting.connection.close()
-        for peer in [*self._peers.values(), *(peer for peer, _ in self._leaving)]:
-            with survived("cannot close a peer", self._log):
-                peer.connection.close()
-                peer.memory.close()
-        self._log.flush()
-        self._greetings.clear()
-        self._peers.clear()
+    def _free(self) -> None:
         self._memory.close()
-        self._poller.close()
-
-
-def _is_of_peer(event: Event, peer_id: int) -> bool:
-    return isinstance(event, Connected | MessageReceived | PeerLost) and event.peer_id == peer_id

@@ -30,19 +30,19 @@ def serve_pool(device: torch.device) -> None:
     memory = (torch.arange(POOL_BYTES, device=device) * 7 % 251).to(torch.uint8)
     torch.cuda.synchronize(device)
     transport = SharedMemoryTransport()
-    transport.register(Pool([Segment(memory.data_ptr(), POOL_BYTES, "cuda")]))
+    endpoint = transport.register(Pool([Segment(memory.data_ptr(), POOL_BYTES, "cuda")]))
     transport.guards.set(3, 9)
-    print(json.dumps({"address": transport.listen("")}), flush=True)
+    print(json.dumps({"address": endpoint.listen("")}), flush=True)
     is_over = threading.Event()
 
     def watch() -> None:
         sys.stdin.read()
         is_over.set()
-        transport.wake()
+        endpoint.wake()
 
     threading.Thread(target=watch, daemon=True).start()
     while not is_over.is_set():
-        transport.wait_events(60)
+        endpoint.wait_events(60)
     transport.close()
 
 

@@ -24,19 +24,19 @@ def main() -> None:
     transport = SharedMemoryTransport()
     arena = driver.allocate(POOL_BYTES)
     np.frombuffer(arena.buffer, dtype=np.uint8)[:] = np.arange(POOL_BYTES) * 7 % 251
-    transport.register(Pool([arena.segment]))
+    endpoint = transport.register(Pool([arena.segment]))
     transport.guards.set(3, 9)
-    print(transport.listen(""), flush=True)
+    print(endpoint.listen(""), flush=True)
     is_over = threading.Event()
 
     def watch() -> None:
         sys.stdin.read()
         is_over.set()
-        transport.wake()
+        endpoint.wake()
 
     threading.Thread(target=watch, daemon=True).start()
     while not is_over.is_set():
-        transport.wait_events(60)
+        endpoint.wait_events(60)
     transport.close()
 
 

@@ -1,8 +1,8 @@
 """The other process of the shm tests.
 
-    shm_peer.py serve KIND [UID]      serve a pool; says its address; ends when stdin does
-    shm_peer.py connect ADDRESS       connect; says so; ends when stdin does
-    shm_peer.py read ADDRESS UID      become user UID, connect, read a page, say how that ended
+    shm_peer.py serve KIND [UID]      serve a pool; print its address; end when stdin does
+    shm_peer.py connect ADDRESS       connect; print that; end when stdin does
+    shm_peer.py read ADDRESS UID      become user UID, connect, read a page, print how that ended
 
 KIND names what the pool is made of: any of `arena` and `foreign`, joined by `+`; each part is `PART_BYTES` long.
 Guard 3 holds 9. Byte i of the pool is `i * 7 % 251`.
@@ -18,14 +18,14 @@ import threading
 import numpy as np
 
 from kvferry.transports import Connected, Guard, Pool, RegionPairs, Segment, TransferEnded
-from kvferry.transports.base import PeerLost
+from kvferry.transports.base import Endpoint, PeerLost
 from kvferry.transports.shm import SharedMemoryTransport
 
 PART_BYTES = 8 << 20
 SEVERAL_USERS = {"allowed_uids": [0, 65534]}
 
 
-def transport_with_pool(kind: str, options: dict[str, object]) -> tuple[SharedMemoryTransport, list[object]]:
+def endpoint_with_pool(kind: str, options: dict[str, object]) -> tuple[Endpoint, list[object]]:
     transport = SharedMemoryTransport(options)
     owners: list[object] = []
     segments = []
@@ -39,9 +39,9 @@ def transport_with_pool(kind: str, options: dict[str, object]) -> tuple[SharedMe
         else:
             segments.append(Segment(values.ctypes.data, PART_BYTES))
             owners.append(values)
-    transport.register(Pool(segments))
+    endpoint = transport.register(Pool(segments))
     transport.guards.set(3, 9)
-    return transport, owners
+    return endpoint, [transport, *owners]
 
 
 def become(uid: int) -> None:
@@ -50,27 +50,27 @@ def become(uid: int) -> None:
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 
 
-def serve_until_stdin_ends(transport: SharedMemoryTransport) -> None:
+def serve_until_stdin_ends(endpoint: Endpoint) -> None:
     is_over = threading.Event()
 
     def watch() -> None:
         sys.stdin.read()
         is_over.set()
-        transport.wake()
+        endpoint.wake()
 
     threading.Thread(target=watch, daemon=True).start()
     while not is_over.is_set():
-        transport.wait_events(60)
-    transport.close()
+        endpoint.wait_events(60)
+    endpoint.close()
 
 
-def read_once(transport: SharedMemoryTransport, address: str) -> str:
-    peer_id = transport.start_connect(address, timeout_s=10)
+def read_once(endpoint: Endpoint, address: str) -> str:
+    peer_id = endpoint.start_connect(address, timeout_s=10)
     pairs = RegionPairs(np.array([[0, 0, 4096]], dtype=np.int64))
     while True:
-        for event in transport.wait_events(10):
+        for event in endpoint.wait_events(10):
             if isinstance(event, Connected):
-                transport.start_read(peer_id, pairs, Guard(3, 9), timeout_s=10)
+                endpoint.start_read(peer_id, pairs, Guard(3, 9), timeout_s=10)
             elif isinstance(event, (TransferEnded, PeerLost)):
                 return f"{type(event.error).__name__} {event.error}"
 
@@ -79,21 +79,21 @@ def main() -> None:
     role = sys.argv[1]
     if role == "serve":
         options = SEVERAL_USERS if len(sys.argv) > 3 else {}
-        transport, _owners = transport_with_pool(sys.argv[2], options)
+        endpoint, _owners = endpoint_with_pool(sys.argv[2], options)
         if len(sys.argv) > 3:
             become(int(sys.argv[3]))
-        print(transport.listen(""), flush=True)
-        serve_until_stdin_ends(transport)
+        print(endpoint.listen(""), flush=True)
+        serve_until_stdin_ends(endpoint)
     elif role == "connect":
-        transport, _owners = transport_with_pool("arena", {})
-        transport.start_connect(sys.argv[2], timeout_s=10)
+        endpoint, _owners = endpoint_with_pool("arena", {})
+        endpoint.start_connect(sys.argv[2], timeout_s=10)
         print("connecting", flush=True)
-        serve_until_stdin_ends(transport)
+        serve_until_stdin_ends(endpoint)
     else:
-        transport, _owners = transport_with_pool("arena", SEVERAL_USERS)
+        endpoint, _owners = endpoint_with_pool("arena", SEVERAL_USERS)
         become(int(sys.argv[3]))
-        print(read_once(transport, sys.argv[2]), flush=True)
-        transport.close()
+        print(read_once(endpoint, sys.argv[2]), flush=True)
+        endpoint.close()
 
 
 if __name__ == "__main__":
