@@ -8,6 +8,9 @@ turn. In each round everybody moves every shape; what counts is the ratio to mem
 round, and of the ratios the median. Every region that arrives is looked at. NIXL and Mooncake take part if `nixl-cu12`
 and `mooncake-transfer-engine-non-cuda` are installed.
 
+At the end each of kvferry's transports is measured with many idle peers: processor time while nothing happens, and the
+time of a small read without and with them, by turns.
+
 Reads are timed from the call to their end. They need other threads to be scheduled, a memcpy does not: on a machine with
 more to do than cores, trust processor time first.
 """
@@ -24,6 +27,8 @@ from pathlib import Path
 
 from moving.contender import Contender
 from moving.field import MEMCPY, SOCKETS, all_contenders, ours
+from moving.idle_peers import contenders as with_idle_peers
+from moving.idle_peers import measure_idle_peers, table_of_idle_peers
 from moving.plot import svg
 from moving.report import json_lines, machine, table
 from moving.results import results_of
@@ -44,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--blocks", type=int, default=64, help="of the larger shapes (default: %(default)s)")
     parser.add_argument("--pool-mib", type=int, default=256, help="of each process (default: %(default)s)")
+    parser.add_argument(
+        "--idle-peers", type=int, default=200, metavar="N", help="0: do not measure (default: %(default)s)"
+    )
     parser.add_argument("--congestion-control", default="", help="of TCP; default: the system's")
     parser.add_argument(
         "--variant",
@@ -59,6 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     needed_mib = max(shape.num_bytes for shape in shapes_of(max(1, arguments.blocks))) >> 20
     if arguments.blocks < 1 or arguments.pool_mib < needed_mib:
         parser.error(f"at least one block; and {arguments.blocks} need pools of {needed_mib} MiB")
+    if arguments.idle_peers < 0:
+        parser.error("--idle-peers must not be negative")
     return arguments
 
 
@@ -96,8 +106,15 @@ def main() -> None:
         measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, say)
     results = results_of(contenders, shapes, measured)
     print_lines([*table(results), "", *(f"without {n}: {why}" for n, why in measured.left_out.items())])
+    idle_peers, without = [], {}
+    if arguments.idle_peers:
+        idle_peers, without = measure_idle_peers(with_idle_peers(arguments.only), arguments.idle_peers, say)
+        print_lines(
+            [*table_of_idle_peers(idle_peers), "", *(f"without {n}: {why}" for n, why in without.items())]
+        )
     if arguments.json:
-        arguments.json.write_text("".join(f"{x}\n" for x in json_lines(about, measured.left_out, results)))
+        lines = json_lines(about, {**without, **measured.left_out}, results, idle_peers)
+        arguments.json.write_text("".join(f"{line}\n" for line in lines))
     if arguments.plot:
         arguments.plot.write_text(svg(results))
 

@@ -21,9 +21,17 @@ _PATIENT = {"handshake_timeout_s": 3600}
 _PATIENT_OVER_NETWORK = {**_PATIENT, "peer_timeout_s": 3600}
 
 
-def ours(name: str, scheme: str, options: Mapping[str, Any], *, in_arena: bool = True) -> Contender:
-    """One of kvferry's transports with some options."""
-    patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
+def ours(
+    name: str, scheme: str, options: Mapping[str, Any], *, in_arena: bool = True, is_patient: bool = True
+) -> Contender:
+    """One of kvferry's transports with some options.
+
+    Args:
+        is_patient: Whether its peers are not lost while their processes are stopped.
+    """
+    patient: Mapping[str, Any] = {}
+    if is_patient:
+        patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
     described = {"scheme": scheme, "transport": {**patient, **options}, "in_arena": in_arena}
     return Contender(name, own_ours, OurReader, described, "ucxx-cu12" if scheme == "ucx" else "")
 

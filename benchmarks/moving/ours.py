@@ -55,8 +55,29 @@ class OurReader(Reader):
         self.pool = self._node.pool
         self.pool[:] = -1
         self._endpoint = self._node.endpoint
-        self._peer_id = self._endpoint.start_connect(address, timeout_s=TIMEOUT_S)
+        self._peer_id = self.connect(address)
+
+    def connect(self, address: str) -> int:
+        """Connect once more; returns the peer's id. Reads are from the first one."""
+        peer_id = self._endpoint.start_connect(address, timeout_s=TIMEOUT_S)
         self._wait(Connected)
+        return peer_id
+
+    def listen(self) -> str:
+        """Accept peers; returns the address."""
+        return self._endpoint.listen("")
+
+    def num_connected(self, timeout_s: float) -> int:
+        """Wait for peers; returns how many have connected since the last call. Raises RuntimeError: one was lost."""
+        events = self._endpoint.wait_events(timeout_s)
+        if not all(isinstance(event, Connected) for event in events):
+            raise RuntimeError(f"unexpected: {events}")
+        return len(events)
+
+    def wait(self, seconds: float) -> None:
+        """Wait while nothing happens. Raises RuntimeError: something did."""
+        if events := self._endpoint.wait_events(seconds):
+            raise RuntimeError(f"unexpected: {events}")
 
     def _wait(self, wanted: type[_EventType]) -> _EventType:
         for event in self._endpoint.wait_events(TIMEOUT_S):

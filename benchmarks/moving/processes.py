@@ -37,8 +37,8 @@ class Timing:
     mechanism: str
 
 
-class _Child:
-    """A process that says something when it is ready, and ends when it is told anything but work."""
+class Child:
+    """A process that sends something when it is ready, and ends when it is sent anything but work."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         self._connection, theirs = _spawning.Pipe()
@@ -103,10 +103,10 @@ class Running:
         """
         setup = Setup(pool_bytes, contender.options)
         with ExitStack() as stack:
-            self._owner = _Child(_own, contender, setup)
+            self._owner = Child(_own, contender, setup)
             stack.callback(self._owner.close)
             address = self._owner.answer()
-            self._reader = _Child(_read, contender, setup, address, self._owner.pid)
+            self._reader = Child(_read, contender, setup, address, self._owner.pid)
             stack.callback(self._reader.close)
             self._reader.answer()
             self._signal(signal.SIGSTOP)
@@ -135,8 +135,8 @@ class Running:
 # -- in the processes --------------------------------------------------------------------------------
 
 
-def _begin(contender: Contender) -> None:
-    """Never outlive the parent, not even stopped; what goes wrong is told over the connection."""
+def begin(contender: Contender) -> None:
+    """Never outlive the parent, not even stopped; print nothing, because errors go over the connection."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(contender.environment)
@@ -146,7 +146,7 @@ def _begin(contender: Contender) -> None:
 
 
 def _own(contender: Contender, setup: Setup, told: Connection) -> None:
-    _begin(contender)
+    begin(contender)
     try:
         contender.owner(setup, told)
     except Exception as error:  # noqa: BLE001 - said to the parent, which tells the user
@@ -154,7 +154,7 @@ def _own(contender: Contender, setup: Setup, told: Connection) -> None:
 
 
 def _read(contender: Contender, setup: Setup, address: Any, owner_pid: int, asked: Connection) -> None:
-    _begin(contender)
+    begin(contender)
     try:
         reader = contender.reader(setup, address)
         asked.send("ready")

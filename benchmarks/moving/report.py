@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvferry.transports._copy import IS_COMPILED
 
+from .idle_peers import IdlePeers
 from .results import Result
 
 Machine = Mapping[str, object]
@@ -75,10 +76,17 @@ def _line(r: Result) -> str:
     )
 
 
-def json_lines(about: Machine, left_out: Mapping[str, str], results: Sequence[Result]) -> Iterator[str]:
-    """One object a line: the machine, then who is left out and why, then the results. `record` says which it is."""
+def json_lines(
+    about: Machine,
+    left_out: Mapping[str, str],
+    results: Sequence[Result],
+    idle_peers: Sequence[IdlePeers],
+) -> Iterator[str]:
+    """One object per line: the machine, what is left out and why, the results, idle peers. `record` says which it is."""
     yield json.dumps({"record": "machine", **about})
     for name, reason in left_out.items():
         yield json.dumps({"record": "left_out", "contender": name, "reason": reason})
     for result in results:
         yield json.dumps({"record": "result", **asdict(result)})
+    for idle in idle_peers:
+        yield json.dumps({"record": "idle_peers", **asdict(idle)})

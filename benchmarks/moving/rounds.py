@@ -73,7 +73,7 @@ def _start(
     for contender in contenders:
         say(f"starting {contender.name}")
         try:
-            _require_installed(contender)
+            require_installed(contender)
             running[contender.name] = Running(contender, pool_bytes)
         except FailedError as error:
             measured.leave_out(contender.name, str(error))
@@ -82,7 +82,8 @@ def _start(
     return running
 
 
-def _require_installed(contender: Contender) -> None:
+def require_installed(contender: Contender) -> None:
+    """Raise FailedError if what the contender needs is not installed."""
     try:
         contender.version  # noqa: B018 - it raises
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`benchmarks/transports.py` measures what it says, and says it in a table, in JSON lines and in a plot."""
+"""`benchmarks/transports.py` measures what it promises, and reports it in a table, in JSON lines and in a plot."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def test_the_table_and_the_plot_name_every_contender(run):
     for result in lines[1:]:
         assert result["contender"] in table
         assert result["contender"] in plot
+
+
+@pytest.mark.slow  # it waits for events that do not come
+def test_a_node_with_idle_peers_is_measured_beside_one_without(tmp_path):
+    json_file = tmp_path / "lines.json"
+    tiny = ["--seconds", "0", "--blocks", "1", "--pool-mib", "4", "--shapes", "smollm2-135m, 1 block, uniform"]
+    chosen = ["--only", "kvferry shm", "--idle-peers", "6", "--json", str(json_file)]
+    command = [sys.executable, "benchmarks/transports.py", *tiny, *chosen]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "6 idle peers" in ended.stdout
+    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    (result,) = [line for line in lines if line["record"] == "idle_peers"]
+    assert (result["transport"], result["num_peers"]) == ("kvferry shm", 6)
+    assert result["num_reads"] > 0
+    assert 0 <= result["cpu_percent"] < 100
+    for key in ("ms_alone", "ms_with_peers", "ratio"):
+        low, high = result[f"{key}_quartiles"]
+        assert 0 < low <= result[key] <= high

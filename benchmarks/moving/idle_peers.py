@@ -1,0 +1,252 @@
+"""What many idle peers cost a node: processor time while nothing happens, and the time of a small read.
+
+The measuring process has two nodes of each transport. One is connected to the owner of a pool alone; the other is as
+well, and in addition many idle peers are connected to it, from a few processes that do nothing but answer what their
+transport asks. The node with the idle peers first waits for events that do not come. Then both nodes read the same
+blocks of 256 KiB in turns, a few reads at a time, so that what disturbs the machine disturbs both.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.transports import RegionPairs
+
+from .contender import TIMEOUT_S, Contender, Setup
+from .field import ours
+from .ours import OurReader, own_ours
+from .processes import Child, FailedError, begin
+from .rounds import Progress, require_installed
+
+#: Each transport with its default options: what it does for idle peers, such as pings, is what counts here.
+_TRANSPORTS: Mapping[str, Mapping[str, Any]] = {"shm": {}, "zeromq": {}, "ucx": {"tls": "tcp"}}
+
+_POOL_BYTES = 8 << 20
+_READ_BYTES = 256 << 10
+_REGION_BYTES = 64 << 10
+
+_NUM_PROCESSES = 2
+#: Per process. Each has a thread of its own, so that their pings come independently, as those of as many nodes do.
+_MAX_ENDPOINTS = 10
+
+_IDLE_S = 3.0
+_READS_S = 3.0
+
+#: Reads per turn. The first ones are not counted: memory and connections of the other node were used before them.
+_READS_PER_TURN = 20
+_NUM_WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class IdlePeers:
+    """One transport.
+
+    Attributes:
+        cpu_percent: Processor time of the process with the idle peers, in percent of a core, while nothing happens.
+        ms_alone, ms_with_peers: Of a read, by the node without and with idle peers: medians.
+        ratio: The second to the first: median of the turns.
+        ms_alone_quartiles, ms_with_peers_quartiles, ratio_quartiles: The first and the third.
+    """
+
+    transport: str
+    version: str
+    num_peers: int
+    num_reads: int
+    cpu_percent: float
+    ms_alone: float
+    ms_alone_quartiles: tuple[float, float]
+    ms_with_peers: float
+    ms_with_peers_quartiles: tuple[float, float]
+    ratio: float
+    ratio_quartiles: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the measuring process measured: a share of a core, and the seconds of reads, turn by turn."""
+
+    cpu: float
+    alone: list[list[float]]
+    with_peers: list[list[float]]
+
+
+def contenders(texts: Sequence[str]) -> list[Contender]:
+    """The transports to measure: those with one of the texts in their name."""
+    chosen = [(f"kvferry {scheme}", scheme) for scheme in _TRANSPORTS]
+    return [
+        ours(name, scheme, _TRANSPORTS[scheme], is_patient=False)
+        for name, scheme in chosen
+        if any(text in name for text in texts)
+    ]
+
+
+def measure_idle_peers(
+    chosen: Sequence[Contender], num_peers: int, say: Progress
+) -> tuple[list[IdlePeers], dict[str, str]]:
+    """Measure each transport, for about ten seconds.
+
+    Returns:
+        The results, and why a transport is not among them.
+    """
+    results, left_out = [], {}
+    for contender in chosen:
+        say(f"{contender.name} with {num_peers} idle peers")
+        try:
+            require_installed(contender)
+            results.append(_measure(contender, num_peers))
+        except FailedError as error:
+            left_out[contender.name] = str(error)
+    return results, left_out
+
+
+def _measure(contender: Contender, num_peers: int) -> IdlePeers:
+    setup = Setup(_POOL_BYTES, contender.options)
+    with ExitStack() as stack:
+
+        def start(work: Callable[..., None], *arguments: Any) -> Child:
+            child = Child(_guarded, contender, work, setup, *arguments)
+            stack.callback(child.close)
+            return child
+
+        owner = start(_own)
+        measuring = start(_read, owner.answer(), num_peers)
+        address = measuring.answer()
+        for share in _shares(num_peers, _NUM_PROCESSES):
+            start(_be_idle, address, share)
+        seen: _Seen = measuring.answer()
+    alone, with_peers = (np.concatenate(turns) * 1e3 for turns in (seen.alone, seen.with_peers))
+    ratios = [
+        statistics.median(b) / statistics.median(a) for a, b in zip(seen.alone, seen.with_peers, strict=True)
+    ]
+    return IdlePeers(
+        transport=contender.name,
+        version=contender.version,
+        num_peers=num_peers,
+        num_reads=len(alone),
+        cpu_percent=100 * seen.cpu,
+        ms_alone=float(np.median(alone)),
+        ms_alone_quartiles=_quartiles(alone),
+        ms_with_peers=float(np.median(with_peers)),
+        ms_with_peers_quartiles=_quartiles(with_peers),
+        ratio=statistics.median(ratios),
+        ratio_quartiles=_quartiles(ratios),
+    )
+
+
+def _quartiles(values: Any) -> tuple[float, float]:
+    low, high = np.percentile(values, [25, 75])
+    return float(low), float(high)
+
+
+def _shares(total: int, num_shares: int) -> list[int]:
+    """Divide a number into almost equal ones; fewer if it is too small."""
+    return [len(part) for part in np.array_split(np.arange(total), num_shares) if len(part)]
+
+
+def table_of_idle_peers(results: Sequence[IdlePeers]) -> Iterator[str]:
+    """Yield a table, line by line."""
+    if not results:
+        return
+    yield ""
+    yield (
+        f"{results[0].num_peers} idle peers: processor time while nothing happens; reads of {_READ_BYTES >> 10} KiB "
+        "without and with them"
+    )
+    yield (
+        f"  {'':27}{'idle CPU':>9}{'ms alone':>10}  {'(quartiles)':15}{'ms with':>8}  {'(quartiles)':15}"
+        f"{'ratio':>6}  (quartiles)"
+    )
+    for r in results:
+        alone, many, ratio = (
+            f"({low:.{digits}f}-{high:.{digits}f})"
+            for (low, high), digits in (
+                (r.ms_alone_quartiles, 3),
+                (r.ms_with_peers_quartiles, 3),
+                (r.ratio_quartiles, 2),
+            )
+        )
+        yield (
+            f"  {r.transport:27}{r.cpu_percent:>7.1f} %{r.ms_alone:>10.3f}  {alone:15}{r.ms_with_peers:>8.3f}  {many:15}"
+            f"{r.ratio:>6.2f}  {ratio}"
+        )
+
+
+# -- in the processes --------------------------------------------------------------------------------
+
+
+def _guarded(contender: Contender, work: Callable[..., None], *arguments: Any) -> None:
+    """Run a process; the parent is told why it fails."""
+    begin(contender)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    told: Connection = arguments[-1]
+    try:
+        work(*arguments)
+    except Exception as error:  # noqa: BLE001 - the parent prints it
+        told.send(RuntimeError(repr(error)))
+
+
+def _own(setup: Setup, told: Connection) -> None:
+    own_ours(setup, told)
+
+
+def _be_idle(setup: Setup, address: str, num_peers: int, told: Connection) -> None:
+    """Connect `num_peers` times, from several endpoints; then answer only what the transport answers by itself."""
+    shares = _shares(num_peers, _MAX_ENDPOINTS)
+    threads = [threading.Thread(target=_stay, args=(setup, address, n), daemon=True) for n in shares]
+    for thread in threads:
+        thread.start()
+    told.recv()  # the parent asks us to end, and nothing has to be closed for that
+
+
+def _stay(setup: Setup, address: str, num_peers: int) -> None:
+    node = OurReader(Setup(4096, setup.options), address)
+    for _ in range(num_peers - 1):
+        node.connect(address)
+    while True:
+        node.wait(TIMEOUT_S)
+
+
+def _read(setup: Setup, owner: str, num_peers: int, told: Connection) -> None:
+    busy = OurReader(setup, owner)
+    told.send(busy.listen())
+    deadline = time.monotonic() + TIMEOUT_S
+    while num_peers > 0:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{num_peers} peers did not connect within {TIMEOUT_S} s")
+        num_peers -= busy.num_connected(1.0)
+    busy.wait(0.5)  # what connecting left to do
+    began, cpu_began = time.monotonic(), time.process_time()
+    busy.wait(_IDLE_S)
+    cpu = (time.process_time() - cpu_began) / (time.monotonic() - began)
+
+    alone = OurReader(setup, owner)
+    seen = _Seen(cpu, alone=[], with_peers=[])
+    blocks = [_block(at) for at in range(0, _POOL_BYTES, _READ_BYTES)]
+    until = time.monotonic() + _READS_S
+    while time.monotonic() < until:
+        for reader, turns in ((alone, seen.alone), (busy, seen.with_peers)):
+            seconds = [_timed(reader, blocks[index % len(blocks)]) for index in range(_READS_PER_TURN)]
+            turns.append(seconds[_NUM_WARM_UP:])
+    told.send(seen)
+
+
+def _block(at: int) -> RegionPairs:
+    starts = np.arange(at, at + _READ_BYTES, _REGION_BYTES)
+    return RegionPairs(np.stack([starts, starts, np.full_like(starts, _REGION_BYTES)], axis=1))
+
+
+def _timed(reader: OurReader, pairs: RegionPairs) -> float:
+    began = time.perf_counter()
+    reader.read(pairs)
+    return time.perf_counter() - began
