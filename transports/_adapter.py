@@ -43,10 +43,5 @@ class AdaptedEndpoint(Endpoint):
     def wake(self) -> None:
         self._transport.wake()
 
-    def fileno(self) -> int:
-        """See `SharedMemoryTransport.fileno`."""
-        descriptor: int = self._transport.fileno()
-        return descriptor
-
     def close(self) -> None:
         self._transport.close()

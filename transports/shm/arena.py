@@ -1,7 +1,7 @@
 """Files in memory that two processes share: made here and sealed, or received from a peer and checked.
 
-A file that could shrink under a mapping would kill the process that maps it (SIGBUS). So a file is sealed
-before its descriptor goes out, and a received one is not mapped unless it is sealed and large enough.
+If a file shrinks under a mapping, the kernel kills the process that touches it (SIGBUS). So a file is sealed before
+its descriptor is sent, and a received one is mapped only if it is sealed and large enough.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class SharedFile:
     """An unnamed, zeroed, pre-faulted file in memory, mapped here for writing.
 
     Attributes:
-        mapping: All of it. The memory lives as long as this or a view of it, with or without the descriptor.
+        mapping: The whole file. The memory lives as long as this or a view of it, with or without the descriptor.
         descriptor: Read-only, for peers.
     """
 
     def __init__(self, name: str, num_bytes: int) -> None:
-        """Make the file, of at least `num_bytes` bytes.
+        """Create the file, of at least `num_bytes` bytes.
 
         Raises:
             ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
@@ -40,7 +40,7 @@ class SharedFile:
         require_available(num_bytes)
         writable = _create(name)
         try:
-            # A whole number of huge pages, or the last part of a large file could not be one.
+            # A whole number of huge pages: otherwise the end of a large file would be on small ones.
             granule = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
             file_bytes = -(-num_bytes // granule) * granule
             os.ftruncate(writable, file_bytes)
@@ -56,7 +56,7 @@ class SharedFile:
             os.close(writable)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes when its last view does."""
+        """Close the descriptor. The mapping ends with its last view."""
         os.close(self.descriptor)
 
 
@@ -65,7 +65,7 @@ def _create(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise  # which says nothing about the system
+            raise  # this process ran out of them; the system may well have such files
         raise BackendUnavailableError(
             f"this system has no sealed files in memory (Linux has): {error}"
         ) from error
@@ -81,7 +81,7 @@ def _populate(mapping: Memory) -> None:
         logger.info("no huge pages for shared memory: %s", error)
     prefault(mapping)
     try:
-        # Where the system's setting says "never" the advice is void, and this still works.
+        # If the system's setting is "never", the advice above has no effect, but this still works.
         advise(mapping, _MADV_COLLAPSE)
     except OSError as error:
         logger.debug("shared memory was not collapsed into huge pages: %s", error)
@@ -90,7 +90,7 @@ def _populate(mapping: Memory) -> None:
 def _seal(descriptor: int) -> None:
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
-        # Our mapping stays writable; nobody can make another writable one, not even from /proc.
+        # Our mapping stays writable; no process can make another writable one, not even through /proc.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError:  # a kernel before 5.1
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
@@ -100,10 +100,10 @@ def map_received(descriptor: int, num_bytes: int) -> FileMapping:
     """Map a peer's file for reading. The caller still closes the descriptor.
 
     Args:
-        num_bytes: What is going to be read, from the start of the file.
+        num_bytes: How much is going to be read, from the start of the file.
 
     Raises:
-        ProtocolError: it is not a file that can never shrink below `num_bytes`, or it cannot be mapped.
+        ProtocolError: the file might shrink below `num_bytes`, or it cannot be mapped.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

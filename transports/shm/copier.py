@@ -126,7 +126,7 @@ class Copier:
 
     Args:
         inline_bytes: A job of at most this many mapped bytes is run by `submit`, unless others wait.
-        on_ended: Called when an end can be taken, by any of the threads.
+        on_ended: Called when an end can be taken, by the thread that copied, or that cancelled.
     """
 
     def __init__(self, num_threads: int, inline_bytes: int, on_ended: Callable[[], None]) -> None:
@@ -143,8 +143,12 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: CopyJob) -> None:
-        """Queue a job, or run it."""
+    def submit(self, job: CopyJob) -> bool:
+        """Queue a job, or run it.
+
+        Returns:
+            Whether it has ended: then it can be taken, and `on_ended` is not called.
+        """
         with self._changed:
             # A small job does not overtake a longer one: its owner would wait for the same memory bus all the same.
             is_next = not self._waiting
@@ -152,9 +156,9 @@ class Copier:
             if not is_next or job.mechanism != MAPPED or job.num_bytes > self._inline_bytes:
                 # One thread is enough: if it finds a second piece to copy, it wakes the next thread.
                 self._changed.notify()
-                return
+                return False
             taken = self._take_piece()
-        self._run(*taken)
+        return self._run(*taken)
 
     def cancel(self, job: CopyJob, error: KVTransferError) -> None:
         """End a job with `error`: now if no piece is being copied, otherwise after the pieces in flight.
@@ -165,6 +169,7 @@ class Copier:
             is_over = self._stop(job, error)
         if is_over:
             self._end(job)
+            self._on_ended()
 
     def _stop(self, job: CopyJob, error: KVTransferError) -> bool:
         """Take no further piece. Returns whether the job was waiting and has ended with that. The lock is held."""
@@ -178,11 +183,9 @@ class Copier:
     def take_ended(self) -> list[Ended]:
         """Return the ends since the last call."""
         ended = []
-        while True:
-            try:
-                ended.append(self._ended.get_nowait())
-            except queue.Empty:
-                return ended
+        while not self._ended.empty():  # only this thread takes
+            ended.append(self._ended.get_nowait())
+        return ended
 
     def close(self) -> None:
         """Stop after the pieces in flight. Jobs that wait are forgotten; afterwards nothing is written."""
@@ -199,7 +202,9 @@ class Copier:
                 if self._is_closing:
                     return
                 taken = self._take_piece()
-            self._run(*taken)
+            if self._run(*taken):
+                # After the end is queued: the owner that this wakes must find it.
+                self._on_ended()
 
     def _take_piece(self) -> tuple[CopyJob, Piece]:
         job = self._waiting[0]
@@ -212,7 +217,8 @@ class Copier:
             self._changed.notify()
         return job, piece
 
-    def _run(self, job: CopyJob, piece: Piece) -> None:
+    def _run(self, job: CopyJob, piece: Piece) -> bool:
+        """Copy a piece. Returns whether the job has ended with it."""
         # Without the lock: others take pieces, submit and cancel meanwhile.
         error = self._copy(job, piece)
         with self._changed:
@@ -223,6 +229,7 @@ class Copier:
             is_over = job.num_in_flight == 0 and job not in self._waiting
         if is_over:
             self._end(job)
+        return is_over
 
     @staticmethod
     def _copy(job: CopyJob, piece: Piece) -> KVTransferError | None:
@@ -244,8 +251,6 @@ class Copier:
             except Exception as found:  # noqa: BLE001 - as in `_copy`
                 error = typed(found, "cannot check the guard")
         self._ended.put(Ended(job.transfer_id, error, time.monotonic()))
-        # After `put`: the owner that it wakes must find the end.
-        self._on_ended()
 
 
 def _require_time(job: CopyJob) -> None:

@@ -1,7 +1,7 @@
-"""One GPU, by the calls of CUDA's driver that serving a pool there and reading a peer's needs. Each call is checked.
+"""One GPU, through CUDA's driver: the calls that are needed to serve a pool there and to read a peer's. All are checked.
 
-The driver is reached by NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first pool on a GPU is
-registered. Source: the CUDA Driver API's documentation; none of this has run on a GPU.
+The driver is called through NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first pool on a
+GPU is registered. Source: the documentation of the CUDA Driver API; none of this has run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NOT_EXPORTABLE = (
     "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF"
 )
 
-#: Between two looks whether copies have ended: at first, and at most.
+#: Pause between two checks whether copies have ended: the first one, and the longest.
 _SHORTEST_REST_S = 20e-6
 _LONGEST_REST_S = 1e-3
 
 
 class _Driver:
-    """NVIDIA's bindings, with an exception in the place of an error code."""
+    """NVIDIA's bindings, with exceptions instead of error codes."""
 
     def __init__(self) -> None:
         try:
@@ -49,7 +49,7 @@ class _Driver:
             ) from error
 
     def call(self, name: str, *args: object) -> Any:
-        """Call a function of the driver; its one result, or a tuple of all.
+        """Call a function of the driver; return its result, or a tuple if there are several.
 
         Raises:
             TransportError: it failed.
@@ -60,12 +60,12 @@ class _Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def attribute(self, name: str, address: int) -> int:
-        """One of the `CU_POINTER_ATTRIBUTE_`s of an address. Raises TransportError: the driver does not know it."""
+        """Return a `CU_POINTER_ATTRIBUTE_` of an address. Raises TransportError: the driver does not know it."""
         attribute = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         return int(self.call("cuPointerGetAttribute", attribute, address))
 
     def has_ended(self, event: object) -> bool:
-        """Whether all that was launched before an event is over. Raises TransportError: it failed."""
+        """Return whether all that was launched before an event is over. Raises TransportError: it failed."""
         (status,) = self.api.cuEventQuery(event)
         if status == self.api.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -77,7 +77,7 @@ class _Driver:
 class CudaDevice:
     """The GPU that holds a pool. Any thread may call it until `close`.
 
-    It works in the GPU's primary context, which is PyTorch's too, and copies on a stream of its own.
+    It works in the GPU's primary context, which PyTorch uses too, and copies on a stream of its own.
 
     Attributes:
         gpu: The GPU's UUID, 16 bytes.
@@ -88,7 +88,7 @@ class CudaDevice:
 
         Raises:
             BackendUnavailableError: there are no bindings, no driver or no GPU.
-            ConfigurationError: it is no memory of a GPU.
+            ConfigurationError: the address is not in memory of a GPU.
         """
         self._driver = _Driver()
         call = self._driver.call
@@ -120,10 +120,10 @@ class CudaDevice:
         """Let other processes of this host map the allocation that contains `address`.
 
         Returns:
-            Where it begins, and the handle for them.
+            Where it begins, and the handle for the others.
 
         Raises:
-            ConfigurationError: it is on another GPU, or cannot be mapped by others.
+            ConfigurationError: it is on another GPU, or other processes cannot map it.
         """
         try:
             with self._current():
@@ -148,14 +148,15 @@ class CudaDevice:
             return int(self._driver.call("cuIpcOpenMemHandle", theirs, _IPC_LAZY_ENABLE_PEER_ACCESS))
 
     def unmap(self, address: int) -> None:
-        """Undo one `open`. Nobody copies from there any more."""
+        """Undo one `open`. No copy from there is in flight."""
         with self._current():
             self._release("cuIpcCloseMemHandle", address)
 
     def copy(self, dst_addresses: AddressArray, src_addresses: AddressArray, lengths: Int64Array) -> None:
-        """Copy regions, each array `(num_regions,)`. When it returns or raises, nothing is written any more.
+        """Copy regions, each array `(num_regions,)`. After it has returned or raised, nothing is written any more.
 
-        A GPU takes back no copy that was launched; so the wait for its end has no deadline but the GPU's own errors.
+        A copy that was launched cannot be cancelled. So the wait for its end has no deadline; only an error of the GPU
+        ends it early.
 
         Raises:
             TransportError: the driver or the GPU failed. Some bytes may have been written.
@@ -167,7 +168,7 @@ class CudaDevice:
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
-        """Wait for the end of what the body launched, also when it fails half-way."""
+        """Wait for the end of what the body launched, also if it fails half-way."""
         event = self._driver.call("cuEventCreate", _EVENT_DISABLE_TIMING)
         try:
             try:
@@ -182,17 +183,17 @@ class CudaDevice:
             self._release("cuEventDestroy", event)
 
     def close(self) -> None:
-        """Give back the stream and the context. The memory stays its owner's."""
+        """Give back the stream and the context. The memory still belongs to its owner."""
         self._release("cuStreamDestroy", self._stream)
         self._release("cuDevicePrimaryCtxRelease", self._device)
 
     def _release(self, name: str, what: object) -> None:
         try:
             self._driver.call(name, what)
-        except TransportError as error:  # of a GPU that failed before, and nothing can be done about it
+        except TransportError as error:  # the GPU failed before, and nothing can be done about it
             logger.warning("a resource of the GPU was not given back: %s", error)
 
 
 def gpu_name(gpu: bytes) -> str:
-    """A GPU's UUID, as `nvidia-smi -L` writes it."""
+    """Write a GPU's UUID as `nvidia-smi -L` does."""
     return f"GPU-{uuid.UUID(bytes=gpu)}"

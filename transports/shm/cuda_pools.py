@@ -1,4 +1,4 @@
-"""Pools on a GPU at both ends: what the driver lets peers map, and what one peer lets us map."""
+"""Pools on a GPU, at both ends of a read: what the driver lets peers map, and what one peer lets us map."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .hello import MAX_ALLOCATIONS, Allocation, Hello, SharedSegment
 #: Milliseconds of copying over PCIe.
 _PIECE_BYTES = 256 << 20
 
-#: Where `vsize` stands in `/proc/PID/stat`, behind the program's name.
+#: The index of `vsize` among the fields of `/proc/PID/stat` that follow the program's name.
 _VSIZE_FIELD = 20
 
 
@@ -47,7 +47,7 @@ def describe_cuda_pool(device: CudaDevice, pool: Pool, num_guards: int) -> Hello
 class RemoteCudaMemory:
     """A peer's guard table and its pool on a GPU, mapped here. Any thread may copy from it until `close`.
 
-    That a segment ends inside its allocation is the peer's word: the driver does not tell how large a mapping is.
+    Whether a segment ends inside its allocation cannot be checked: the driver does not report how large a mapping is.
     """
 
     def __init__(self, hello: Hello, descriptors: list[int], pid: int, device: CudaDevice) -> None:
@@ -85,7 +85,7 @@ class RemoteCudaMemory:
         return cut(dst_addresses, src, pairs.lengths, "cuda_ipc", _PIECE_BYTES)
 
     def copy(self, piece: Piece) -> None:
-        """Copy a piece of a read. When it returns or raises, nothing is written any more.
+        """Copy a piece of a read. After it has returned or raised, nothing is written any more.
 
         Raises:
             TransportError: the GPU failed. Some bytes may have been written.
@@ -93,17 +93,19 @@ class RemoteCudaMemory:
         self._device.copy(piece.dst_addresses, piece.src_addresses, piece.lengths)
 
     def check(self, guard: Guard) -> None:
-        """Check that what was copied until now is what `guard` promised.
+        """Check that a guard holds. Call it after the copy: then what was copied is what the guard promised.
 
         Raises:
             PeerLostError: the peer ended meanwhile, and with it perhaps its memory.
-            StaleRegionError: it is not.
+            StaleRegionError: it does not hold.
         """
+        # The guard is in a memory file, which outlives the peer; the GPU's memory does not. So the guard proves nothing
+        # unless the peer was alive after the copy.
         self._process.require_alive()
         self._guards.check(guard)
 
     def close(self) -> None:
-        """Unmap. Nobody copies any more."""
+        """Unmap. The last read from this peer has ended."""
         self._guards.close()
         self._unmap()
 
@@ -120,16 +122,16 @@ def _open(device: CudaDevice, allocation: Allocation) -> int:
         raise IncompatiblePeerError(
             field="the pool's GPU",
             local=gpu_name(device.gpu),
-            remote=f"{gpu_name(allocation.gpu)}, which cannot be mapped here ({error}): it takes two processes, and two "
-            "GPUs with peer access (`nvidia-smi topo -p2p r`), or one for both",
+            remote=f"{gpu_name(allocation.gpu)}, which cannot be mapped here ({error}): this needs two processes, and two "
+            "GPUs with peer access (`nvidia-smi topo -p2p r`), or one GPU for both",
         ) from error
 
 
 class _Process:
     """The process that owns a mapped allocation.
 
-    A memory file outlives the process that made it. Of a GPU's memory the driver promises nothing once its owner has
-    ended, whatever the guard says.
+    A memory file outlives the process that created it. For a GPU's memory the driver promises nothing once its owner
+    has ended, whatever the guard holds.
     """
 
     def __init__(self, pid: int) -> None:
@@ -147,8 +149,8 @@ class _Process:
 
     def require_alive(self) -> None:
         """Raises PeerLostError: the process ended, or is about to."""
-        # A process that ends lets go of its address space, then of its files, the GPU's among them, and is reported as
-        # ended last. The number is still its own if it is not reported yet.
+        # A process that ends gives up its address space first, then its files, among them the GPU's, and is reported as
+        # ended last. As long as it is not reported, the pid is still its own, so `/proc` shows the right process.
         if not self._has_memory() or self._ended.poll(0):
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 

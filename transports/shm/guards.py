@@ -12,28 +12,28 @@ class PeerGuards:
     """The words that a peer sets and clears. Any thread may check them until `close`.
 
     Attributes:
-        num_guards: Words in the table, the transport's own included.
+        num_guards: Words in the table.
     """
 
     def __init__(self, descriptor: int, num_guards: int) -> None:
         """Map the table. The caller still closes the descriptor.
 
         Raises:
-            ProtocolError: there is none of that size.
+            ProtocolError: the descriptor is not a table of that size.
         """
         self.num_guards = num_guards
         self._mapping = map_received(descriptor, num_guards * WORD_BYTES)
         self._address = address_of(self._mapping.memory)
 
     def check(self, guard: Guard) -> None:
-        """Check that what was copied until now is what `guard` promised.
+        """Check that a guard holds. Call it after the copy: then what was copied is what the guard promised.
 
         Raises:
-            StaleRegionError: it is not.
+            StaleRegionError: it does not hold.
         """
         if not guard_holds(self._address, guard):
             raise StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
 
     def close(self) -> None:
-        """Unmap. Nobody checks any more."""
+        """Unmap. The last read has ended: a check after this would crash the process."""
         self._mapping.close()

@@ -1,4 +1,4 @@
-"""What a user may set."""
+"""Options of the transport."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class SharedMemoryOptions:
 
     Attributes:
         num_guards: Words in the guard table.
-        copy_threads: Threads that copy. One reaches the bus on most machines; two may be faster on large ones.
-        inline_bytes: A read of at most so many bytes is copied by the caller of `start_read`, which takes less time than
-            to wake a copying thread; 0 turns this off.
-        max_queued_bytes: Bytes of messages that wait for one peer, before `send` refuses more.
-        max_connecting: Connections that may be in the making at a time. `start_connect` refuses more, and of those that
-            others make, the one that has said nothing for the longest time is dropped.
-        handshake_timeout_s: For how long one who connected may say nothing.
+        copy_threads: Threads that copy. One saturates the memory bus of most machines; two may be faster on large ones.
+        inline_bytes: A read of at most this many bytes is copied within `start_read`, which takes less time than to wake
+            a copying thread; 0 turns this off.
+        max_queued_bytes: Maximum bytes of messages to one peer that wait here; `send` refuses more.
+        max_connecting: Maximum handshakes at a time, in each direction. `start_connect` refuses more. Of incoming ones
+            the oldest is dropped.
+        handshake_timeout_s: Seconds an incoming connection has to complete the handshake.
         socket_dir: Folder for sockets with a name in the file system, so that containers can share it. Empty: sockets
-            have no file; they are found within one network namespace.
-        allowed_uids: Users besides our own whose processes we talk to.
+            have no file, and are visible within one network namespace.
+        allowed_uids: Users, in addition to our own, whose processes are accepted as peers.
     """
 
     num_guards: Annotated[int, integer(1, 1 << 24)] = 65536

@@ -28,7 +28,7 @@ _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 def new_address(socket_dir: str) -> str:
-    """An address that nobody has: without a name in the file system, or a new file in `socket_dir`."""
+    """Make up an address that is not in use: without a file, or with a new file in `socket_dir`."""
     name = f"kvferry-{os.getpid()}-{secrets.token_hex(8)}"
     return f"shm://{os.path.abspath(socket_dir)}/{name}.sock" if socket_dir else f"shm://@{name}"
 
@@ -54,11 +54,14 @@ def parse_address(address: str) -> str:
 
 
 class Connection(FrameSocket):
-    """One socket to a peer. While the connection begins it is read frame by frame, so that descriptors are taken with
-    the one frame that may bring them, and no more of them than `expect_descriptors` was told.
+    """One socket to a peer.
+
+    During the handshake it is read frame by frame, so that descriptors are taken only with the frame that may bring
+    them, and no more of them than `expect_descriptors` allows. A hostile peer could otherwise fill this process's table
+    of descriptors.
 
     Attributes:
-        pid, uid: The peer, as the kernel says: when it connected, or when it began to listen.
+        pid, uid: Of the peer, as the kernel reports them: when it connected, or when it began to listen.
     """
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
@@ -68,8 +71,8 @@ class Connection(FrameSocket):
         self._is_beginning = True
         self._num_expected = 0
         self._received: list[int] = []
-        self._outgoing: list[int] = []  # descriptors to be sent when what is unsent has left
-        self._later = bytearray()  # what is to be sent after them
+        self._outgoing: list[int] = []  # descriptors to send after what is unsent
+        self._later = bytearray()  # bytes to send after the descriptors
 
     def require_user(self, allowed_uids: frozenset[int]) -> None:
         """Raises PeerRefusedError: the peer runs as none of the users."""
@@ -79,7 +82,7 @@ class Connection(FrameSocket):
             )
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
-        """Send a hello, and the descriptors after it. The caller keeps those open for as long as this connection."""
+        """Send a hello, and the descriptors after it. The caller keeps them open until this connection is closed."""
         self._unsent += encode_frame(FrameKind.HELLO, body)
         self._outgoing = descriptors
         self.flush()
@@ -121,9 +124,9 @@ class Connection(FrameSocket):
             return super()._receive_some()
         num_left = self._num_expected - len(self._received)
         if num_left <= 0:
-            # The kernel closes descriptors that no one asks for.
+            # The kernel closes descriptors for which `recv` leaves no room.
             return self._socket.recv(self._reader.num_missing)
-        # Without padding, which would be room for one more.
+        # `CMSG_LEN` has no padding; with it there would be room for one more descriptor.
         room = socket.CMSG_LEN(num_left * _DESCRIPTOR_BYTES)
         data, ancillary, flags, _ = self._socket.recvmsg(
             self._reader.num_missing, room, socket.MSG_CMSG_CLOEXEC
@@ -144,7 +147,7 @@ class Connection(FrameSocket):
         self._num_expected = num
 
     def take_descriptors(self) -> list[int]:
-        """The descriptors received so far, which the caller now owns; none is taken from now on."""
+        """Return the descriptors received so far, which the caller now owns. No more are taken after this."""
         self._is_beginning = False
         descriptors, self._received = self._received, []
         return descriptors
@@ -160,8 +163,8 @@ def connect(address: str, max_queued_bytes: int) -> Connection:
 
     Raises:
         ConfigurationError: the address is malformed.
-        PeerLostError: nobody listens there, or it has as many unanswered connections as the system allows.
-        PeerRefusedError: the socket's file may not be opened by us.
+        PeerLostError: no process listens there, or it has as many unanswered connections as the system allows.
+        PeerRefusedError: we may not open the socket's file.
         BackpressureError: there is no descriptor left.
     """
     name = parse_address(address)
@@ -206,7 +209,7 @@ class Listener:
             return 0
         folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Two that find the same dead socket must not both replace it.
+            # The lock keeps two processes that find the same dead socket from replacing it both.
             fcntl.flock(folder, fcntl.LOCK_EX)
             _remove_if_dead(self._path)
             self._socket.bind(self._path)
@@ -239,7 +242,7 @@ class Listener:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Remove a socket's file that nobody listens at. Anything else stays, and binding says so."""
+    """Remove a socket's file if no process listens at it. Anything else stays, and binding then fails."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

@@ -165,7 +165,8 @@ class SharedMemoryBackend(Backend[Contact]):
         job = CopyJob(read.transfer_id, memory, pieces, read.guard, read.deadline)
         read.mechanism = job.mechanism
         self._jobs[read.transfer_id] = job
-        self._copier.submit(job)
+        if self._copier.submit(job):
+            self._collect()
 
     def stop_read(self, read: Read[Contact]) -> bool:
         job = self._jobs.get(read.transfer_id)
@@ -188,9 +189,7 @@ class SharedMemoryBackend(Backend[Contact]):
     # -- the loop --------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> None:
-        # First of all, the reads that were over when `start_read` returned: then the sockets are looked at without
-        # waiting, so that neither starves the other.
-        self._collect()
+        # Also if there are events: a stream of small reads, which end within `start_read`, must not starve the sockets.
         self._poller.poll(0.0 if self._peers.has_events else timeout_s)
         self._collect()
 
