@@ -13,10 +13,12 @@ from collections.abc import Mapping
 
 from .errors import BackpressureError, PeerLostError, ProtocolError
 
-RECEIVE_BYTES = 256 << 10
+#: What one call of `recv` takes. Python allocates it in full before each call, even for a frame of five bytes, and the C
+#: library maps anything larger than 128 KiB anew each time, which takes longer than the call itself.
+RECEIVE_BYTES = 64 << 10
 
 #: How often one call of `receive` asks the kernel, so that one peer cannot keep the loop to itself.
-_MAX_RECEIVES = 16
+_MAX_RECEIVES = 64
 
 _HEAD = struct.Struct("<IB")
 

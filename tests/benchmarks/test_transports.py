@@ -74,7 +74,16 @@ def test_the_table_and_the_plot_name_every_contender(run):
 @pytest.mark.slow  # it waits for events that do not come
 def test_a_node_with_idle_peers_is_measured_beside_one_without(tmp_path):
     json_file = tmp_path / "lines.json"
-    tiny = ["--seconds", "0", "--blocks", "1", "--pool-mib", "4", "--shapes", "smollm2-135m, 1 block, uniform"]
+    tiny = [
+        "--seconds",
+        "0",
+        "--blocks",
+        "1",
+        "--pool-mib",
+        "4",
+        "--shapes",
+        "smollm2-135m, 1 block, uniform",
+    ]
     chosen = ["--only", "kvferry shm", "--idle-peers", "6", "--json", str(json_file)]
     command = [sys.executable, "benchmarks/transports.py", *tiny, *chosen]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

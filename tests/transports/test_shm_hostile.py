@@ -36,8 +36,8 @@ from kvferry.transports.shm.hello import (
     Hello,
     SharedSegment,
     decode_hello,
-    encode_preface,
     encode_hello,
+    encode_preface,
 )
 from kvferry.transports.shm.sockets import Connection
 

@@ -1,4 +1,4 @@
-"""Who connects to `ucx` and does not keep to the protocol is turned away, by name, and harms nobody else."""
+"""A peer of `ucx` that breaks the protocol is turned away with a reason, and harms no other peer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transports import Connected, Guard, PeerLost, Pool
+from kvferry.transports import Connected, Endpoint, Guard, PeerLost, Pool
 from kvferry.transports._frames import FrameReader
+from kvferry.transports.endpoint import PeerEndpoint
 from kvferry.transports.errors import ProtocolError, VersionMismatchError
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.ucx.options import Address
@@ -79,15 +80,15 @@ def test_frames_may_come_in_pieces(frames: list[Hello], piece: int) -> None:
 
 
 @pytest.fixture
-def node() -> Iterator[UCXTransport]:
+def node() -> Iterator[Endpoint]:
     transport = UCXTransport({"handshake_timeout_s": 0.3})
-    transport.register(Pool([transport.allocate(4096).segment]))
-    yield transport
+    arena = transport.allocate(4096)
+    yield transport.register(Pool([arena.segment]))
     transport.close()
 
 
-def hangs_up(node: UCXTransport, said: bytes) -> bytes:
-    """Say something to a node; return what it says before it hangs up."""
+def hangs_up(node: Endpoint, said: bytes) -> bytes:
+    """Send something to a node; return what it sends before it hangs up."""
     address = Address.parse(node.listen(""))
     heard = b""
     with socket.create_connection((address.host, address.port)) as stranger:
@@ -107,19 +108,20 @@ def hangs_up(node: UCXTransport, said: bytes) -> bytes:
     pytest.fail("the node did not hang up")
 
 
-def assert_serves(node: UCXTransport) -> None:
-    """A friend can still connect."""
-    friend = UCXTransport()
+def assert_serves(node: Endpoint) -> None:
+    """Another node can still connect."""
+    transport = UCXTransport()
     try:
-        friend.register(Pool([friend.allocate(4096).segment]))
-        friend.start_connect(node.listen(""), timeout_s=20)
+        arena = transport.allocate(4096)
+        other = transport.register(Pool([arena.segment]))
+        other.start_connect(node.listen(""), timeout_s=20)
         seen: list[object] = []
         while not seen:
             node.wait_events(0.01)
-            seen += friend.wait_events(0.01)
+            seen += other.wait_events(0.01)
         assert isinstance(seen[0], Connected)
     finally:
-        friend.close()
+        transport.close()
 
 
 HELLO = FRAMES[0].encode()
@@ -142,13 +144,13 @@ STRANGERS: dict[str, bytes] = {
 
 @needs_ucxx
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_turned_away(node: UCXTransport, said: bytes) -> None:
+def test_a_stranger_is_turned_away(node: Endpoint, said: bytes) -> None:
     hangs_up(node, said)
     assert_serves(node)
 
 
 @needs_ucxx
-def test_another_version_is_told_ours(node: UCXTransport) -> None:
+def test_another_version_is_told_ours(node: Endpoint) -> None:
     ours = struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION)
     # Before there was a preface, a connection began with a hello, whose version is at the same place.
     for said in (PREFACE, HELLO):
@@ -174,20 +176,24 @@ def said_hello_again(send: Callable[[bytes], None]) -> None:
 @needs_ucxx
 @pytest.mark.parametrize("misbehave", [asked_for_too_much, answered_unasked, said_hello_again])
 def test_a_peer_that_misbehaves_is_dropped(
-    node: UCXTransport, misbehave: Callable[[Callable[[bytes], None]], None]
+    node: Endpoint, misbehave: Callable[[Callable[[bytes], None]], None]
 ) -> None:
-    peer = UCXTransport()
+    transport = UCXTransport()
     try:
-        peer.register(Pool([peer.allocate(4096).segment]))
+        arena = transport.allocate(4096)
+        peer = transport.register(Pool([arena.segment]))
+        assert isinstance(peer, PeerEndpoint)
         peer_id = peer.start_connect(node.listen(""), timeout_s=20)
         seen: list[object] = []
         while not any(isinstance(event, Connected) for event in seen):
             seen += [*node.wait_events(0.01), *peer.wait_events(0.01)]
-        misbehave(peer._nodes[0]._peers[peer_id].channel.send)  # what no public call would send
+        misbehave(
+            peer._table.connected_peer(peer_id).connection.channel.send
+        )  # what no public call would send
         while not isinstance(seen[-1], PeerLost):
             seen += node.wait_events(0.01)
         lost = seen[-1]
         assert isinstance(lost.error, ProtocolError)
     finally:
-        peer.close()
+        transport.close()
     assert_serves(node)

@@ -1,4 +1,4 @@
-"""What a user may set, what `ucx` refuses, and how it says what is missing."""
+"""The options of `ucx`, what it refuses, and how it names what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvferry.transports import Connected, PeerLost, Pool
+from kvferry.transports import Connected, Endpoint, PeerLost, Pool
 from kvferry.transports.errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
 from kvferry.transports.registry import available_transports
 from kvferry.transports.ucx import UCXOptions, UCXTransport
@@ -19,19 +19,18 @@ from kvferry.transports.ucx.options import Address
 
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 
-Make = Callable[..., UCXTransport]
+Make = Callable[..., Endpoint]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Make transports with a pool; they are closed after the test."""
+    """Make endpoints; their transports are closed after the test."""
     with ExitStack() as stack:
 
-        def make_one(**options: object) -> UCXTransport:
+        def make_one(**options: object) -> Endpoint:
             transport = UCXTransport(options)
             stack.callback(transport.close)
-            transport.register(Pool([transport.allocate(4096).segment]))
-            return transport
+            return transport.register(Pool([transport.allocate(4096).segment]))
 
         yield make_one
 
@@ -81,8 +80,8 @@ def test_tcp_can_be_refused_and_then_a_machine_without_rdma_says_so_at_start() -
     assert caught.value.key == "refuse_tcp"
 
 
-def connect(dialer: UCXTransport, listener: UCXTransport) -> Connected | PeerLost:
-    """What becomes of a connection."""
+def connect(dialer: Endpoint, listener: Endpoint) -> Connected | PeerLost:
+    """The first event of a connection."""
     dialer.start_connect(listener.listen(""), timeout_s=10)
     seen: list[object] = []
     while not seen:
@@ -99,7 +98,7 @@ def test_a_peer_that_only_tcp_reaches_is_refused_by_name_and_with_a_way_out(
     make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str, tls: str
 ) -> None:
     nodes = {name: make() for name in ("listener", "dialer", "friend")}
-    # There is no RDMA here: this node starts as if there were, and then finds none that leads to the other.
+    # There is no RDMA here: this node starts as if there were, and then finds that none leads to the other.
     monkeypatch.setattr("kvferry.transports.ucx.transport.require_network", lambda _: "ucx:rc_mlx5")
     nodes[refuses] = make(refuse_tcp=True, tls=tls)
     lost = connect(nodes["dialer"], nodes["listener"])
@@ -133,17 +132,17 @@ def test_a_wrong_option_is_named(options: dict[str, object], key: str) -> None:
 @needs_ucxx
 @pytest.mark.parametrize("options", [{"tls": "nonsense"}, {"tls": "self,sm"}, {"net_devices": "nope"}])
 def test_settings_that_leave_ucx_nothing_are_refused_at_start(options: dict[str, object]) -> None:
-    """Shared memory is nothing: UCX cannot survive a peer's death over it."""
+    """Shared memory does not count: UCX cannot survive a peer's death over it."""
     with pytest.raises(ConfigurationError, match="UCX"):
         UCXTransport(options)
 
 
 @needs_ucxx
 def test_other_machines_need_the_user_s_word(make: Make) -> None:
-    transport = make()
+    endpoint = make()
     for call in (
-        lambda: transport.listen("ucx://0.0.0.0:0"),
-        lambda: transport.start_connect("ucx://192.0.2.77:5600", timeout_s=1),
+        lambda: endpoint.listen("ucx://0.0.0.0:0"),
+        lambda: endpoint.start_connect("ucx://192.0.2.77:5600", timeout_s=1),
     ):
         with pytest.raises(ConfigurationError, match="allow_plaintext"):
             call()

@@ -1,24 +1,25 @@
 """`ucx`: two hosts, over what UCX finds between them: RDMA, or TCP.
 
-Control messages go over one TCP connection a peer, bytes over UCX. The reader pulls: it cuts a read into slices, gives
-UCX the place of each, straight in the pool if it is large, under a tag that it draws by lot, and *fetches* the slices a
-few at a time. The owner sends each from its pool under that tag and, when UCX says that the bytes have left, looks at
-the guard once more before it vouches for them. Nothing is accepted before both are there.
+Control messages go over one TCP connection per peer, bytes over UCX. The reader cuts a read into slices and *fetches* a
+few of them at a time. For each it posts a receive under a random tag: straight into the pool if the slice is one large
+region, otherwise into a staging buffer. The owner sends the slice from its pool under that tag. When UCX says that the bytes
+have left, the owner checks the guard once more and answers whether it vouches for them. The reader accepts a slice only
+when both the bytes and the answer are there.
 
-The connection of its own is what makes a lost peer certain: its end, or two seconds without a sign of life, ends the
-peer's UCX worker, and with it whatever could still write into the pool. UCX's endpoints have error handling on, so a
-dead peer costs a read, and never the process.
+The separate control connection is what makes the loss of a peer certain: its end, or two seconds without a sign of life,
+ends the peer's UCX worker, and with it whatever could still write into the pool. UCX's endpoints have error handling on,
+so a dead peer costs a read, and never the process.
 
-    options    what a user may set; addresses
-    library    all that is asked of `ucxx`
+    options    options and addresses
+    library    all calls of `ucxx`
     wire       frames ↔ dataclasses
     channel    the control connection
-    stages     memory in which small regions travel together
+    staging    memory in which small regions travel together
     serving    answers fetches
     reads      makes fetches
-    peers      one peer, and its handshake
-    vigil      looking for a moment before sleeping
-    node       everything between `register` and `close`
+    peers      what is kept per peer
+    busy_poll  polling for a moment before blocking
+    backend    connections, handshakes, and the loop
     transport  `UCXTransport`
 """
 

@@ -1,4 +1,4 @@
-"""The control connection: frames over TCP. Nothing here blocks, but looking up the name of a host to listen on."""
+"""The control connection: frames over TCP. Nothing here blocks, except the look-up of a host name to listen on."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ _BACKLOG = 128
 
 
 class Channel(FrameSocket):
-    """One TCP connection to a peer."""
+    """One TCP connection to a peer.
+
+    Attributes:
+        awaits_room: The poller was asked to report room to send.
+    """
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
         super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
+        self.awaits_room = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def dial(address: Address, found: Found, max_queued_bytes: int) -> Channel:
-    """Begin to connect. What is sent meanwhile waits; that nobody is there is heard when receiving.
+    """Begin to connect. What is sent meanwhile waits. If nothing listens there, `receive` says so.
 
     Raises:
         PeerLostError: the host cannot be reached from here.
@@ -64,7 +69,7 @@ class Listener:
         if is_wildcard(bound_host) and not options.advertise_host:
             self._socket.close()
             raise ConfigurationError(
-                f"listening on {bound_host}, every interface: set advertise_host to the one that peers connect to",
+                f"listening on {bound_host}, every interface: set advertise_host to the host that peers connect to",
                 key="advertise_host",
                 value="",
             )

@@ -1,8 +1,8 @@
 """The library: the one module that knows `ucxx`.
 
-Two things `ucxx` has no name for are asked of UCX itself, which `ucxx` has loaded: what an endpoint really uses, and
+Two things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has loaded: what an endpoint really uses, and
 the end of a worker. `ucxx` keeps a worker alive while one of its requests is pending, and a receive whose sender died
-in the middle is pending for ever; `Worker.close` ends such a worker all the same, and with it every later write into
+in the middle is pending forever. `Worker.close` ends such a worker all the same, and with it every later write into
 our memory.
 """
 
@@ -25,11 +25,11 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
-from .options import SCHEME, WAY_OUT, UCXOptions
+from .options import REMEDY, SCHEME, UCXOptions
 
 _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
 
-#: How often one call of `progress` asks UCX, so that one busy peer cannot keep the loop to itself.
+#: How often one call of `progress` asks UCX. Bounded, so that one busy peer cannot keep the loop to itself.
 _MAX_PROGRESS = 64
 
 _CLOSE_PERIOD_NS = 10**8
@@ -44,7 +44,7 @@ PER_CONNECTION = 8
 #: Held back, twice what a connection takes. See `_descriptors`.
 NUM_HELD = 16
 
-#: Of the first byte of an address.
+#: The bits of an address's first byte that hold its version.
 _VERSION_BITS = 0x0F
 
 
@@ -91,12 +91,12 @@ class _Library:
         self.ucs = ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD)
         self.ucs.ucs_status_string.restype = ctypes.c_char_p
         if "UCX_LOG_LEVEL" not in os.environ:
-            # What goes wrong arrives as an error, with its peer; UCX would write it to the terminal as well.
+            # Every failure arrives as an error, with its peer; UCX would write it to the terminal as well.
             self.ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
 
 def _import_ucxx() -> tuple[Any, Any]:
-    """Import `ucxx`, and take back what it writes into the environment: settings are ours, by context."""
+    """Import `ucxx`, and undo what it writes into the environment: each context gets its settings from us."""
     before = dict(os.environ)
     try:
         from ucxx._lib import libucxx
@@ -126,7 +126,7 @@ class Operation:
         return bool(self._request.completed)
 
     def check(self) -> None:
-        """Look how it ended. By its status: an exception of `ucxx` would keep the worker alive in its traceback.
+        """Check how it ended, by its status: an exception of `ucxx` would keep the worker alive in its traceback.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -139,15 +139,15 @@ class Operation:
             raise PeerLostError(f"UCX lost the peer: {_library().ucs.ucs_status_string(status).decode()}")
 
     def forget(self) -> None:
-        """Let go of it. `ucxx` cancels what is not done."""
+        """Drop the request. `ucxx` cancels it if it is not done."""
         self._request = None
 
 
 class Context:
     """UCX's side of this process, for all of its peers: the devices, and a first worker that serves no peer.
 
-    While that worker is there, UCX's own thread runs. UCX starts it with the first worker and aborts the process if it
-    finds no descriptor for it, so it must not be a connection that starts it.
+    While that worker exists, UCX's own thread runs. UCX starts the thread with the first worker, and aborts the process if
+    it finds no descriptor for it. So that must not happen for the sake of a connection.
     """
 
     def __init__(self, options: UCXOptions, reserve: Reserve) -> None:
@@ -155,7 +155,7 @@ class Context:
 
         Raises:
             BackendUnavailableError: `ucxx` cannot be imported.
-            ConfigurationError: UCX does not accept the settings, or has nothing that fits them.
+            ConfigurationError: UCX refuses the settings, or has nothing that fits them.
             BackpressureError: there are not enough descriptors.
         """
         self.library: Final = _library()
@@ -174,12 +174,12 @@ class Context:
         self._has_lost_worker = False
 
     def destroy(self, worker_handle: int) -> None:
-        """End a worker that `ucxx` keeps alive, and this context with it, for ever."""
+        """End a worker that `ucxx` keeps alive. `ucxx` then keeps the context alive as well, until `close` ends it."""
         self.library.ucp.ucp_worker_destroy(worker_handle)
         self._has_lost_worker = True
 
     def close(self) -> None:
-        """Close the devices. There is no other worker any more."""
+        """Close the devices. All other workers are closed."""
         del self._first_worker, self.context
         if self._has_lost_worker:
             self.library.ucp.ucp_cleanup(self._handle)
@@ -188,7 +188,7 @@ class Context:
 class Worker:
     """UCX's side of one peer: a worker, and an endpoint once the peer's address is known.
 
-    Each peer has its own, so that closing it is certain to end what the peer could still write into our memory.
+    Each peer has its own, so that closing it is certain to end whatever the peer could still write into our memory.
 
     Attributes:
         address: What the other side connects to.
@@ -204,7 +204,7 @@ class Worker:
         self._context = context
         self._library = context.library
         self._options = context.options
-        self._endpoints: list[Any] = []
+        self._endpoint: Any = None
         self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
         what = "cannot open a UCX worker"
         with context.reserve.lent(PER_CONNECTION, what), outside(what):
@@ -227,33 +227,32 @@ class Worker:
         return descriptor.value
 
     def fileno(self) -> int:
-        """Readable when `progress` has something to do, if `arm` said so before."""
+        """A descriptor that is readable when `progress` has something to do, if `arm` returned True before."""
         return self._epoll.fileno()
 
     def connect(self, address: bytes) -> str:
-        """Open the way to a peer.
+        """Open an endpoint to a peer.
 
         Returns:
             What UCX chose, e.g. `"ucx:tcp"`.
 
         Raises:
             BackpressureError: there are not enough descriptors. UCX was not asked.
-            PeerRefusedError: nothing leads there, or only TCP, which is refused; or the address is none of UCX's.
-            ProtocolError: the address is of another version, over which UCX would abort the process.
+            PeerRefusedError: no transport leads there, or only TCP, which is refused; or it is not a UCX address.
+            ProtocolError: the address is of another version; UCX would abort the process.
         """
         if address[0] & _VERSION_BITS != self.address[0] & _VERSION_BITS:
-            raise ProtocolError("the peer's UCX address is of another version, or none")
+            raise ProtocolError("the peer's UCX address is of another version, or not a UCX address")
         core = self._library.core
         try:
             with self._context.reserve.lent(PER_CONNECTION, "cannot open a UCX endpoint"):
                 remote = core.UCXAddress.create_from_buffer(address)
-                self._endpoints.append(
-                    core.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
-                )
+                # True: with error handling. Without it UCX aborts this process when the peer dies.
+                self._endpoint = core.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
         except (core.UCXError, RuntimeError) as error:
             refusal = "refuse_tcp=true, and " if self._options.refuse_tcp else ""
             raise PeerRefusedError(
-                f"{refusal}no UCX transport that survives a peer's death leads to the peer ({error}): {WAY_OUT}"
+                f"{refusal}no UCX transport that survives a peer's death leads to the peer ({error}): {REMEDY}"
             ) from error
         mechanism = f"{SCHEME}:{'+'.join(self._transports())}"
         self._options.require_allowed(mechanism)
@@ -264,7 +263,7 @@ class Worker:
         entries = (_Lane * _MAX_LANES)()
         lanes = _Lanes(entries, _MAX_LANES, ctypes.sizeof(_Lane))
         attributes = _EndpointAttributes(field_mask=_EP_ATTR_FIELD_TRANSPORTS, transports=lanes)
-        if self._library.ucp.ucp_ep_query(self._endpoints[0].handle, ctypes.byref(attributes)):
+        if self._library.ucp.ucp_ep_query(self._endpoint.handle, ctypes.byref(attributes)):
             return ["unknown"]
         found = [entry.transport.decode() for entry in entries[: attributes.transports.num_entries]]
         return list(dict.fromkeys(found))
@@ -272,10 +271,10 @@ class Worker:
     def send(self, tag: int, address: int, num_bytes: int) -> Operation:
         """Send memory under a tag."""
         buffer = self._buffer(address, num_bytes)
-        return self._started(self._endpoints[0].tag_send(buffer, self._library.core.UCXXTag(tag)))
+        return self._started(self._endpoint.tag_send(buffer, self._library.core.UCXXTag(tag)))
 
     def receive(self, tag: int, address: int, num_bytes: int) -> Operation:
-        """Receive what comes under exactly this tag into memory."""
+        """Receive into memory what comes under exactly this tag."""
         buffer = self._buffer(address, num_bytes)
         return self._started(self._worker.tag_recv(buffer, self._library.core.UCXXTag(tag)))
 
@@ -295,11 +294,14 @@ class Worker:
         return True
 
     def arm(self) -> bool:
-        """Make the descriptor tell of what happens from now on; False if something happened already."""
+        """Have the descriptor report what happens from now on; False if something has happened already.
+
+        After False, call `progress` before the next try.
+        """
         return bool(self._worker.arm())
 
     def close(self) -> None:
-        """Cut what is under way and free everything. Afterwards nothing is written into our memory any more."""
+        """Cut what is in flight and free everything. Afterwards nothing is written into our memory any more."""
         try:
             self._let_go()
         finally:
@@ -309,18 +311,21 @@ class Worker:
             self._epoll.close()
 
     def _let_go(self) -> None:
-        """Cancel everything, and drop every reference to `ucxx`'s objects but the worker's, also local ones.
+        """Cancel everything, and drop every reference to objects of `ucxx` except the worker, also local ones.
 
-        A forgotten reference would end the worker a second time, whenever it goes.
+        A reference that is left would end the worker a second time when it is dropped.
         """
-        while self._endpoints:
-            self._endpoints.pop().close_blocking(_CLOSE_PERIOD_NS, 1)
+        if self._endpoint is not None:
+            try:
+                self._endpoint.close_blocking(_CLOSE_PERIOD_NS, 1)
+            finally:
+                self._endpoint = None
         for operation in self._operations:
             operation.forget()
         self._worker.progress()
 
     def _is_open(self) -> bool:
-        """Whether UCX's own worker is still there: then its descriptor is still the file that was registered."""
+        """Whether UCX's own worker still exists: then its descriptor is still the file that was registered."""
         try:
             self._epoll.modify(self._descriptor, select.EPOLLIN)
         except OSError:
@@ -329,10 +334,10 @@ class Worker:
 
 
 def require_network(options: UCXOptions) -> str:
-    """Try the settings, by a way from this process to itself.
+    """Try the settings, by connecting this process to itself.
 
     Returns:
-        What UCX chose, as `Worker.connect`.
+        What UCX chose, as `Worker.connect` returns it.
 
     Raises:
         BackendUnavailableError: `ucxx` cannot be imported.

@@ -1,4 +1,4 @@
-"""What a user may set, and the addresses of the transport."""
+"""The options of the transport, and its addresses."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ..errors import ConfigurationError, PeerRefusedError
 
 SCHEME = "ucx"
 
-#: For who finds no way to a peer.
-WAY_OUT = "join the nodes by a network that both may use, or change refuse_tcp, tls or net_devices of either"
+#: What to do if UCX finds no transport that leads to a peer.
+REMEDY = "join the nodes by a network that both may use, or change refuse_tcp, tls or net_devices of either"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UCXOptions(NetworkOptions):
-    """Options of the transport, beside those of `NetworkOptions`.
+    """Options of the transport, in addition to those of `NetworkOptions`.
 
     Attributes:
-        allow_plaintext: Talk to other machines. UCX neither encrypts nor authenticates: whoever reaches the port
-            can read the pool, so the network must be one where only nodes are.
+        allow_plaintext: Talk to other machines. UCX neither encrypts nor authenticates: any process that reaches the
+            port can read the pool, so use it only on a network where there are only nodes.
         tls: UCX transports to choose from, as in `UCX_TLS`; empty means all. Shared memory is never used: UCX
             cannot survive a peer's death over it.
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
             `allow_plaintext`.
-        refuse_tcp: Rather fail than move bytes over TCP.
-        rndv_threshold: Where UCX changes from sending at once to rendezvous, as in `UCX_RNDV_THRESH`. `"auto"` leaves
-            it to UCX, but where there is nothing but TCP, all is sent at once.
+        refuse_tcp: Fail instead of moving bytes over TCP.
+        rndv_threshold: Size from which UCX uses a rendezvous instead of sending at once, as in `UCX_RNDV_THRESH`.
+            `"auto"` leaves it to UCX; but if there is nothing but TCP, everything is sent at once.
         rndv_scheme: How UCX does a rendezvous, as in `UCX_RNDV_SCHEME`.
         tcp_segment_bytes: UCX's send and receive buffers on TCP.
-        spin_us: For how many microseconds after a step of a read a node looks for the next one before it sleeps, if
-            no more than a slice is under way; twice as long after it began a read. 0: it sleeps at once.
+        spin_us: How long a node polls for the next step of a read before it blocks, in microseconds, while at most one
+            slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20
@@ -57,10 +57,10 @@ class UCXOptions(NetworkOptions):
             )
 
     def require_reachable_by(self, host: str) -> None:
-        """Check that we may talk over `host`.
+        """Check that we may talk to `host`, or listen on it.
 
         Raises:
-            ConfigurationError: it is beyond this machine, and `allow_plaintext` is not set.
+            ConfigurationError: it is on another machine, and `allow_plaintext` is not set.
         """
         if not self.allow_plaintext and not is_loopback(host):
             raise ConfigurationError(
@@ -74,26 +74,25 @@ class UCXOptions(NetworkOptions):
         """Check that bytes may move by what UCX chose, e.g. `"ucx:rc_mlx5+tcp"`.
 
         Raises:
-            PeerRefusedError: there is TCP in it, which is refused.
+            PeerRefusedError: TCP is part of it, which is refused.
         """
         if self.refuse_tcp and "tcp" in mechanism.removeprefix(f"{SCHEME}:").split("+"):
-            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {mechanism}: {WAY_OUT}")
+            raise PeerRefusedError(f"refuse_tcp=true, and UCX chose {mechanism}: {REMEDY}")
 
     def tuned_for(self, mechanism: str) -> Self:
-        """These options, where a rendezvous, which is a round trip more, cannot be worth it.
+        """Return these options without rendezvous if there is nothing but TCP, where the extra round trip never pays.
 
-        UCX is then held to TCP by name: without a rendezvous it takes reading another process's memory (`cma`) for a
-        way as well.
+        `tls` then names TCP: without a rendezvous UCX would also consider reading another process's memory (`cma`).
 
         Args:
-            mechanism: The best that there is on this node, e.g. `"ucx:tcp"`.
+            mechanism: The best one on this node, e.g. `"ucx:tcp"`.
         """
         if mechanism == f"{SCHEME}:tcp" and self.rndv_threshold == "auto":
             return replace(self, rndv_threshold="inf", tls="tcp")
         return self
 
     def settings(self) -> dict[str, str]:
-        """The same, as UCX's own settings, without their prefix `UCX_`."""
+        """These options as UCX's own settings, without their prefix `UCX_`."""
         settings = {
             "TCP_TX_SEG_SIZE": str(self.tcp_segment_bytes),
             "TCP_RX_SEG_SIZE": str(self.tcp_segment_bytes),
@@ -119,7 +118,7 @@ class Address:
         """Read an address.
 
         Raises:
-            ConfigurationError: it is malformed, or of another scheme.
+            ConfigurationError: the address is malformed, or of another scheme.
         """
         error = ConfigurationError(f"not a {SCHEME}://host:port address: {text!r}", key="address", value=text)
         try:

@@ -1,89 +1,65 @@
-"""One peer each: from the first connection to the last read."""
+"""What a node keeps per peer: a `Lookup`, then a `Handshake`, then a `Link`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..base import Event
-from ..errors import KVTransferError
 from ..regions import Pool
 from .channel import Channel
-from .library import Context, Worker
-from .options import UCXOptions
+from .library import Worker
+from .options import Address
 from .reads import Reader
-from .serving import PoolServer, Server
-from .wire import Hello, Ping
-
-#: A node says something at least this many times in the time after which it is taken for lost.
-_PINGS = 4
+from .serving import Server
+from .wire import Hello
 
 
-@dataclass(frozen=True)
-class Local:
-    """What this process is to every peer."""
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """A peer to connect to, until the address of its host is known."""
 
-    options: UCXOptions
-    context: Context
-    source: PoolServer
-    events: list[Event]
-
-    def hello(self, worker: Worker, mechanism: str) -> bytes:
-        """The frame that says who we are."""
-        sizes = tuple(segment.num_bytes for segment in self.source.pool.segments)
-        return Hello(self.source.guards.num_guards, sizes, worker.address, mechanism).encode()
-
-    @property
-    def ping_interval_s(self) -> float:
-        return self.options.peer_timeout_s / _PINGS
+    address: Address
 
 
-class Greeting:
-    """A connection that is not a peer yet, or never will be.
+@dataclass(eq=False)
+class Handshake:
+    """A connection that is not a peer yet, and may never be one.
 
     Attributes:
         is_prefaced: The other side's preface came: it is a node, of our version.
-        workers: The one that we told the other side of, if we did.
-        hellos: The other side's, once it came: then only its ready is missing.
+        worker: Ours for this peer, as soon as the peer needs to know its address.
+        hello: The other side's, as soon as it came: then only its ready is missing.
     """
 
-    def __init__(
-        self, peer_id: int, channel: Channel, incoming: bool, timeout_s: float, deadline: float
-    ) -> None:
-        self.peer_id = peer_id
-        self.channel = channel
-        self.incoming = incoming
-        self.timeout_s = timeout_s
-        self.deadline = deadline
-        self.is_prefaced = False
-        self.workers: list[Worker] = []
-        self.hellos: list[Hello] = []
+    channel: Channel
+    is_prefaced: bool = False
+    worker: Worker | None = None
+    hello: Hello | None = None
 
     def close(self) -> None:
         try:
             self.channel.close()
         finally:
-            while self.workers:
-                self.workers.pop().close()
+            if self.worker is not None:
+                self.worker.close()
 
 
-class Peer:
-    """The other side of a finished handshake.
+@dataclass(frozen=True, eq=False)
+class Link:
+    """The connection to a peer whose handshake is over.
 
-    Args:
+    Attributes:
+        num_guards: Of the peer's table.
+        pool: The peer's run of offsets.
         mechanism: What the peer says that it sends by.
     """
 
-    def __init__(self, local: Local, greeting: Greeting, hello: Hello, mechanism: str) -> None:
-        self.peer_id = greeting.peer_id
-        self.incoming = greeting.incoming
-        self.channel = greeting.channel
-        (self.worker,) = greeting.workers
-        self.num_guards = hello.num_guards
-        self.pool: Pool = hello.pool()
-        stages = local.source.stages
-        self.reader = Reader(local.options, self.worker, self.channel, stages, mechanism, local.events)
-        self.server = Server(local.source, self.worker, self.channel)
+    channel: Channel
+    worker: Worker
+    num_guards: int
+    pool: Pool
+    mechanism: str
+    reader: Reader
+    server: Server
 
     def settle(self) -> bool:
         """Let UCX work, and deal with what it has finished. Returns whether UCX had anything to do.
@@ -98,26 +74,16 @@ class Peer:
         return has_worked
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Slices, of either side's reads."""
-        return self.server.num_under_way + self.reader.num_under_way
+        return self.server.num_in_flight + self.reader.num_in_flight
 
-    def keep_alive(self, now: float, interval_s: float) -> None:
-        """Say something, if nothing was said for a while."""
-        if now - self.channel.last_said >= interval_s and not self.channel.num_unsent:
-            self.channel.send(Ping().encode())
-
-    def deadlines(self, interval_s: float) -> Iterator[float]:
-        """When something becomes due."""
-        yield self.channel.last_said + interval_s
-        yield from self.reader.deadlines()
-
-    def close(self, error: KVTransferError) -> None:
-        """Cut everything; end the reads with `error`."""
+    def close(self) -> None:
+        """Cut everything. Afterwards nothing is written into our memory any more."""
         try:
             self.channel.close()
         finally:
-            try:
-                self.worker.close()
-            finally:
-                self.reader.end_all(error)
+            self.worker.close()
+
+
+Connection = Lookup | Handshake | Link

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from .._copy import scatter_regions
 from .._slices import SliceLimits, SlicePlan
-from ..base import Event, TransferEnded
-from ..errors import KVTransferError, ProtocolError, StaleRegionError, TransferTimeoutError
-from ..regions import Guard
+from ..endpoint import Read
+from ..errors import ProtocolError, StaleRegionError
 from .channel import Channel
 from .library import Operation, Worker
 from .options import UCXOptions
-from .stages import Stage, Stages
+from .staging import StagingBuffer, StagingBuffers
 from .wire import MAX_ROWS, Answer, Fetch
 
 
 def limits_of(options: UCXOptions) -> SliceLimits:
     """How reads are cut.
 
-    A region of at least 512 KiB goes straight from pool to pool; smaller ones are gathered into a stage, since a UCX
-    message costs more than copying them twice does.
+    A region of at least 512 KiB goes straight from pool to pool. Smaller ones are gathered into a staging buffer, because
+    a UCX message costs more than copying them twice.
     """
     return SliceLimits(options.slice_bytes, min(512 << 10, options.slice_bytes), MAX_ROWS)
 
 
-@dataclass
-class Transfer:
-    """One read. `failure`: why it will fail, once that is known; its slices on the way are waited for."""
+@dataclass(eq=False)
+class _Transfer:
+    """A read that has not ended, and how far it is. If `read.error` is set, only the slices in flight are waited for."""
 
-    transfer_id: int
+    read: Read[Any]
     plan: SlicePlan
-    guard: Guard
-    num_bytes: int
-    started: float
-    deadline: float
     num_fetched: int = 0
-    in_flight: int = 0
-    failure: list[KVTransferError] = field(default_factory=list)
+    num_in_flight: int = 0
 
     @property
     def num_slices(self) -> int:
@@ -50,23 +44,24 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        return not self.in_flight and (bool(self.failure) or self.num_fetched == self.num_slices)
+        is_complete = self.read.error is not None or self.num_fetched == self.num_slices
+        return is_complete and not self.num_in_flight
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slice:
-    """A slice on its way: its bytes, and the owner's word for them, whichever comes first.
+    """A slice in flight: its bytes and the owner's answer, which come in any order.
 
     Attributes:
-        stages: Where it arrives, if that is not the pool.
+        buffer: Where it arrives, if that is not the pool.
         is_placed: The bytes are in the pool.
-        is_answered: The owner's word came.
+        is_answered: The owner's answer came.
     """
 
-    transfer: Transfer
+    transfer: _Transfer
     index: int
     operation: Operation
-    stages: tuple[Stage, ...]
+    buffer: StagingBuffer | None
     is_placed: bool = False
     is_answered: bool = False
 
@@ -75,8 +70,7 @@ class Reader:
     """The reads from one peer.
 
     Args:
-        mechanism: What the peer says that it sends by.
-        events: Where to say that a read ended.
+        end_read: Called when a read is over, once per read.
     """
 
     def __init__(
@@ -84,83 +78,85 @@ class Reader:
         options: UCXOptions,
         worker: Worker,
         channel: Channel,
-        stages: Stages,
-        mechanism: str,
-        events: list[Event],
+        buffers: StagingBuffers,
+        end_read: Callable[[Read[Any]], None],
     ) -> None:
         self._window_slices = options.window_slices
-        self._grace_s = options.peer_timeout_s
         self._worker = worker
         self._channel = channel
-        self._stages = stages
-        self._mechanism = mechanism
-        self._events = events
-        self._transfers: dict[int, Transfer] = {}
-        self._waiting: deque[Transfer] = deque()
-        self._slices: dict[int, _Slice] = {}
+        self._buffers = buffers
+        self._end_read = end_read
+        self._transfers: dict[int, _Transfer] = {}
+        self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
+        self._slices: dict[int, _Slice] = {}  # by tag
 
-    def start(self, transfer: Transfer) -> None:
+    def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked."""
-        self._transfers[transfer.transfer_id] = transfer
+        transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
         self._waiting.append(transfer)
         self._fetch()
 
+    def stop(self, read: Read[Any]) -> bool:
+        """Fetch nothing more for a read. Returns whether it is over; if not, `end_read` follows.
+
+        A receive that was posted cannot be taken back with certainty, so the slices in flight still arrive.
+        """
+        if self._transfers[read.transfer_id].num_in_flight:
+            return False
+        del self._transfers[read.transfer_id]
+        return True
+
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Slices that were fetched and have not arrived."""
         return len(self._slices)
 
-    def deadlines(self) -> Iterator[float]:
-        """When `expire` has something to do."""
-        for transfer in self._transfers.values():
-            yield transfer.deadline + (self._grace_s if transfer.failure else 0.0)
-
     def _fetch(self) -> None:
-        """Fill the window, one slice of each transfer in turn."""
+        """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
         while self._waiting and len(self._slices) < self._window_slices:
             transfer = self._waiting.popleft()
-            if transfer.failure:
+            if transfer.read.error is not None:
                 continue
             self._fetch_next(transfer)
             if transfer.num_fetched < transfer.num_slices:
                 self._waiting.append(transfer)
 
-    def _fetch_next(self, transfer: Transfer) -> None:
+    def _fetch_next(self, transfer: _Transfer) -> None:
         index = transfer.num_fetched
         rows = transfer.plan.rows_of(index) if len(transfer.plan) else transfer.plan.rows
-        # Drawn by lot: nobody else who finds the way to our worker can put bytes into a slice.
+        # Random, so that no other process that reaches our worker can put bytes into a slice.
         tag = secrets.randbits(64)
-        fetch = Fetch(tag, transfer.guard, rows)
+        fetch = Fetch(tag, transfer.read.guard, rows)
         self._channel.send(fetch.encode())
-        # What follows is done while the fetch is on its way. UCX hands over nothing before it is asked to.
+        # What follows overlaps with the fetch's way to the owner. The answer cannot overtake the receive: UCX hands
+        # nothing over before `progress` is called, which happens later in this thread.
+        buffer = None
         if len(rows) == 1:
-            stages: tuple[Stage, ...] = ()
             address, num_bytes = int(transfer.plan.targets_of(index)[0]), fetch.num_bytes
         else:
-            stages = (self._stages.take(fetch.num_bytes),)
-            address, num_bytes = stages[0].address, max(1, fetch.num_bytes)
+            buffer = self._buffers.take(fetch.num_bytes)
+            address, num_bytes = buffer.address, max(1, fetch.num_bytes)
         operation = self._worker.receive(tag, address, num_bytes)
-        self._slices[tag] = _Slice(transfer, index, operation, stages)
+        self._slices[tag] = _Slice(transfer, index, operation, buffer)
         transfer.num_fetched += 1
-        transfer.in_flight += 1
+        transfer.num_in_flight += 1
 
     def on_answer(self, answer: Answer) -> None:
-        """The peer has sent a slice, or a byte in its place.
+        """The owner has sent a slice, or a byte in its place.
 
         Raises:
-            ProtocolError: nobody asked.
+            ProtocolError: no fetch with this tag is in flight.
         """
         piece = self._slices.get(answer.tag)
         if piece is None or piece.is_answered:
-            raise ProtocolError("the peer answered a fetch that nobody made")
+            raise ProtocolError("the peer answered a fetch that we did not make")
         piece.is_answered = True
-        if not answer.is_valid:
-            guard = piece.transfer.guard
-            error = StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
-            piece.transfer.failure.append(error)
+        read = piece.transfer.read
+        if not answer.is_valid and read.error is None:
+            read.error = StaleRegionError(f"guard {read.guard.index} no longer holds {read.guard.value}")
 
     def settle(self) -> None:
-        """Put what has arrived into place; accept it once the owner vouches for it.
+        """Put what has arrived into place; accept it as soon as the owner has vouched for it.
 
         Raises:
             PeerLostError: UCX lost the peer.
@@ -169,6 +165,7 @@ class Reader:
         for piece in self._slices.values():
             if not piece.is_placed and piece.operation.is_done:
                 self._place(piece)
+        # Both are needed: bytes without an answer may be of a block that was reused, and an answer may overtake its bytes.
         done = [tag for tag, piece in self._slices.items() if piece.is_placed and piece.is_answered]
         for tag in done:
             self._accept(self._slices.pop(tag).transfer)
@@ -178,42 +175,15 @@ class Reader:
     def _place(self, piece: _Slice) -> None:
         piece.operation.check()
         piece.is_placed = True
-        plan = piece.transfer.plan
-        for stage in piece.stages:
-            if not piece.transfer.failure and len(plan):
+        if piece.buffer is not None:
+            plan = piece.transfer.plan
+            if piece.transfer.read.error is None and len(plan):
                 lengths = plan.rows_of(piece.index)[:, 1]
-                scatter_regions(plan.targets_of(piece.index), stage.address, lengths)
-            self._stages.give_back(stage)
+                scatter_regions(plan.targets_of(piece.index), piece.buffer.address, lengths)
+            self._buffers.give_back(piece.buffer)
 
-    def _accept(self, transfer: Transfer) -> None:
-        transfer.in_flight -= 1
+    def _accept(self, transfer: _Transfer) -> None:
+        transfer.num_in_flight -= 1
         if transfer.is_over:
-            self._end(transfer)
-
-    def expire(self, now: float) -> None:
-        """Fail the reads whose time is up; they end when nothing of them is under way any more.
-
-        Raises:
-            TransferTimeoutError: something still is, after a grace period. Only closing the worker ends it.
-        """
-        for transfer in [t for t in self._transfers.values() if t.deadline <= now]:
-            if transfer.failure and now >= transfer.deadline + self._grace_s:
-                raise TransferTimeoutError("the peer did not finish what it had begun to send")
-            if not transfer.failure:
-                transfer.failure.append(TransferTimeoutError("the read did not end in time"))
-            if transfer.is_over:
-                self._end(transfer)
-
-    def end_all(self, error: KVTransferError) -> None:
-        """End every read. The worker is closed: nothing is under way any more."""
-        for transfer in list(self._transfers.values()):
-            transfer.failure.append(error)
-            self._end(transfer)
-
-    def _end(self, transfer: Transfer) -> None:
-        del self._transfers[transfer.transfer_id]
-        error = transfer.failure[0] if transfer.failure else None
-        seconds = time.monotonic() - transfer.started
-        self._events.append(
-            TransferEnded(transfer.transfer_id, error, transfer.num_bytes, seconds, self._mechanism)
-        )
+            del self._transfers[transfer.read.transfer_id]
+            self._end_read(transfer.read)

@@ -12,10 +12,10 @@ from ..errors import ProtocolError, RegionError
 from ..regions import AddressArray, Guard, Pool
 from .channel import Channel
 from .library import Operation, Worker
-from .stages import Stage, Stages
+from .staging import StagingBuffer, StagingBuffers
 from .wire import Answer, Fetch
 
-#: A peer for which more is on its way does not take what it asks for.
+#: A peer that has more than this in flight does not receive what it fetches.
 _MAX_SERVED_BYTES = 512 << 20
 
 #: What is sent where there is nothing to send: each fetch gets one UCX message, so that the receive for it ends.
@@ -24,11 +24,11 @@ _NOTHING: Final = ctypes.c_ubyte()
 
 @dataclass(frozen=True)
 class PoolServer:
-    """What this process gives to peers: a pool, the words under which it may be read, and stages."""
+    """What this process serves to peers: a pool, the guards under which it may be read, and staging buffers."""
 
     pool: Pool
     guards: WordTable
-    stages: Stages
+    buffers: StagingBuffers
 
     def holds(self, guard: Guard) -> bool:
         return guard_holds(self.guards.address, guard)
@@ -37,24 +37,24 @@ class PoolServer:
         """Where the regions of a fetch are, shape `(num_rows,)`.
 
         Raises:
-            ProtocolError: they, or the guard, are not there.
+            ProtocolError: a region is outside the pool, or the guard outside the table.
         """
         try:
             require_guard(fetch.guard, self.guards.num_guards)
             return self.pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
         except RegionError as error:
-            raise ProtocolError(f"a fetch of what is not ours to give: {error}") from error
+            raise ProtocolError(f"the peer fetches what is not ours to serve: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """An answer on its way. `stages`: the memory it is sent from, if it is not the pool."""
+    """An answer in flight. `buffer`: the memory it is sent from, if that is not the pool."""
 
     tag: int
     guard: Guard
     num_bytes: int
     operation: Operation
-    stages: tuple[Stage, ...]
+    buffer: StagingBuffer | None = None
 
 
 class Server:
@@ -67,35 +67,38 @@ class Server:
         self._outgoing: list[_Outgoing] = []
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Slices that have not left."""
         return len(self._outgoing)
 
     def answer(self, fetch: Fetch) -> None:
-        """Send what the peer fetches; or a single byte if the guard does not hold or nothing was asked for.
+        """Send what the peer fetches; or a single byte if the guard does not hold or the fetch has no rows.
 
         Raises:
-            ProtocolError: the peer asks for what is not there, or for more than it takes. Nothing was sent.
+            ProtocolError: a region or the guard is out of bounds, or the peer fetches more than it receives. Nothing
+                was sent.
         """
         addresses = self._source.addresses(fetch)
         if sum(outgoing.num_bytes for outgoing in self._outgoing) > _MAX_SERVED_BYTES:
-            raise ProtocolError(f"the peer fetches more than {_MAX_SERVED_BYTES} bytes that it does not take")
+            raise ProtocolError(
+                f"the peer does not receive what it fetches: over {_MAX_SERVED_BYTES} bytes are in flight"
+            )
+        # Checked before the copy only to save its cost: what counts is the check after it, in `settle`.
         if len(fetch.rows) and self._source.holds(fetch.guard):
             self._send(fetch, addresses)
         else:
             operation = self._worker.send(fetch.tag, ctypes.addressof(_NOTHING), 1)
-            self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, 1, operation, ()))
+            self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, 1, operation))
 
     def _send(self, fetch: Fetch, addresses: AddressArray) -> None:
         if len(fetch.rows) == 1:
             operation = self._worker.send(fetch.tag, int(addresses[0]), fetch.num_bytes)
-            self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, ()))
+            self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation))
             return
-        lengths = fetch.rows[:, 1]
-        stage = self._source.stages.take(fetch.num_bytes)
-        gather_regions(stage.address, addresses, lengths)
-        operation = self._worker.send(fetch.tag, stage.address, fetch.num_bytes)
-        self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, (stage,)))
+        buffer = self._source.buffers.take(fetch.num_bytes)
+        gather_regions(buffer.address, addresses, fetch.rows[:, 1])
+        operation = self._worker.send(fetch.tag, buffer.address, fetch.num_bytes)
+        self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, buffer))
 
     def settle(self) -> None:
         """Vouch for what has left, if its guard still holds.
@@ -109,6 +112,8 @@ class Server:
         self._outgoing = [outgoing for outgoing in self._outgoing if not outgoing.operation.is_done]
         for outgoing in done:
             outgoing.operation.check()
-            for stage in outgoing.stages:
-                self._source.stages.give_back(stage)
+            if outgoing.buffer is not None:
+                self._source.buffers.give_back(outgoing.buffer)
+            # Only after UCX has read the last byte: the pool may have been reused while it was sending. If the guard
+            # still holds now, every byte that left was one that it promised.
             self._channel.send(Answer(outgoing.tag, self._source.holds(outgoing.guard)).encode())

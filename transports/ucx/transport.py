@@ -1,28 +1,35 @@
-"""`UCXTransport`: the contract of `transports.base`, by the pieces of this package."""
+"""`UCXTransport`: options, guards and memory; `backend` does the rest."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._descriptors import Reserve, warn_if_few
-from .._network import NetworkTransport
+from .._descriptors import warn_if_few
+from .._limited_log import LimitedLog
+from .._memory import WordTable, private_arena, require_host
 from .._options import parse_options
+from .._outside import outside
+from ..base import Arena, Endpoint
+from ..endpoint import HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport
+from ..errors import ConfigurationError
 from ..regions import Pool
-from .library import NUM_HELD, PER_CONNECTION, Context, require_network
-from .node import Node
-from .options import SCHEME, Address, UCXOptions
-from .peers import Local
+from .backend import UCXBackend
+from .library import NUM_HELD, PER_CONNECTION, require_network
+from .options import SCHEME, UCXOptions
 from .reads import limits_of
 from .serving import PoolServer
-from .stages import Stages
+from .staging import StagingBuffers
+
+logger = logging.getLogger(__name__)
 
 
-class UCXTransport(NetworkTransport[Node]):
+class UCXTransport(PeerTransport):
     """Peers over what UCX finds: RDMA or TCP. See the package for how a read works.
 
-    The owner's thread does all work, also that of UCX. A peer whose owner does not call `wait_events` for
-    `peer_timeout_s` is lost to the others.
+    The owner's thread does all work, also that of UCX. If the owner does not call `wait_events` for `peer_timeout_s`,
+    its peers lose it.
 
     Args:
         options: See `UCXOptions`.
@@ -34,43 +41,27 @@ class UCXTransport(NetworkTransport[Node]):
 
     scheme: ClassVar[str] = SCHEME
     options_type = UCXOptions
+    guards: WordTable
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__()
         parsed = parse_options(UCXOptions, options, SCHEME)
         self._options = parsed.tuned_for(require_network(parsed))
-        super().__init__(self._options.num_guards)
+        with outside("cannot open a transport", ConfigurationError):
+            self.guards = WordTable.anonymous(self._options.num_guards)
 
-    def _make_node(self, pool: Pool) -> Node:
-        limits = limits_of(self._options)
-        source = PoolServer(pool, self.guards, Stages(limits.slice_bytes + limits.alone_bytes))
-        warn_if_few(SCHEME, NUM_HELD, self._options.max_connecting, PER_CONNECTION)
-        reserve = Reserve(NUM_HELD)
-        try:
-            context = Context(self._options, reserve)
-        except BaseException:
-            reserve.close()
-            raise
-        return Node(Local(self._options, context, source, []), self._poller)
+    def _allocate(self, num_bytes: int) -> Arena:
+        return private_arena(num_bytes)
 
-    def listen(self, address: str) -> str:
-        """Accept peers on `ucx://host:port`; port 0 lets the system choose, an empty address the options.
-
-        Raises:
-            ConfigurationError: the address is malformed, taken or not ours to bind; it is beyond this machine
-                without `allow_plaintext`; or it is a wildcard and `advertise_host` is not set.
-        """
-        node = self._node()
-        if not address:
-            return node.listen(self._options.bind_host, self._options.ports())
-        parsed = Address.parse(address)
-        return node.listen(parsed.host, range(parsed.port, parsed.port + 1))
-
-    def start_connect(self, address: str, *, timeout_s: float) -> int:
-        """Begin to connect; `Connected` or `PeerLost` follows within `timeout_s`.
-
-        Raises:
-            ConfigurationError: the address is malformed, of another scheme, or beyond this machine without
-                `allow_plaintext`.
-            BackpressureError: see `Transport.start_connect`.
-        """
-        return self._node().connect(Address.parse(address), timeout_s)
+    def _open(self, pool: Pool) -> Endpoint:
+        require_host(pool, SCHEME)
+        options = self._options
+        warn_if_few(SCHEME, NUM_HELD, options.max_connecting, PER_CONNECTION)
+        slices = limits_of(options)
+        source = PoolServer(pool, self.guards, StagingBuffers(slices.slice_bytes + slices.alone_bytes))
+        table = PeerTable(
+            lambda peers: UCXBackend(peers, options, source),
+            HandshakeLimits(options.handshake_timeout_s, options.max_connecting),
+            log=LimitedLog(logger),
+        )
+        return PeerEndpoint(SCHEME, table)

@@ -1,22 +1,22 @@
-"""What goes over the control connection: frames, and their strict decoder. Pure.
+"""The frames of the control connection, and their strict decoder. Pure.
 
-Frames are those of `_frames`; all is little-endian.
+Frames are those of `_frames`; everything is little-endian.
 
 | kind | body |
 |---|---|
 | hello, as a preface | magic, version: u32 |
 | hello | magic, version: u32, num_guards: u32, num_segments: u32, mechanism: 32 bytes; segment sizes: i64 each; UCX address |
 | ready | mechanism |
-| refused | why, in words |
+| refused | the reason, as text |
 | message | one control message |
 | fetch | tag: u64, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
 | sent, stale | tag: u64 |
 | ping | empty |
 
-Each side begins with a preface, as soon as the TCP connection stands; so versions are known before anything is opened.
-After the listener's preface the connecting side opens a worker and says hello. The listener opens an endpoint to that UCX
-address, and answers with a hello that names what UCX chose. The connecting side does the same, and says ready. Each fetch is answered by one UCX message under its tag, and by sent or
-stale here.
+Each side begins with a preface as soon as the TCP connection is established, so versions are known before anything is
+opened. After the listener's preface the connecting side opens a worker and sends a hello. The listener opens an endpoint
+to that UCX address, and answers with a hello that names what UCX chose. The connecting side also opens an endpoint, and
+sends a ready. Each fetch is answered by one UCX message under its tag, and by sent or stale here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Kind(IntEnum):
     PING = 8
 
 
-_GREETING = struct.Struct("<11sI")
+_PREFACE = struct.Struct("<11sI")
 _HELLO = struct.Struct("<11sIII32s")
 _FETCH = struct.Struct("<Qqq")
 _TAG = struct.Struct("<Q")
@@ -78,19 +78,19 @@ FRAME_LIMITS: Mapping[int, int] = {
 
 @dataclass(frozen=True)
 class Preface:
-    """There is a node here, of this version. The kind is a hello's, whose version each version can read."""
+    """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.HELLO, _GREETING.pack(_MAGIC, PROTOCOL_VERSION))
+        return encode_frame(_Kind.HELLO, _PREFACE.pack(_MAGIC, PROTOCOL_VERSION))
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself first.
+    """What a process says about itself first.
 
     Attributes:
         num_bytes: Sizes of its pool's segments.
-        address: Its UCX worker's.
+        address: Of its UCX worker.
         mechanism: What it sends to us by; empty in the hello of the side that connected.
     """
 
@@ -106,13 +106,13 @@ class Hello:
         return encode_frame(_Kind.HELLO, head + sizes + self.address)
 
     def pool(self) -> Pool:
-        """The peer's run of offsets. Its addresses mean nothing here."""
+        """The offsets of the peer's pool. Its addresses mean nothing here."""
         return Pool(Segment(0, size) for size in self.num_bytes)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The way to you is open."""
+    """The sender has opened its endpoint. `mechanism`: what it sends by."""
 
     mechanism: str
 
@@ -122,7 +122,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Refused:
-    """There will be no way to you."""
+    """The sender does not become a peer."""
 
     reason: str
 
@@ -142,7 +142,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Send me these regions under this tag, if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+    """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
 
     tag: int
     guard: Guard
@@ -170,7 +170,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ping:
-    """I am alive."""
+    """Says that the sender is alive."""
 
     def encode(self) -> bytes:
         return encode_frame(_Kind.PING, b"")
@@ -183,46 +183,50 @@ def decode(kind: int, body: bytes) -> Incoming:
     """Decode one frame from a peer.
 
     Raises:
-        ProtocolError: it is none. What follows from the same peer means nothing.
+        ProtocolError: it is malformed. Whatever follows from the same peer means nothing.
         VersionMismatchError: it is the hello of another version of the protocol.
     """
     try:
         return _DECODERS[kind](body)
     except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a frame of kind {kind} cannot be read: {error}") from None
+        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
 
 
 def _decode_hello(body: bytes) -> Preface | Hello:
-    magic, version = _GREETING.unpack_from(body)
+    magic, version = _PREFACE.unpack_from(body)
     if magic != _MAGIC:
-        raise ProtocolError("the peer does not speak kvferry over ucx")
+        raise ProtocolError("malformed hello: the peer is not a kvferry node with transport 'ucx'")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
-    if len(body) == _GREETING.size:
+    if len(body) == _PREFACE.size:
         return Preface()
     _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
     end = _HELLO.size + 8 * num_segments
     if not 1 <= num_segments <= _MAX_SEGMENTS or not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
-        raise ProtocolError(f"a hello of {num_segments} segments and {len(body)} bytes")
+        raise ProtocolError(f"malformed hello: {num_segments} segments in {len(body)} bytes")
     sizes = tuple(np.frombuffer(body[_HELLO.size : end], dtype="<i8").tolist())
     if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
-        raise ProtocolError("a hello lists segments of at least one byte each, and a pool of at most 2**60")
+        raise ProtocolError("malformed hello: segments have at least one byte each, a pool at most 2**60")
     return Hello(num_guards, sizes, body[end:], mechanism.rstrip(b"\0").decode("ascii"))
 
 
 def _decode_fetch(body: bytes) -> Fetch:
     tag, index, value = _FETCH.unpack_from(body)
     if (len(body) - _FETCH.size) % 16:
-        raise ProtocolError(f"the rows of a fetch have 16 bytes each, got {len(body) - _FETCH.size}")
+        raise ProtocolError(
+            f"malformed fetch: its rows have 16 bytes each, got {len(body) - _FETCH.size} in total"
+        )
     rows = np.frombuffer(body, dtype="<i8", offset=_FETCH.size).reshape(-1, 2).astype(np.int64, copy=False)
     fetch = Fetch(tag, Guard(index, value), rows)
     lengths = rows[:, 1]
     if len(rows) and (
         lengths.min() < 1 or lengths.max() > MAX_SLICE_BYTES or fetch.num_bytes > MAX_SLICE_BYTES
     ):
-        raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
+        raise ProtocolError(f"malformed fetch: 1 to {MAX_SLICE_BYTES} bytes per row and in total")
     return fetch
 
+
+_PING = Ping()
 
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     _Kind.HELLO.value: _decode_hello,
@@ -232,5 +236,5 @@ _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     _Kind.FETCH.value: _decode_fetch,
     _Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
     _Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
-    _Kind.PING.value: lambda _: Ping(),
+    _Kind.PING.value: lambda _: _PING,
 }

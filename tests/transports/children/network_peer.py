@@ -1,7 +1,7 @@
 """The other process of the network transports' tests.
 
-    network_peer.py SCHEME serve              serve a pool; says its address
-    network_peer.py SCHEME connect ADDRESS    connect; says so
+    network_peer.py SCHEME serve              serve a pool; print its address
+    network_peer.py SCHEME connect ADDRESS    connect; print "connected"
 
 It has a pool of `POOL_BYTES`, byte i being `i * 7 % 251`, guard 3 holds 9, and it ends when its standard input does.
 """
@@ -23,16 +23,16 @@ def main() -> None:
     transport = create_transport(sys.argv[1], {})
     arena = transport.allocate(POOL_BYTES)
     np.frombuffer(arena.buffer, dtype=np.uint8)[:] = (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8)
-    transport.register(Pool([arena.segment]))
+    endpoint = transport.register(Pool([arena.segment]))
     transport.guards.set(3, 9)
     if sys.argv[2] == "serve":
-        print(transport.listen(""), flush=True)
+        print(endpoint.listen(""), flush=True)
     else:
-        transport.start_connect(sys.argv[3], timeout_s=20)
+        endpoint.start_connect(sys.argv[3], timeout_s=20)
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set(), transport.wake())).start()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set(), endpoint.wake())).start()
     while not ended.is_set():
-        if any(isinstance(event, Connected) and not event.incoming for event in transport.wait_events(1.0)):
+        if any(isinstance(event, Connected) and not event.incoming for event in endpoint.wait_events(1.0)):
             print("connected", flush=True)
     transport.close()
 
