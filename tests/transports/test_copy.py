@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transports import _copy
+from kvferry.transports import _copy, _copy_python
 
 # By hand: its stub is beside the compiled file, and a machine without a compiler has none.
 native = importlib.import_module("kvferry.transports._native") if _copy.IS_COMPILED else None
@@ -22,19 +22,19 @@ needs_native = pytest.mark.skipif(native is None, reason="kvferry was installed 
 
 COPIES = [
     pytest.param(_copy.copy_regions, id="chosen"),
-    pytest.param(_copy._python_copy_regions, id="python"),
+    pytest.param(_copy_python.copy_regions, id="python"),
 ]
 GATHERS = [
     pytest.param(_copy.gather_regions, _copy.scatter_regions, id="chosen"),
-    pytest.param(_copy._python_gather_regions, _copy._python_scatter_regions, id="python"),
+    pytest.param(_copy_python.gather_regions, _copy_python.scatter_regions, id="python"),
 ]
 LOCATES = [
     pytest.param(_copy.locate_regions, id="chosen"),
-    pytest.param(_copy._python_locate_regions, id="python"),
+    pytest.param(_copy_python.locate_regions, id="python"),
 ]
 READS = [
     pytest.param(_copy.read_regions_of, id="chosen"),
-    pytest.param(_copy._python_read_regions_of, id="python"),
+    pytest.param(_copy_python.read_regions_of, id="python"),
 ]
 
 # Around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it streams.
@@ -142,8 +142,8 @@ def test_words_are_stored_and_loaded() -> None:
     for value in (0, 1, 2**63 - 1, 0):
         _copy.store_word(address, value)
         assert table.tolist() == [0, value, 0]
-        assert _copy.load_word(address) == _copy._python_load_word(address) == value
-    _copy._python_store_word(address, 5)
+        assert _copy.load_word(address) == _copy_python.load_word(address) == value
+    _copy_python.store_word(address, 5)
     assert _copy.load_word(address) == 5
 
 
