@@ -22,9 +22,10 @@ Source: the meaning of each method, and when an engine calls it, follows vLLM's 
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..transports.errors import ConfigurationError, KVTransferStateError
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .kv_cache_specs import KVCacheConfig
     from .output import KVConnectorOutput
+
+
+_Connector = TypeVar("_Connector")
 
 
 class KVConnectorRole(enum.Enum):
@@ -359,10 +363,31 @@ class WorkerHalf(ABC):
         """Free everything. Idempotent. Handoffs that are not over end as aborted."""
 
 
+def _forwarding(connector: type[_Connector]) -> type[_Connector]:
+    """Give the class each public member of the two interfaces that it lacks: one that calls that of the half it holds."""
+    for interface, half in ((SchedulerHalf, "_scheduler"), (WorkerHalf, "_worker")):
+        for name, member in vars(interface).items():
+            if not name.startswith("_") and name not in vars(connector):
+                setattr(connector, name, _forward(name, member, half))
+    return connector
+
+
+def _forward(name: str, member: Any, half: str) -> Any:
+    if isinstance(member, property):
+        return property(lambda self: getattr(getattr(self, half), name), doc=member.__doc__)
+
+    @functools.wraps(member)
+    def call(self: KVConnectorBase, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, half), name)(*args, **kwargs)
+
+    return call
+
+
+@_forwarding
 class KVConnectorBase(SchedulerHalf, WorkerHalf):
     """A connector in one of its two roles.
 
-    Each instance holds one half and passes that half's methods on to it. There are two ways to subclass:
+    Each instance holds one half and passes calls of that half's methods on to it. There are two ways to subclass:
 
     - Write a `SchedulerHalf` and a `WorkerHalf`, and return them from `make_scheduler_half` and `make_worker_half`.
     - As in vLLM, implement the methods of both halves on the subclass itself. An instance then uses those of its role.
@@ -451,7 +476,11 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
             f"{self.role}; call it on the one that was made with KVConnectorRole.{wanted.upper()}"
         )
 
-    # -- either half ---------------------------------------------------------------------------------
+    # Only two kinds of members are written out: those that both halves have or that this class adds to, and those that
+    # the interfaces leave abstract, so that type checkers let a subclass leave them to its half. `_forwarding` adds the rest.
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
 
     def get_kv_connector_stats(self) -> Any:
         return self._half.get_kv_connector_stats() if isinstance(self._half, WorkerHalf) else None
@@ -464,19 +493,10 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
     def warning(self) -> str:
         return self._half.warning if isinstance(self._half, WorkerHalf) else ""
 
-    def shutdown(self) -> None:
-        self._half.shutdown()
-
-    # -- scheduler half ------------------------------------------------------------------------------
-
-    def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.set_handshake_metadata(metadata)
-
-    def recognizes_params(self, kv_transfer_params: Mapping[str, Any]) -> bool:
-        return self._scheduler.recognizes_params(kv_transfer_params)
-
-    def on_new_request(self, request: ConnectorRequest) -> None:
-        self._scheduler.on_new_request(request)
+    @property
+    def allocates_memory(self) -> bool:
+        is_overridden = type(self).allocate_kv_memory is not KVConnectorBase.allocate_kv_memory
+        return is_overridden or self._worker.allocates_memory
 
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
@@ -488,107 +508,24 @@ class KVConnectorBase(SchedulerHalf, WorkerHalf):
     ) -> None:
         self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
-    def request_progressed(
-        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        return self._scheduler.request_progressed(request, block_ids)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.update_connector_output(connector_output)
-
-    def request_finished(
-        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
-
-    def take_events(self) -> Iterable[Any]:
-        return self._scheduler.take_events()
-
-    # -- worker half ---------------------------------------------------------------------------------
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return self._worker.prefer_cross_layer_blocks
-
-    @property
-    def allocates_memory(self) -> bool:
-        is_overridden = type(self).allocate_kv_memory is not KVConnectorBase.allocate_kv_memory
-        return is_overridden or self._worker.allocates_memory
-
-    def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return self._worker.allocate_kv_memory(num_bytes, device)
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[Any]) -> None:
-        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.get_handshake_metadata()
-
-    def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
-        self._worker.handle_preemptions(preempted_req_ids)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self._worker.bind_connector_metadata(connector_metadata)
-
-    def clear_connector_metadata(self) -> None:
-        self._worker.clear_connector_metadata()
-
-    def has_connector_metadata(self) -> bool:
-        return self._worker.has_connector_metadata()
-
-    @property
-    def connector_metadata(self) -> KVConnectorMetadata:
-        return self._worker.connector_metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_load_kv(forward_context, **kwargs)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.wait_for_layer_load(layer_name)
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        self._worker.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        self._worker.wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._worker.get_finished(finished_req_ids)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.get_block_ids_with_load_errors()
-
-    def take_load_errors(self) -> dict[str, str]:
-        return self._worker.take_load_errors()
+def _left_to_the_connector(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
 
 
 class _DefaultScheduler(SchedulerHalf):
     """The defaults for a connector that implements the scheduler half's methods itself, the abstract ones included."""
 
-    def get_num_new_matched_tokens(
-        self, request: ConnectorRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        raise NotImplementedError
-
-    def update_state_after_alloc(
-        self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> None:
-        raise NotImplementedError
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        raise NotImplementedError
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _left_to_the_connector
 
 
 class _DefaultWorker(WorkerHalf):
     """The defaults for a connector that implements the worker half's methods itself, the abstract one included."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+    start_load_kv = _left_to_the_connector
