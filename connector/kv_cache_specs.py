@@ -1,4 +1,4 @@
-"""The words for a KV cache that engine, connector and mixin share: specs, groups, tensors, configuration.
+"""How a KV cache is described to engine, connector and mixin: specs, groups, tensors, configuration.
 
 *Block*: `block_size` token slots. *Page*: one layer's bytes of one block. *Group*: layers that share one
 block table. *Pool*: the memory of all blocks.
@@ -25,7 +25,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 def _require_positive(key: str, value: int) -> None:
     if value <= 0:
-        raise ConfigurationError(f"{key}={value}: it must be positive", key=key, value=value)
+        raise ConfigurationError(f"{key} must be positive, got {value}", key=key, value=value)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class KVCacheSpec:
     """How one layer's cache is laid out.
 
     Attributes:
-        block_size: Tokens a block.
+        block_size: Tokens per block.
     """
 
     block_size: int
@@ -47,15 +47,15 @@ class KVCacheSpec:
         raise NotImplementedError
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
-        """Most bytes that one request of `config.model.max_model_len` tokens occupies in this layer, in whole pages.
+        """Return the most bytes that one request of `config.model.max_model_len` tokens occupies in this layer, in whole pages.
 
-        Prefill is in chunks of at most `config.scheduler.max_num_batched_tokens` tokens.
+        Prefill runs in chunks of at most `config.scheduler.max_num_batched_tokens` tokens.
         """
         raise NotImplementedError
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec for layers that share a group.
+        """Return the one spec of layers that share a group.
 
         Raises:
             ValueError: `specs` is empty or its members differ.
@@ -71,7 +71,7 @@ class AttentionSpec(KVCacheSpec):
 
     Attributes:
         num_kv_heads: Heads of keys and of values.
-        head_size: Elements a head.
+        head_size: Elements per head.
         dtype: Stored element type.
         use_mla: Keys and values are one latent vector, stored once.
     """
@@ -95,20 +95,20 @@ class AttentionSpec(KVCacheSpec):
         return _ceil_div(config.model.max_model_len, self.block_size) * self.page_size_bytes
 
     def _recent_tokens_bytes(self, config: EngineConfig, num_before: int) -> int:
-        """Bytes when a chunk of prefill, and `num_before` tokens before it, are live at once."""
+        """Return the bytes for a chunk of prefill and the `num_before` tokens before it."""
         live = num_before + config.scheduler.max_num_batched_tokens
-        # One more block: what is live need not begin at a block's first slot.
+        # One more block, because the live tokens need not begin at a block's first slot.
         pages = _ceil_div(live, self.block_size) + 1
         return min(pages * self.page_size_bytes, self._whole_sequence_bytes(config))
 
 
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    """Attends to everything before it.
+    """Each token attends to all tokens before it.
 
     Attributes:
-        sliding_window: The window of a windowed layer that is treated as full attention, else None.
-        attention_chunk_size: The same for a chunked layer.
+        sliding_window: The window of a windowed layer that is treated as full attention; None for other layers.
+        attention_chunk_size: The chunk of a chunked layer, likewise.
     """
 
     sliding_window: int | None = None
@@ -119,11 +119,11 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """As the base, but a window that only some layers have is kept for all: it is information, not layout.
+        """Return the one spec of a group. A window or chunk that only some layers have is kept: it does not affect the layout.
 
         Raises:
-            ValueError: `specs` is empty, its members differ in more than that, have different windows, or
-                different chunks, or a window as well as a chunk.
+            ValueError: `specs` is empty, or its members differ otherwise, have different windows or chunks, or both a
+                window and a chunk.
         """
         if not specs or any(type(spec) is not cls for spec in specs):
             raise ValueError(f"layers of one group need specs of one kind, got {list(specs)}")
@@ -141,7 +141,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Attends to the last `sliding_window` tokens, itself included."""
+    """Each token attends to the last `sliding_window` tokens, itself included."""
 
     sliding_window: int = 0
 
@@ -155,7 +155,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Attends inside aligned chunks of `attention_chunk_size` tokens."""
+    """Each token attends within its aligned chunk of `attention_chunk_size` tokens."""
 
     attention_chunk_size: int = 0
 
@@ -169,12 +169,12 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class MambaSpec(KVCacheSpec):
-    """A recurrent layer: its state is opaque bytes, one page per request.
+    """A recurrent layer. Its state is opaque bytes, one page per request.
 
     Attributes:
         shapes: Shape of each state tensor, without the block axis.
-        dtypes: Element type of each.
-        page_size_padded: Page size in bytes when it is enlarged to match other layers', else None.
+        dtypes: Element type of each state tensor.
+        page_size_padded: Page size in bytes, if it is enlarged to match other layers; otherwise None.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -185,20 +185,21 @@ class MambaSpec(KVCacheSpec):
         super().__post_init__()
         if not self.shapes or len(self.shapes) != len(self.dtypes):
             raise ConfigurationError(
-                f"a state has one dtype a tensor: {len(self.shapes)} shapes, {len(self.dtypes)} dtypes",
+                f"a state needs one dtype per tensor, and at least one tensor; got {len(self.shapes)} shapes, "
+                f"{len(self.dtypes)} dtypes",
                 key="shapes",
                 value=self.shapes,
             )
         if self.page_size_padded is not None and self.page_size_padded < self.state_size_bytes:
             raise ConfigurationError(
-                f"page_size_padded={self.page_size_padded} is less than the state's {self.state_size_bytes} bytes",
+                f"page_size_padded={self.page_size_padded} is too small: the state has {self.state_size_bytes} bytes",
                 key="page_size_padded",
                 value=self.page_size_padded,
             )
 
     @property
     def state_size_bytes(self) -> int:
-        """Bytes of a page that the state fills; padding comes behind them."""
+        """Bytes of a page that the state fills; padding follows them."""
         return sum(
             prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
@@ -213,7 +214,7 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """Bidirectional attention inside an encoder: nothing is kept."""
+    """Bidirectional attention inside an encoder, which keeps no cache."""
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
         return 0
@@ -221,10 +222,10 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers that look back alike and have one block size, but different pages; they share one block table.
+    """Layers of one kind, block size and window or chunk, whose pages differ. They share one block table.
 
     Attributes:
-        kv_cache_specs: Layer name → its spec; at least one. A page of this spec is one page of each.
+        kv_cache_specs: Layer name → its spec; at least one. A page of this spec is one page of each layer.
     """
 
     kv_cache_specs: Mapping[str, KVCacheSpec] = field(default_factory=dict)
@@ -233,14 +234,15 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         super().__post_init__()
         if not self.is_uniform_type(self.kv_cache_specs.values()):
             raise ConfigurationError(
-                f"layers of several kinds, or none, cannot share a block table: {dict(self.kv_cache_specs)}",
+                f"layers cannot share a block table unless their kind, block size and window are equal; got "
+                f"{dict(self.kv_cache_specs)}",
                 key="kv_cache_specs",
                 value=self.kv_cache_specs,
             )
 
     @staticmethod
     def is_uniform_type(kv_cache_specs: Iterable[KVCacheSpec]) -> bool:
-        """Whether one block table serves all these layers: one kind, one block size, one window or chunk."""
+        """Return whether one block table serves all these layers: one kind, one block size, one window or chunk."""
         return len({_way_of_looking_back(spec) for spec in kv_cache_specs}) == 1
 
     @property
@@ -256,7 +258,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
 
 def _way_of_looking_back(spec: KVCacheSpec) -> tuple[object, ...]:
-    """What block tables depend on; layers that are equal in it can share one."""
+    """Return what a block table depends on. Layers for which it is equal can share one."""
     match spec:
         case SlidingWindowSpec():
             return SlidingWindowSpec, spec.block_size, spec.sliding_window
@@ -271,8 +273,8 @@ class KVCacheTensor:
     """One piece of the pool's memory.
 
     Attributes:
-        size: Bytes: the pool's number of blocks times the page of any of its layers.
-        shared_by: Layers that use it, one of each group at most. No block is theirs at the same time.
+        size: Bytes: the pool's number of blocks times the page size of any of these layers.
+        shared_by: Layers that use it, at most one per group. A block belongs to one of them at a time.
     """
 
     size: int
@@ -285,7 +287,7 @@ class KVCacheGroupSpec:
 
     Attributes:
         layer_names: The layers, in the order of the pool's tensors.
-        kv_cache_spec: What they have in common.
+        kv_cache_spec: The spec that they share.
     """
 
     layer_names: tuple[str, ...]
@@ -297,9 +299,9 @@ class KVCacheConfig:
     """The pool of a node.
 
     Attributes:
-        num_blocks: Blocks that all groups share, the null block (block 0) included.
-        kv_cache_tensors: Its memory; empty for a model that keeps no cache.
-        kv_cache_groups: Its block tables; empty likewise.
+        num_blocks: Blocks that all groups share, including the null block (block 0).
+        kv_cache_tensors: Its memory; empty for a model without a cache.
+        kv_cache_groups: Its block tables; empty for a model without a cache.
     """
 
     num_blocks: int

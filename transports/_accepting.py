@@ -1,4 +1,4 @@
-"""Accepting connections, also while this process is out of descriptors."""
+"""Accepting connections, even while this process is out of file descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 #: How long no connection is accepted after descriptors, or memory for sockets, ran out.
 _REST_S = 0.25
 
-#: Connections accepted before everything else gets its turn.
+#: Connections accepted in one go, so that a flood of them cannot keep the loop from its other sockets.
 _MAX_ACCEPTED = 64
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -28,12 +28,12 @@ Connection = TypeVar("Connection")
 
 
 class Listening(Protocol[Connection_co]):
-    """A bound socket that does not block."""
+    """A bound, non-blocking socket."""
 
     def fileno(self) -> int: ...
 
     def accept(self) -> Connection_co:
-        """Accept one connection. Raises OSError: there is none, or it cannot be accepted."""
+        """Accept one connection. Raises OSError: none is pending, or it cannot be accepted."""
 
     def close(self) -> None: ...
 
@@ -48,7 +48,7 @@ class Acceptor(Generic[Connection]):
         call_at: Of the peer table, which then ends the rest. Without it the owner calls `resume` at `resumes_at`.
 
     Attributes:
-        resumes_at: When the rest is over, in `time.monotonic` seconds; infinite if there is none.
+        resumes_at: When to poll the listener again, in `time.monotonic` seconds; infinite while it is polled.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Acceptor(Generic[Connection]):
             self._take(connection)
 
     def _rest(self, error: OSError) -> None:
-        self._log.warning("%s", typed(error, f"cannot accept a peer, trying again in {_REST_S} s"))
+        self._log.warning("%s", typed(error, f"cannot accept a peer (next try in {_REST_S} s)"))
         self._poller.unwatch(self._listener)
         self.resumes_at = time.monotonic() + _REST_S
         if self._call_at is not None:
             self._call_at(self.resumes_at, lambda: self.resume(time.monotonic()))
 
     def resume(self, now: float) -> None:
-        """Look at the listener again, if the rest is over."""
+        """Poll the listener again as soon as `resumes_at` has passed."""
         if self.resumes_at <= now:
             self.resumes_at = math.inf
             self._poller.watch(self._listener, self._accept_all)

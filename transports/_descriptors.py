@@ -1,10 +1,11 @@
-"""File descriptors: how many there may be, and some held back for libraries that cannot do without.
+"""File descriptors: the limit of this process, and a reserve for libraries that abort without one.
 
-libzmq and UCX abort the process where they find none at certain moments, such as when they start a thread. So a few
-are held back, and given up for just as long as such a call takes; where that few are not to be had, the call is not
-made, and refused with an error that names the limit.
+libzmq and UCX abort the process if they find no free descriptor at certain moments, for example when they start a thread.
+So a transport holds a few descriptors back and releases them for the duration of such a call. If they cannot be had, the
+call is not made: it is refused with an error that names the limit.
 
-The limit itself stays as it is: it belongs to the program. One that uses `select()` breaks on descriptors above 1023.
+The limit itself is left alone, because it belongs to the program: one that uses `select()` breaks on descriptors above
+1023.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from .errors import BackpressureError
 
 logger = logging.getLogger(__name__)
 
-#: What a program is told to raise its limit to, at least.
+#: The limit that messages recommend.
 _AMPLE = 65536
 
 _warned: set[str] = set()
 
 
 def descriptor_limit() -> int:
-    """How many descriptors this process may have open: the soft limit."""
+    """Return how many descriptors this process may have open: the soft limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _AMPLE if soft == resource.RLIM_INFINITY else soft
 
 
 def remedy() -> str:
-    """What to do about a lack of descriptors, in words."""
+    """Say what to do about a lack of descriptors, for the end of a message."""
     return (
         f"this process may open {descriptor_limit()} file descriptors: raise the limit with `ulimit -n {_AMPLE}`, or "
         f"LimitNOFILE={_AMPLE} in a systemd unit"
@@ -43,9 +44,9 @@ def warn_if_few(scheme: str, num_held: int, max_connecting: int, per_connection:
     """Log one warning per process and transport if connections may find no descriptors.
 
     Args:
-        num_held: What the transport holds back.
-        max_connecting: How many connections it makes at a time.
-        per_connection: Descriptors for each of them.
+        num_held: Descriptors that the transport holds back.
+        max_connecting: Connections that it makes at a time.
+        per_connection: Descriptors per connection.
     """
     needed = num_held + max_connecting * per_connection
     free = descriptor_limit() - _num_open()
@@ -67,16 +68,12 @@ def warn_if_few(scheme: str, num_held: int, max_connecting: int, per_connection:
 def _num_open() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:  # no /proc; or no descriptor for it
+    except OSError:  # no /proc, or no descriptor to open it with
         return 0
 
 
 class Reserve:
-    """Descriptors held back. One thread owns it.
-
-    Args:
-        num_held: How many.
-    """
+    """`num_held` descriptors that are held back. Only one thread may use it."""
 
     def __init__(self, num_held: int) -> None:
         self.num_held = num_held
@@ -87,7 +84,7 @@ class Reserve:
         return len(self._held) >= self.num_held
 
     def refill(self) -> bool:
-        """Hold back as many as there should be, as far as there are any. Returns whether that worked."""
+        """Hold back `num_held` descriptors again, or as many as there are; return whether it is all of them."""
         return self._take(self.num_held)
 
     def _take(self, num: int) -> bool:
@@ -99,29 +96,29 @@ class Reserve:
         return True
 
     def spend(self) -> None:
-        """Give up what is held back."""
+        """Close the held descriptors, so that others can be opened."""
         while self._held:
             os.close(self._held.pop())
 
     @contextmanager
     def lent(self, num_needed: int, what: str) -> Iterator[None]:
-        """Give up what is held back to a call that needs at most `num_needed` descriptors.
+        """Release the reserve while the body makes a call that needs at most `num_needed` descriptors.
 
-        They must be there beside the reserve, so that another thread that opens files at the same time would have to
+        That many must be free in addition to the reserve. So a thread that opens files at the same time would have to
         take the whole reserve before the call finds none.
 
         Args:
-            what: What fails, for the error's message.
+            what: What fails, for the message.
 
         Raises:
-            BackpressureError: fewer are free. The call was not made.
+            BackpressureError: fewer are free. The body did not run.
         """
         is_there = self._take(self.num_held + num_needed)
         if not is_there:
             self._give_back_surplus()
             raise BackpressureError(
-                f"{what}: it takes {num_needed} file descriptors beside {self.num_held} held back, and they are not "
-                f"there; {remedy()}"
+                f"{what}: fewer than {num_needed} file descriptors are free, not counting {self.num_held} held back; "
+                f"{remedy()}"
             )
         self.spend()
         try:
@@ -130,7 +127,7 @@ class Reserve:
             self.refill()
 
     def require(self, num_needed: int, what: str) -> None:
-        """Check that there are descriptors for a call that survives without. Raises BackpressureError: see `lent`."""
+        """Check that descriptors are free for a call that survives without. Raises BackpressureError: see `lent`."""
         with self.lent(num_needed, what):
             pass
 

@@ -1,4 +1,4 @@
-"""A socket that carries frames. Nothing here blocks.
+"""A non-blocking socket that carries frames.
 
 A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
 """
@@ -24,15 +24,15 @@ _HEAD = struct.Struct("<IB")
 
 
 def encode_frame(kind: int, body: bytes) -> bytes:
-    """One frame. The caller has checked the length."""
+    """Return one frame. The caller has checked the length."""
     return _HEAD.pack(len(body), kind) + body
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames; holds at most one frame that is not whole yet.
+    """Cuts a stream of bytes into frames, and buffers at most one incomplete frame.
 
     Args:
-        limits: The most bytes of a frame's body, by kind. There are no other kinds.
+        limits: Largest body in bytes, by kind of frame. Other kinds are refused.
     """
 
     def __init__(self, limits: Mapping[int, int]) -> None:
@@ -40,18 +40,19 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Add bytes; return the frames that they complete, as (kind, body).
+        """Add bytes and return the frames that they complete, as (kind, body).
 
         Raises:
-            ProtocolError: a frame of no kind, or longer than its kind may be. The stream is of no more use.
+            ProtocolError: a frame of an unknown kind, or longer than its kind allows. The stream cannot be used any more.
         """
         self._buffer += data
         frames = []
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             num_bytes, kind = _HEAD.unpack_from(self._buffer, at)
+            # Checked before the body is awaited: a peer must not be able to make us buffer any number of bytes.
             if num_bytes > self._limits.get(kind, -1):
-                raise ProtocolError(f"the peer sent a frame of kind {kind} and {num_bytes} bytes")
+                raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
             end = at + _HEAD.size + num_bytes
             if len(self._buffer) < end:
                 break
@@ -62,7 +63,7 @@ class FrameReader:
 
     @property
     def num_missing(self) -> int:
-        """Bytes until the frame that comes next is whole, or until its length is known."""
+        """Bytes until the next frame is complete, or until its length is known."""
         if len(self._buffer) < _HEAD.size:
             return _HEAD.size - len(self._buffer)
         num_bytes, _ = _HEAD.unpack_from(self._buffer)
@@ -70,14 +71,14 @@ class FrameReader:
 
 
 class FrameSocket:
-    """One connection to a peer: frames out, frames in.
+    """One connection to a peer, over which frames go both ways.
 
     Args:
         limits: See `FrameReader`.
-        max_queued_bytes: What may wait here for the peer to take it, before messages are refused.
+        max_queued_bytes: Unsent bytes above which messages are refused.
 
     Attributes:
-        last_heard, last_said: When bytes came, and when some were last sent; by `time.monotonic`.
+        last_heard, last_said: When bytes last arrived, and when some were last sent, in `time.monotonic` seconds.
     """
 
     def __init__(self, sock: socket.socket, limits: Mapping[int, int], max_queued_bytes: int) -> None:
@@ -95,7 +96,7 @@ class FrameSocket:
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that `flush` sends once the socket can be written."""
+        """Bytes that `flush` will send when the socket is writable."""
         return len(self._unsent)
 
     def send_message(self, frame: bytes) -> None:
@@ -103,11 +104,11 @@ class FrameSocket:
 
         Raises:
             PeerLostError: the peer is gone.
-            BackpressureError: too much waits already. Nothing was sent.
+            BackpressureError: too many bytes are unsent. Nothing was sent.
         """
         self._require_writable()
         if self._unsent and len(self._unsent) + len(frame) > self._max_queued_bytes:
-            raise BackpressureError(f"{len(self._unsent)} bytes wait for the peer to take them")
+            raise BackpressureError(f"the peer does not read: {len(self._unsent)} bytes to it are unsent")
         self.send(frame)
         self._require_writable()
 
@@ -116,12 +117,12 @@ class FrameSocket:
             raise PeerLostError(self._reason)
 
     def send(self, frame: bytes) -> None:
-        """Send or queue a frame. For a lost peer it is dropped."""
+        """Send or queue a frame; drop it if the peer is lost."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it. What a lost peer did not take is dropped."""
+        """Send as many unsent bytes as the socket takes. If the peer is lost, drop them."""
         while self._unsent:
             try:
                 with memoryview(self._unsent) as waiting:
@@ -129,29 +130,29 @@ class FrameSocket:
             except BlockingIOError:
                 return
             except OSError:
-                # What it sent before can still be received; the end of that says that the peer is lost.
+                # What the peer sent before can still be received. `receive` reports the loss after that.
                 self._is_writable = False
                 sent = len(self._unsent)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+            except Exception as error:  # noqa: BLE001 - only this peer is lost
                 self.give_up(error)
                 return
             self.last_said = time.monotonic()
             del self._unsent[:sent]
 
     def give_up(self, error: Exception) -> None:
-        """Have the next `receive` say that the peer is lost. Here its owner may be in the middle of anything."""
+        """Make the next `receive` report that the peer is lost; at this point the caller cannot handle that."""
         self._is_writable = False
         self._reason = f"cannot send to the peer: {error!r}"
         self._unsent.clear()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which the poller reports
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that the poller reports it
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return the frames that arrived, as (kind, body).
 
         Raises:
-            PeerLostError: the peer closed, and every whole frame was returned before.
-            ProtocolError: the peer sent what is no frame.
+            PeerLostError: the peer closed, and every complete frame was returned before.
+            ProtocolError: the peer sent a malformed frame.
         """
         frames: list[tuple[int, bytes]] = []
         for _ in range(_MAX_RECEIVES):
@@ -170,7 +171,7 @@ class FrameSocket:
             self.last_heard = time.monotonic()
             frames += self._reader.feed(data)
             if len(data) < RECEIVE_BYTES:
-                break  # that was all; of what follows the poller tells
+                break  # the socket is empty; the poller reports what comes later
         return frames
 
     def _receive_some(self) -> bytes:

@@ -1,8 +1,8 @@
-"""Names of hosts, looked up in threads of their own: the system's resolver may take many seconds to answer."""
+"""Looking up host names in threads, because the system's resolver may take many seconds to answer."""
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - `getaddrinfo` imports it when it is first called, which takes a descriptor
+import encodings.idna  # noqa: F401 - `getaddrinfo` would import it at its first call, which needs a descriptor
 import math
 import socket
 import threading
@@ -18,7 +18,7 @@ from .errors import BackpressureError, KVTransferError, PeerLostError
 
 Target = TypeVar("Target")
 
-#: Lookups that run at a time. Python cannot end one, so a resolver that does not answer keeps as many threads busy.
+#: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this many threads.
 _MAX_THREADS = 4
 
 
@@ -28,7 +28,7 @@ class Found:
 
     Attributes:
         host: IP address, with a scope if it has one.
-        deadline: Until when a connection to it may take, in `time.monotonic` seconds.
+        deadline: When the connection to it must be made, in `time.monotonic` seconds.
     """
 
     family: int
@@ -51,7 +51,7 @@ class _Lookup:
 
 @dataclass
 class _Shared:
-    """What the owner and the threads share; `lock` guards it."""
+    """What the owner and the threads share, guarded by `lock`."""
 
     notify: Callable[[], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,10 +61,10 @@ class _Shared:
 
 
 class Lookups(Generic[Target]):
-    """Lookups of one node, each for a peer, with what is to be connected to. One thread owns it.
+    """Lookups of one endpoint, each for one peer. Only one thread may use it.
 
     Args:
-        notify: Called after a lookup has ended, by any thread, also after `close`.
+        notify: Called by any thread after a lookup has ended, even after `close`.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -75,10 +75,13 @@ class Lookups(Generic[Target]):
         return len(self._lookups)
 
     def start(self, peer_id: int, target: Target, host: str, port: int, timeout_s: float) -> None:
-        """Look a host up; `take` returns it within `timeout_s`. An IP address is there at once.
+        """Start to look a host up; `take` returns the result within `timeout_s`, and at once for an IP address.
+
+        Args:
+            target: Returned by `take` with the result.
 
         Raises:
-            BackpressureError: no thread can be started. Nothing is looked up.
+            BackpressureError: no thread can be started. Nothing was started.
         """
         lookup = _Lookup(host, port, timeout_s, time.monotonic() + timeout_s)
         shared = self._shared
@@ -97,7 +100,7 @@ class Lookups(Generic[Target]):
                 raise BackpressureError(f"cannot look up {host!r}: {error}; raise `ulimit -u`") from error
 
     def forget(self, peer_id: int) -> None:
-        """Say nothing about this peer any more."""
+        """Drop the lookup for this peer: `take` will not return it."""
         self._lookups.pop(peer_id, None)
         with self._shared.lock:
             self._shared.ended.pop(peer_id, None)
@@ -105,7 +108,7 @@ class Lookups(Generic[Target]):
             self._shared.waiting = deque(waiting)
 
     def due(self) -> float:
-        """When `take` has something to return, in `time.monotonic` seconds."""
+        """When `take` will have something to return, in `time.monotonic` seconds; infinity if never."""
         if not self._lookups:
             return math.inf
         with self._shared.lock:
@@ -114,7 +117,7 @@ class Lookups(Generic[Target]):
         return min((lookup.deadline for lookup, _ in self._lookups.values()), default=math.inf)
 
     def take(self) -> Iterator[tuple[int, Target, Found | KVTransferError]]:
-        """The lookups that have ended, as peer id, target, and what was found, or why nothing was."""
+        """Take the lookups that have ended: peer id, target, and the address found or the error."""
         with self._shared.lock:
             ended, self._shared.ended = self._shared.ended, {}
         now = time.monotonic()
@@ -124,13 +127,13 @@ class Lookups(Generic[Target]):
                     f"timed out after {lookup.timeout_s:g} s looking up host {lookup.host!r}: is its name service up?"
                 )
         for peer_id, found in ended.items():
-            if peer_id in self._lookups:  # else its time was up before
+            if peer_id in self._lookups:  # otherwise its deadline passed before
                 _, target = self._lookups[peer_id]
                 self.forget(peer_id)
                 yield peer_id, target, found
 
     def close(self) -> None:
-        """Forget everything. Threads that look up end when the system answers."""
+        """Drop all lookups. Threads that are looking a name up end when the system answers."""
         for peer_id in list(self._lookups):
             self.forget(peer_id)
 
@@ -145,7 +148,7 @@ def _start_thread(shared: _Shared) -> None:
     except RuntimeError:
         with shared.lock:
             shared.num_threads -= 1
-            if shared.num_threads:  # the others come to it
+            if shared.num_threads:  # the other threads will do it
                 return
         raise
 
@@ -166,7 +169,7 @@ def _work(shared: _Shared) -> None:
 def _resolved(lookup: _Lookup, flags: int = 0) -> Found | KVTransferError:
     try:
         found = socket.getaddrinfo(lookup.host, lookup.port, type=socket.SOCK_STREAM, flags=flags)
-    except Exception as error:  # noqa: BLE001 - a name can also be one that cannot be encoded; a dead thread reports nothing
+    except Exception as error:  # noqa: BLE001 - e.g. a name that cannot be encoded; a thread that dies would report nothing
         where = authority(lookup.host, lookup.port)
         return typed(error, f"cannot connect to {where}: cannot look up {lookup.host!r}", PeerLostError)
     family, _, _, _, sockaddr = found[0]

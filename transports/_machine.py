@@ -1,4 +1,4 @@
-"""How much memory this process may have: the machine's, within the limits of the control groups that it is in."""
+"""How much memory this process may use: the machine's, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NO_LIMIT = 1 << 62
 
 
 def memory_of_this_process() -> tuple[int, int]:
-    """Bytes that there are in all, and that can still be allocated: each the least of the machine's and the container's."""
+    """Return the bytes in total, and the bytes that can still be allocated, of the machine or the container, whichever is less."""
     total, free = read_host_memory(Path("/proc/meminfo"))
     limit, left = read_cgroup_memory(Path("/proc/self"))
     return min(total, limit), min(free, left)
@@ -25,16 +25,16 @@ def read_host_memory(meminfo: Path) -> tuple[int, int]:
 
 
 def read_cgroup_memory(process: Path) -> tuple[int, int]:
-    """Read what the control groups of a process, version 2 or 1, allow it.
+    """Read how much memory the control groups of a process, version 2 or 1, allow it.
 
-    Every group above its own counts as well, as far as it can be seen: the one with the least left is where it ends. Page
-    cache that the kernel can drop is not counted as used.
+    The limits of all visible parent groups apply as well; the tightest one counts. Page cache that the kernel can drop
+    does not count as used.
 
     Args:
         process: Its folder in `/proc`.
 
     Returns:
-        `(limit, left)` in bytes; more than any machine has where there is no limit.
+        `(limit, left)` in bytes; if there is no limit, more than any machine has.
     """
     limit = left = _NO_LIMIT
     for folder in _folders(process):
@@ -46,17 +46,14 @@ def read_cgroup_memory(process: Path) -> tuple[int, int]:
                 text = (folder / limit_name).read_text().strip()
                 most = _NO_LIMIT if text == "max" else int(text)
                 used = int((folder / used_name).read_text()) - _droppable(folder / "memory.stat")
-            except (
-                OSError,
-                ValueError,
-            ):  # another version's, the root's, which has no limit, or not ours to read
-                continue
+            except (OSError, ValueError):
+                continue  # the file of the other version; the root group, which has no limit; or not readable
             limit, left = min(limit, most), min(left, max(0, most - max(0, used)))
     return limit, left
 
 
 def _folders(process: Path) -> Iterator[Path]:
-    """The folders of the groups that limit a process's memory, its own first, in each mounted hierarchy."""
+    """Yield the folders of the groups that limit a process's memory, for each mounted hierarchy from its own group upwards."""
     try:
         own = dict(_own_groups((process / "cgroup").read_text()))
         mounts = list(_mounts((process / "mountinfo").read_text()))
@@ -64,7 +61,7 @@ def _folders(process: Path) -> Iterator[Path]:
         return
     for version, root, mounted in mounts:
         group = own.get(version, root)
-        # A mount may show a part of the hierarchy only, as it does in a container; what is beside it is not ours to see.
+        # A mount may show only a part of the hierarchy, as in a container. Groups outside that part cannot be read.
         inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
         if ".." in inside.parts:
             inside = PurePosixPath()
@@ -81,7 +78,7 @@ def _own_groups(cgroup: str) -> Iterator[tuple[int, PurePosixPath]]:
 
 
 def _mounts(mountinfo: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
-    """Version, root and place of each mounted hierarchy that may limit memory."""
+    """Yield version, root and mount point of each mounted hierarchy that may limit memory."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         root, mounted = before.split()[3:5]
@@ -93,7 +90,7 @@ def _mounts(mountinfo: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
 
 
 def _droppable(stat: Path) -> int:
-    """Bytes of idle page cache; version 1 has one figure for the group alone and one for its whole tree."""
+    """Return the bytes of inactive page cache. Version 1 has a figure for the group alone and one for its subtree."""
     found = [line.split() for line in stat.read_text().splitlines()]
     return max(
         (int(line[1]) for line in found if line[0] in ("inactive_file", "total_inactive_file")), default=0

@@ -1,4 +1,4 @@
-"""Mapped memory: arenas and guard tables over a mapping, and the words of a peer's table."""
+"""Mapped memory: arenas and guard tables in it, and checks of the words in a peer's table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_GUARD_VALUE = 2**63 - 1
 
 _MADV_POPULATE_WRITE = 23
 
-#: One call to the kernel touches no more, so that a signal is answered within milliseconds.
+#: Bytes per call to the kernel, so that Python handles a signal within milliseconds.
 _ADVISE_STEP_BYTES = 256 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,10 +37,10 @@ Memory = mmap.mmap | ctypes.Array[ctypes.c_ubyte]
 
 
 class FileMapping:
-    """A file mapped into this process. Unlike an `mmap.mmap` it keeps no descriptor open.
+    """A file mapped into this process. Unlike an `mmap.mmap`, it does not keep a descriptor open.
 
     Attributes:
-        memory: The bytes. They stay mapped until `close`, or until nobody refers to them any more.
+        memory: The bytes. They stay mapped until `close`, or until nothing refers to them any more.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, protection: int) -> None:
@@ -58,12 +58,12 @@ class FileMapping:
         self._unmap.atexit = False  # views may be in use until the very end
 
     def close(self) -> None:
-        """Unmap now. Nobody may hold a view."""
+        """Unmap now. No view of the memory may exist."""
         self._unmap()
 
 
 def address_of(mapping: Memory) -> int:
-    """The virtual address of a mapping."""
+    """Return the virtual address of a mapping."""
     return int(_bytes_of(mapping).ctypes.data)
 
 
@@ -72,10 +72,10 @@ def _bytes_of(mapping: Memory) -> npt.NDArray[np.uint8]:
 
 
 def advise(mapping: Memory, advice: int) -> None:
-    """Give the kernel advice about all of a mapping, without the GIL (which `mmap.madvise` holds).
+    """Advise the kernel about a whole mapping, without holding the GIL (`mmap.madvise` holds it).
 
     Raises:
-        OSError: the kernel does not know the advice, or could not follow it.
+        OSError: the kernel does not know the advice, or cannot follow it.
     """
     address, num_bytes = address_of(mapping), len(mapping)
     for at in range(0, num_bytes, _ADVISE_STEP_BYTES):
@@ -85,9 +85,9 @@ def advise(mapping: Memory, advice: int) -> None:
 
 
 def prefault(mapping: Memory) -> None:
-    """Give every page of a writable, still zeroed mapping its memory now.
+    """Back every page of a writable, still zeroed mapping with memory now.
 
-    The first touch of shared memory costs tens of times a warm copy, and belongs to the start of a node.
+    The first write to a page of shared memory costs tens of times as much as a later one; pay that when the node starts.
 
     Raises:
         OSError: there is not enough memory.
@@ -101,24 +101,28 @@ def prefault(mapping: Memory) -> None:
 
 
 def require_available(num_bytes: int) -> None:
-    """Check that a request for memory can be met, before the kernel kills someone over it.
+    """Check that memory is free before it is allocated, because the kernel kills a process if it runs out later.
 
     Raises:
-        ConfigurationError: `num_bytes` is not positive, or more than the memory that this process can have now.
+        ConfigurationError: `num_bytes` is not positive, or more than this process can allocate now.
     """
     if num_bytes <= 0:
-        raise ConfigurationError(f"cannot allocate {num_bytes} bytes", key="num_bytes", value=num_bytes)
+        raise ConfigurationError(
+            f"cannot allocate {num_bytes} bytes: the number must be positive",
+            key="num_bytes",
+            value=num_bytes,
+        )
     _, free = memory_of_this_process()
     if num_bytes > free:
         raise ConfigurationError(
-            f"cannot allocate {num_bytes} bytes: {free} bytes of memory are free",
+            f"cannot allocate {num_bytes} bytes: {free} bytes of memory are free; allocate less or free memory",
             key="num_bytes",
             value=num_bytes,
         )
 
 
 class MappedArena(Arena):
-    """The first `num_bytes` bytes of a mapping, which lives as long as the arena or a view of it."""
+    """The first `num_bytes` bytes of a mapping. The mapping lives as long as the arena or any view of it."""
 
     def __init__(self, mapping: Memory, num_bytes: int) -> None:
         self._buffer = _bytes_of(mapping).data[:num_bytes]  # numpy's view has format `B`, unlike ctypes' own
@@ -134,18 +138,18 @@ class MappedArena(Arena):
 
 
 def private_arena(num_bytes: int) -> MappedArena:
-    """Allocate memory of this process alone, pre-faulted, on huge pages where the kernel gives them.
+    """Allocate private memory, pre-faulted, on huge pages if the kernel has them.
 
-    The kernel copies between them and a socket faster: it looks up one page in place of 512.
+    The kernel copies faster between huge pages and a socket, because it looks up one page instead of 512.
 
     Raises:
-        ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
+        ConfigurationError: see `require_available`.
     """
     require_available(num_bytes)
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         advise(mapping, mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without huge pages
         pass
     prefault(mapping)
     return MappedArena(mapping, num_bytes)
@@ -161,12 +165,12 @@ class WordTable(GuardTable):
 
     @staticmethod
     def bytes_for(num_guards: int) -> int:
-        """The size of a table's mapping."""
+        """Return the size of the mapping for a table."""
         return num_guards * WORD_BYTES
 
     @classmethod
     def anonymous(cls, num_guards: int) -> Self:
-        """A table in memory that no other process can map."""
+        """Make a table in memory that no other process can map."""
         return cls(mmap.mmap(-1, cls.bytes_for(num_guards)), num_guards)
 
     def set(self, index: int, value: int) -> None:
@@ -178,52 +182,52 @@ class WordTable(GuardTable):
         store_word(self.address + index * WORD_BYTES, 0)
 
     def holds(self, guard: Guard) -> bool:
-        """Whether the guard holds now."""
+        """Return whether the guard holds now."""
         return guard_holds(self.address, guard)
 
     def clear_all(self) -> None:
         """Make every later check of every word fail."""
         ctypes.memset(self.address, 0, self.num_guards * WORD_BYTES)
-        store_word(self.address, 0)  # for its fence
+        store_word(self.address, 0)  # memset has no fence; this store does
 
 
 def require_host(pool: Pool, scheme: str) -> None:
-    """Check that the processor can touch a pool.
+    """Check that a pool is in main memory.
 
     Raises:
-        ConfigurationError: it is a GPU's.
+        ConfigurationError: it is in a GPU's memory.
     """
     if pool.kind != "host":
         raise ConfigurationError(
-            f"transport {scheme!r} serves main memory, not {pool.kind}: between processes of one host use shm, "
-            "else keep the cache in main memory",
+            f"transport {scheme!r} serves main memory, not {pool.kind}: between processes of one host use 'shm', "
+            "between hosts keep the cache in main memory",
             key="device",
             value=pool.kind,
         )
 
 
 def require_guard(guard: Guard, num_guards: int) -> None:
-    """Check that a guard can hold: its word is in a table of `num_guards`, its value is valid.
+    """Check that a guard has a valid value and that its word is in a table of `num_guards`.
 
     Raises:
-        RegionError: it never can.
+        RegionError: the value is invalid, or the word is outside the table.
     """
     if not 0 <= guard.index < num_guards:
-        raise RegionError(f"guard {guard.index} is outside a table of {num_guards}")
+        raise RegionError(f"guard {guard.index} is outside a table of {num_guards} guards")
     if not 0 < guard.value <= MAX_GUARD_VALUE:
-        raise RegionError(f"a guard holds 1 to 2**63 - 1, never {guard.value}")
+        raise RegionError(f"the value of a guard must be 1 to 2**63 - 1, got {guard.value}")
 
 
 def require_transfer(
     local: Pool, remote: Pool, num_guards: int, pairs: RegionPairs, guard: Guard
 ) -> AddressArray:
-    """Check all that can be known of a transfer before it begins.
+    """Check everything about a read that can be checked before it starts.
 
     Args:
-        num_guards: Of the peer's table.
+        num_guards: Size of the peer's guard table.
 
     Returns:
-        Where the local regions are, shape `(num_regions,)`.
+        Addresses of the local regions, shape `(num_regions,)`.
 
     Raises:
         RegionError: a region is outside its pool, or the guard outside the peer's table.
@@ -235,5 +239,5 @@ def require_transfer(
 
 
 def guard_holds(table_address: int, guard: Guard) -> bool:
-    """Whether the word of a mapped table still holds the value, seen after every copy that came before."""
+    """Return whether a word of a mapped table still holds the value. All earlier copies are over before the word is loaded."""
     return load_word(table_address + guard.index * WORD_BYTES) == guard.value

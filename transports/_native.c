@@ -1,9 +1,10 @@
-/* The copy loop: many regions in one call, without the GIL, past the cache.
+/* The copy loop: many regions per call, without the GIL, and without filling the cache. `_copy_python.py`
+ * documents the functions.
  *
- * A transfer's destination is not read again soon, so its cache lines need not be fetched before they
- * are overwritten: non-temporal stores save that third of the memory traffic.
+ * A transfer's destination is not read again soon. Non-temporal stores do not fetch its cache lines before
+ * overwriting them, which saves a third of the memory traffic.
  *
- * The copies check nothing: their addresses are those that `locate_regions` found in registered pools.
+ * The copies do not check addresses: `locate_regions` found them in registered pools.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -19,7 +20,7 @@
 #define IOV_MAX 1024
 #endif
 
-/* Shorter regions stay in the cache: the loop's set-up would cost more than it saves. */
+/* Shorter regions are copied through the cache: setting up the loop would cost more than it saves. */
 #define STREAM_MIN_BYTES 2048
 
 typedef void (*copy_function)(char *, const char *, size_t);
@@ -39,7 +40,7 @@ static void fence_stores(void) {
 
 #define PREFETCH_AHEAD 512
 
-/* The processor cannot guess where the next region begins, and would wait for its first lines. */
+/* The processor cannot predict where the next region begins, and would stall on its first cache lines. */
 static void prefetch_head(const char *from, size_t length) {
     for (size_t at = 0; at < 1024 && at < length; at += 64) _mm_prefetch(from + at, _MM_HINT_NTA);
 }
@@ -108,7 +109,7 @@ static copy_function best_stream(void) { return copy_plain; }
 
 static copy_function stream;
 
-/* Equally long arrays of 8-byte integers, borrowed from the caller. */
+/* Arrays of 8-byte integers, all of the same length, borrowed from the caller. */
 typedef struct {
     Py_buffer buffers[3];
     int num_arrays;
@@ -119,7 +120,7 @@ static void release_words(words_t *words) {
     for (int i = 0; i < words->num_arrays; i++) PyBuffer_Release(&words->buffers[i]);
 }
 
-/* Adds an array. On failure none is held any more. */
+/* Adds an array. On failure, releases all of them. */
 static int acquire_words(words_t *words, PyObject *array, int flags) {
     Py_buffer *buffer = &words->buffers[words->num_arrays];
     if (PyObject_GetBuffer(array, buffer, PyBUF_STRIDES | PyBUF_FORMAT | flags) < 0) {
@@ -130,7 +131,7 @@ static int acquire_words(words_t *words, PyObject *array, int flags) {
     if (buffer->ndim != 1 || buffer->itemsize != 8 || buffer->format == NULL ||
         strchr("lqLQ", buffer->format[0]) == NULL || buffer->shape[0] != words->buffers[0].shape[0]) {
         release_words(words);
-        PyErr_SetString(PyExc_ValueError, "addresses and lengths are equally long arrays of 64-bit integers");
+        PyErr_SetString(PyExc_ValueError, "addresses and lengths must be arrays of 64-bit integers, all of the same length");
         return -1;
     }
     words->count = buffer->shape[0];
@@ -147,7 +148,7 @@ static uint64_t word_at(const words_t *words, int array, Py_ssize_t index) {
     return word;
 }
 
-/* The addresses of regions: an array, or end to end. */
+/* Where regions lie: at the addresses in an array, or end to end from `next`. */
 typedef struct {
     int array;
     uint64_t next;
@@ -159,7 +160,7 @@ static char *place_at(const words_t *words, const places_t *places, Py_ssize_t i
     return (char *)(uintptr_t)(places->array == END_TO_END ? places->next : word_at(words, places->array, index));
 }
 
-/* Copies regions, whose lengths are the last array, and lets go of the arrays. */
+/* Copies regions, whose lengths are the last array, and releases the arrays. */
 static PyObject *copy_all(words_t *words, places_t to, places_t from) {
     int lengths = words->num_arrays - 1;
     Py_BEGIN_ALLOW_THREADS
@@ -208,7 +209,7 @@ static PyObject *scatter_regions(PyObject *self, PyObject *args) {
     return copy_all(&words, (places_t){.array = 0}, (places_t){END_TO_END, from});
 }
 
-/* Reads regions [first, first + count) whole. Returns 0, or an errno. */
+/* Reads all bytes of the regions [first, first + count). Returns 0 or an errno. */
 static int read_batch(pid_t pid, const words_t *words, Py_ssize_t first, Py_ssize_t count) {
     struct iovec local[IOV_MAX], remote[IOV_MAX];
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -221,7 +222,7 @@ static int read_batch(pid_t pid, const words_t *words, Py_ssize_t first, Py_ssiz
         ssize_t done = process_vm_readv(pid, local + at, count - at, remote + at, count - at, 0);
         if (done < 0) return errno;
         if (done == 0) return EFAULT;
-        /* A call is cut at 2 GiB, and at the first page that it cannot read: go on, to get the errno. */
+        /* A call stops after 2 GiB, and before the first page that it cannot read. Continue: the next call gives the errno. */
         for (; at < count && (size_t)done >= local[at].iov_len; at++) done -= local[at].iov_len;
         if (at < count) {
             local[at].iov_base = (char *)local[at].iov_base + done;
@@ -254,7 +255,7 @@ static PyObject *read_regions_of(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The first segment that ends after an offset. */
+/* Finds the first segment that ends after an offset. */
 static Py_ssize_t segment_of(const words_t *segments, int64_t offset) {
     Py_ssize_t low = 0, high = segments->count;
     while (low < high) {
@@ -283,7 +284,7 @@ static PyObject *locate_regions(PyObject *self, PyObject *args) {
     for (; i < regions.count; i++) {
         int64_t offset = (int64_t)word_at(&regions, 1, i), length = (int64_t)word_at(&regions, 2, i);
         Py_ssize_t segment = segment_of(&segments, offset);
-        /* Never offset + length <= end: a sum of hostile numbers can wrap. */
+        /* Never compute offset + length: a sum of hostile numbers can wrap. */
         if (offset < 0 || length <= 0 || segment == segments.count ||
             length > (int64_t)word_at(&segments, 0, segment) - offset)
             break;
@@ -299,7 +300,7 @@ static PyObject *load_word(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "K", &address)) return NULL;
-    /* The copy's loads come before the word's. */
+    /* The loads of the copy come before the load of the word. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return PyLong_FromLongLong(__atomic_load_n((int64_t *)(uintptr_t)address, __ATOMIC_ACQUIRE));
 }
@@ -310,17 +311,17 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
     long long value;
     if (!PyArg_ParseTuple(args, "KL", &address, &value)) return NULL;
     __atomic_store_n((int64_t *)(uintptr_t)address, value, __ATOMIC_SEQ_CST);
-    /* A store alone does not hold back the plain stores that follow it, on machines weaker than x86. */
+    /* On machines with a weaker order than x86, plain stores could overtake the store without this fence. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"copy_regions", copy_regions, METH_VARARGS, "Copy regions of this process, without the GIL."},
-    {"gather_regions", gather_regions, METH_VARARGS, "Copy regions to a place where they lie end to end."},
-    {"scatter_regions", scatter_regions, METH_VARARGS, "Copy regions from a place where they lie end to end."},
+    {"copy_regions", copy_regions, METH_VARARGS, "Copy regions within this process, without the GIL."},
+    {"gather_regions", gather_regions, METH_VARARGS, "Copy regions to where they lie end to end."},
+    {"scatter_regions", scatter_regions, METH_VARARGS, "Copy regions from where they lie end to end."},
     {"read_regions_of", read_regions_of, METH_VARARGS, "Read regions of another process, without the GIL."},
-    {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to one that is not there."},
+    {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to the first that is not in the pool."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
     {NULL, NULL, 0, NULL},

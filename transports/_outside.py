@@ -1,7 +1,7 @@
-"""Errors of calls to the outside (sockets, libraries, files), as errors of our own tree.
+"""Turning errors of the outside (sockets, libraries, files) into errors of our own tree.
 
-A library may raise anything. An exception of a type that no caller expects would end the thread that owns the
-transport, and with it every peer; as one of ours it ends the call or the peer that it belongs to.
+A library may raise anything. An exception of a type that no caller expects would end the thread that owns the transport,
+and with it all peers. An error of our own tree ends only the call or the peer that caused it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 def typed(
     error: Exception, what: str, kind: type[KVTransferError] = TransportError, *, limit: str = ""
 ) -> KVTransferError:
-    """Turn an exception into one of ours. One that is ours already stays as it is.
+    """Turn an exception into one of ours; return one of ours unchanged.
 
     Args:
         what: What failed, for the message.
-        kind: What it becomes, unless descriptors ran out: that is a `BackpressureError` which names the remedy.
-        limit: Another limit that libraries report as if descriptors had run out, for the message.
+        kind: Type of the result. If descriptors ran out, it is a `BackpressureError` that names the remedy instead.
+        limit: Another limit that the library reports with the same errno, for the message.
     """
     if isinstance(error, KVTransferError):
         return error
     if getattr(error, "errno", None) in _NO_DESCRIPTORS:
         return BackpressureError(f"{what}: {error}{f' ({limit})' if limit else ''}; {remedy()}")
-    # The messages of OSError and ZMQError name the errno; of other types the type is the better half.
+    # The messages of OSError and ZMQError name the errno. Of other errors, the type often says more than the message.
     return kind(f"{what}: {error}" if hasattr(error, "errno") else f"{what}: {error!r}")
 
 
 @contextmanager
 def outside(what: str, kind: type[KVTransferError] = TransportError) -> Iterator[None]:
-    """Have whatever is raised inside leave as one of our errors. See `typed`."""
+    """Turn whatever the body raises into one of our errors; see `typed`."""
     try:
         yield
     except Exception as error:
@@ -49,7 +49,7 @@ def outside(what: str, kind: type[KVTransferError] = TransportError) -> Iterator
 
 @contextmanager
 def survived(what: str, log: LimitedLog) -> Iterator[None]:
-    """Log whatever is raised inside, and go on: a step of a clean-up must not keep the next one from being taken."""
+    """Log whatever the body raises, and continue, so that a failed step of a clean-up does not prevent the next one."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def survived(what: str, log: LimitedLog) -> Iterator[None]:
 
 
 def unexpected(error: Exception, what: str, log: LimitedLog) -> KVTransferError:
-    """As `typed`, where the error ends a peer that did nothing to deserve it: then the log has the traceback."""
+    """Like `typed`, but log the traceback of an error that is not ours: it ends a peer that may not have caused it."""
     if not isinstance(error, KVTransferError):
         log.warning("%s: %r", what, error, exc_info=error)
     return typed(error, what)

@@ -1,4 +1,4 @@
-"""Waiting for sockets, with a way to be woken."""
+"""Waiting for several sockets, with a way to interrupt the wait."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class HasFileno(Protocol):
 
 
 class Poller:
-    """Calls a handler for each socket that is ready. One thread owns it; any may `wake` and `interrupt`."""
+    """Calls a handler for each socket that is ready. One thread owns it; any thread may call `wake` and `interrupt`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._signal, selectors.EVENT_READ, self._clear)
-        self._lock = threading.Lock()  # a signal must not go to a closed descriptor's successor
+        self._lock = threading.Lock()  # the signal must not go to a file that reuses the closed descriptor
         self._is_woken = False
         self.is_closed = False
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `poll` has something to do."""
+        """Return a descriptor that is readable while `poll` has something to do."""
         return self._selector.fileno()
 
     def watch(self, sock: HasFileno, handler: Callable[[], None], *, writes: bool = False) -> None:
-        """Call `handler` when there is something to receive; with `writes`, also when there is room to send."""
+        """Call `handler` when the socket is readable and, with `writes`, when it is writable."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         watched = self._selector.get_map().get(sock.fileno())
         if watched is None:
@@ -41,10 +41,10 @@ class Poller:
         self._selector.unregister(sock.fileno())
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait until something is ready, a signal came or the time is over; call the handlers.
+        """Wait until a socket is ready, `interrupt` is called, or the timeout has passed; call the handlers.
 
         Returns:
-            Whether there was anything.
+            False if the timeout passed.
         """
         ready = self._selector.select(max(0.0, timeout_s))
         for key, _ in ready:
@@ -53,18 +53,18 @@ class Poller:
         return bool(ready)
 
     def interrupt(self) -> None:
-        """End the current `poll`, or the next."""
+        """End the current call of `poll`, or the next one."""
         with self._lock:
             if not self.is_closed:
                 os.eventfd_write(self._signal, 1)
 
     def wake(self) -> None:
-        """`interrupt`, and remember it for `take_woken`."""
+        """Like `interrupt`, but `take_woken` returns True once."""
         self._is_woken = True
         self.interrupt()
 
     def take_woken(self) -> bool:
-        """Whether `wake` was called since the last time."""
+        """Return whether `wake` was called since the previous call of this."""
         woken, self._is_woken = self._is_woken, False
         return woken
 

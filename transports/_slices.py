@@ -1,4 +1,4 @@
-"""A read, cut into slices that are fetched one by one. Pure arithmetic."""
+"""Cutting a read into slices that are fetched one by one. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SliceLimits:
     """How a read is cut.
 
     Attributes:
-        slice_bytes: No row is longer. Small rows share a slice up to about this many bytes.
-        alone_bytes: A row at least this long has a slice for itself.
-        max_rows: No slice has more rows.
+        slice_bytes: Longest row. Small rows share a slice of up to about this many bytes.
+        alone_bytes: A row of at least this many bytes has a slice of its own.
+        max_rows: Most rows per slice.
     """
 
     slice_bytes: int
@@ -26,7 +26,7 @@ class SliceLimits:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Rows no longer than a slice, and which of them make a slice.
+    """The rows of a read, and how they are grouped into slices. No row is longer than a slice.
 
     Attributes:
         rows: `(num_rows, 2)`: remote offset, num_bytes.
@@ -40,7 +40,7 @@ class SlicePlan:
 
     @classmethod
     def of(cls, pairs: RegionPairs, targets: AddressArray, limits: SliceLimits) -> SlicePlan:
-        """Cut a read. `targets`: `(num_regions,)` local addresses of the regions."""
+        """Cut a read whose regions have the local addresses `targets`, shape `(num_regions,)`."""
         rows = pairs.table[:, 1:].copy()
         if len(rows) and rows[:, 1].max() > limits.slice_bytes:
             rows, targets = _cut(rows, targets, limits.slice_bytes)
@@ -57,7 +57,7 @@ class SlicePlan:
 
 
 def _cut(rows: Int64Array, targets: AddressArray, slice_bytes: int) -> tuple[Int64Array, AddressArray]:
-    """Cut rows that are longer than a slice, and their targets likewise."""
+    """Cut the rows that are longer than a slice, and their targets with them."""
     num_pieces = -(-rows[:, 1] // slice_bytes)
     region = np.repeat(np.arange(len(rows)), num_pieces)
     nth = np.arange(len(region)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)

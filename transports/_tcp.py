@@ -11,7 +11,7 @@ from .errors import ConfigurationError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether traffic to `host` never leaves this machine. Of names, only `localhost` counts."""
+    """Return whether traffic to `host` never leaves this machine. The only name that counts is `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` is an IP address that stands for every interface."""
+    """Return whether `host` is an IP address that stands for every interface."""
     return ipaddress.ip_address(host).is_unspecified
 
 
@@ -67,7 +67,7 @@ def bind_first(
         found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigurationError(
-            f"bind_host={host!r} cannot be resolved: {error}", key="bind_host", value=host
+            f"cannot resolve bind_host={host!r}: {error}", key="bind_host", value=host
         ) from error
     family, _, _, _, address = found[0]
     for port in ports:

@@ -7,12 +7,12 @@
 
 A *check* takes a value from outside and returns it, converted where the check says so; or it raises `Refused`. The
 annotation of a field carries its check. `bool`, `str`, `Mapping`, `Literal[...]` and checked dataclasses need none;
-numbers always do, because their bounds must be written down. A dataclass may also have a method `require_consistent`, which raises
-`Refused` if its fields do not fit together.
+numbers always do, because their bounds must be written down. A dataclass may also have a method `require_consistent`, which
+raises `Refused` if its fields do not fit together.
 
 There are three ways to use such a class, each with the errors of its caller: `Record.read` for a peer's messages, which
 must have exactly these fields; `Record.read_known` for a mapping that may have others; and `require_valid` for options,
-which are checked however they were made (`_options`). Nothing is walked before its size has been checked.
+which are checked however they were made (`_options`). Sizes are checked before contents, because a peer chooses both.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Refused(Exception):
         return self.text("")
 
     def text(self, name: str) -> str:
-        """Say what is wrong with a value called `name`; without a name, with its field."""
+        """Say what is wrong with a value called `name`, or, without a name, with its field."""
         return f"{name}{self.path}".lstrip(".") + f" {self.why}"
 
     @property

@@ -1,19 +1,19 @@
-"""Errors between nodes, processes and libraries: one tree, whose branch for requests is in `connector/errors.py`.
+"""The errors that kvferry raises, in one tree. The branch for requests is in `connector/errors.py`.
 
     KVTransferError
-    ├─ ConfigurationError(ValueError)         wrong before anything started; names key and value
-    ├─ BackendUnavailableError(ImportError)   a backend cannot work here; says why, and what would help
+    ├─ ConfigurationError(ValueError)         a setting is wrong; names its key and value; nothing was started
+    ├─ BackendUnavailableError(ImportError)   a backend cannot work on this machine; says why, and what would help
     ├─ KVTransferStateError(RuntimeError)     a call out of order, or from the wrong process
     ├─ TransportError
     │  ├─ TransportClosedError                this side closed it
     │  ├─ PeerLostError(ConnectionError)      the peer, or the path to it, is gone
     │  ├─ PeerRefusedError(PermissionError)   the peer is not one we talk to (another user, no key)
     │  ├─ TransferTimeoutError(TimeoutError)  a deadline passed
-    │  ├─ BackpressureError                   the peer does not drain what is sent to it; or a limit of ours is reached
+    │  ├─ BackpressureError                   the peer does not read its messages, or a limit of ours is reached
     │  ├─ ProtocolError                       bytes that the protocol forbids
-    │  ├─ ChecksumError                       bytes arrived that are not those that were sent
+    │  ├─ ChecksumError                       the bytes that arrived are not those that were sent
     │  ├─ RegionError(ValueError)             a region outside the registered memory
-    │  └─ StaleRegionError                    the guard changed while bytes were copied: they are not valid
+    │  └─ StaleRegionError                    the guard changed while bytes were copied; the bytes are not valid
     ├─ HandshakeError
     │  ├─ VersionMismatchError                local, remote
     │  ├─ IncompatiblePeerError               field, local, remote
@@ -21,8 +21,8 @@
     ├─ ConnectorError                         a handoff failed: see `connector/errors.py`
     └─ UnexpectedError                        a call raised what it does not document: a bug, or an unmapped library error
 
-Each error also derives from the builtin that a caller would try. Attributes carry the data; the
-message is for people. Backends raise only these, by one mapping table each (`mapped`).
+Errors also derive from the builtin exception that a caller would catch. Programs read the attributes; messages are for
+people. Backends raise only these errors, and each maps its library's errors in one table (`mapped`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from contextlib import contextmanager
 
 
 class KVTransferError(Exception):
-    """Root of everything that kvferry raises on purpose."""
+    """Base class of all errors that kvferry raises on purpose."""
 
 
 class ConfigurationError(KVTransferError, ValueError):
     """A setting is wrong. Nothing was started.
 
     Attributes:
-        key: The setting, as the user writes it.
-        value: What it was set to.
+        key: Name of the setting, as the user writes it; empty if none is to blame.
+        value: Its value.
     """
 
     def __init__(self, message: str, *, key: str = "", value: object = None) -> None:
@@ -58,7 +58,7 @@ class KVTransferStateError(KVTransferError, RuntimeError):
 
 
 class TransportError(KVTransferError):
-    """Something went wrong between two processes."""
+    """Something failed between two processes."""
 
 
 class TransportClosedError(TransportError):
@@ -66,31 +66,31 @@ class TransportClosedError(TransportError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """The peer, or the path to it, is gone. Of a read, none, some or all bytes were written locally."""
+    """The peer, or the path to it, is gone. A read may have written none, some or all of its bytes locally."""
 
 
 class PeerRefusedError(TransportError, PermissionError):
-    """The peer failed authentication. It received no byte."""
+    """The peer failed authentication. No byte of the pool was sent to it."""
 
 
 class TransferTimeoutError(TransportError, TimeoutError):
-    """A deadline passed. The operation was cancelled; local regions of a read are undefined."""
+    """A deadline passed. The operation was cancelled; the contents of a read's local regions are undefined."""
 
 
 class BackpressureError(TransportError):
-    """The peer does not drain its messages. The message was not sent.
+    """The peer does not read its messages, and this one was not sent.
 
-    Also: a limit of this process is reached, such as that of connections being made or of file descriptors. The
-    message names the limit and the remedy; what was asked for was not begun.
+    Also raised if a limit of this process is reached, such as that of file descriptors or of connections in progress. In
+    that case the text names the limit and the remedy, and the operation was not started.
     """
 
 
 class ProtocolError(TransportError):
-    """Bytes that the protocol forbids. A peer that sent them was dropped; if they are ours, they were not sent."""
+    """Bytes that the protocol forbids. If a peer sent them, it was dropped. If they are ours, they were not sent."""
 
 
 class ChecksumError(TransportError):
-    """Bytes changed on their way. They were not accepted: local regions of the read are undefined."""
+    """Bytes changed in transit and were not accepted. The contents of the read's local regions are undefined."""
 
 
 class RegionError(TransportError, ValueError):
@@ -98,11 +98,11 @@ class RegionError(TransportError, ValueError):
 
 
 class StaleRegionError(TransportError):
-    """The guard no longer held its value after the copy: the local regions are undefined."""
+    """The guard did not hold its value after the copy. The contents of the local regions are undefined."""
 
 
 class HandshakeError(KVTransferError):
-    """Two nodes met and cannot work together. Nothing was transferred."""
+    """Two nodes connected but cannot work together. Nothing was transferred."""
 
 
 class VersionMismatchError(HandshakeError):
@@ -125,7 +125,7 @@ class IncompatiblePeerError(HandshakeError):
 
 
 class ForeignTransportError(HandshakeError):
-    """The peer listens on another transport than this node runs. No connection was tried.
+    """The peer listens on a transport that this node does not run. No connection was tried.
 
     Attributes:
         local: This node's address.
@@ -144,15 +144,16 @@ class ForeignTransportError(HandshakeError):
 class UnexpectedError(KVTransferError):
     """A call raised an exception that it does not document: a bug, or a library's error that no table maps.
 
-    Only what the call was about ends. `__cause__` is the exception, without its traceback, which was logged.
+    Only the request, peer or read that the call was about ends. `__cause__` is the exception; its traceback was logged and
+    removed.
     """
 
 
 @contextmanager
 def mapped(table: Mapping[type[BaseException], type[KVTransferError]], what: str) -> Iterator[None]:
-    """Turn a library's errors into ours: the first row whose key matches wins.
+    """Turn a library's errors into ours by the first row of `table` whose key matches.
 
-    Rows go from specific to general (`TimeoutError` and `ConnectionError` are `OSError`s).
+    Put specific rows before general ones: `TimeoutError` and `ConnectionError` are `OSError`s.
     """
     try:
         yield

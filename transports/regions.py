@@ -46,7 +46,7 @@ class Guard:
 
 
 class Pool:
-    """The registered memory of one process: segments laid end to end in one run of offsets."""
+    """The memory that one process registered: segments placed end to end in one run of offsets."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = tuple(segments)
@@ -55,12 +55,12 @@ class Pool:
         #: The kind of memory of all segments.
         self.kind: MemoryKind = self.segments[0].kind
         if any(s.kind != self.kind for s in self.segments):
-            raise RegionError("a pool lies in main memory or on a GPU, not in both")
+            raise RegionError("all segments of a pool must be in main memory, or all on a GPU")
         sizes = np.array([s.num_bytes for s in self.segments], dtype=np.int64)
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - sizes
         bases = np.array([s.address for s in self.segments], dtype=np.uint64)
-        self._shifts = bases - self._starts.astype(np.uint64)  # from offsets to addresses, modulo 2**64
+        self._shifts = bases - self._starts.astype(np.uint64)  # offset + shift = address, modulo 2**64
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Pool:
         """Return the virtual addresses of regions, shape `(num_regions,)`.
 
         Raises:
-            RegionError: a region is empty, outside the pool, or crosses two segments. Nothing was done.
+            RegionError: a region is empty, outside the pool, or in more than one segment.
         """
         addresses = np.empty(len(offsets), dtype=np.uint64)
         first = locate_regions(addresses, offsets, num_bytes, self._ends, self._shifts)
@@ -95,7 +95,7 @@ class Regions:
     """Regions of one pool.
 
     Attributes:
-        table: `(num_regions, 2)` int64: offset, number of bytes. They may touch and overlap.
+        table: `(num_regions, 2)` int64: offset, number of bytes. Regions may overlap.
     """
 
     def __init__(self, table: Int64Array) -> None:
@@ -142,5 +142,5 @@ class RegionPairs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in total."""
+        """Total size in bytes."""
         return int(self.table[:, 2].sum())

@@ -1,7 +1,7 @@
-"""From a scheme to a transport. A transport is imported when it is first asked for.
+"""Finding a transport by its scheme. A transport is imported at its first use.
 
-A third party's transport is an entry point in the group `kvferry.transports`, named by its scheme; or a program names
-it in `register_transport`.
+A third-party transport is an entry point in the group `kvferry.transports` whose name is the scheme, or a program passes it
+to `register_transport`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BuiltIn:
 
     Attributes:
         target: `module:Class`; the module is relative to this package.
-        package: The Python package without which the transport cannot work; empty: none.
+        package: The Python package that the transport needs; empty if it needs none.
         remedy: What to do if it cannot be loaded.
     """
 
@@ -54,22 +54,24 @@ _registered: dict[str, str] = {}
 
 
 def register_transport(scheme: str, target: str) -> None:
-    """Let `scheme` stand for `target`, a `module:Class`, in this process. It is imported when it is first asked for.
+    """Make `scheme` stand for `target`, a `module:Class`, in this process. It is imported at its first use.
 
     Raises:
-        ConfigurationError: the scheme stands for something else already. It still does.
+        ConfigurationError: the scheme stands for another class already, and still does.
     """
     known = available_transports().get(scheme, target)
     if known != target:
-        raise ConfigurationError(f"transport {scheme!r} is {known} already", key=scheme, value=target)
+        raise ConfigurationError(
+            f"transport {scheme!r} is registered already, as {known}", key=scheme, value=target
+        )
     _registered[scheme] = target
 
 
 def available_transports() -> Mapping[str, str]:
-    """List the schemes that `create_transport` knows, without importing anything.
+    """Return the schemes that `create_transport` knows, without importing anything.
 
     Returns:
-        Read-only: scheme to `module:Class`. A built-in cannot be replaced by an entry point of the same name.
+        Read-only: scheme → `module:Class`. An entry point cannot replace a built-in transport.
     """
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | _registered
     found |= {scheme: f"{__package__}.{row.target}" for scheme, row in BUILT_IN.items()}
@@ -84,8 +86,8 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
         options: The transport's own options.
 
     Raises:
-        ConfigurationError: no such scheme; its target is not a transport; or an option is unknown or wrong.
-        BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+        ConfigurationError: see `load_transport`; or an option is unknown or has a bad value.
+        BackendUnavailableError: see `load_transport`.
         BackpressureError: there are too few file descriptors.
     """
     create = cast(Callable[[Mapping[str, object]], Transport], load_transport(scheme))
@@ -93,20 +95,18 @@ def create_transport(scheme: str, options: Mapping[str, object]) -> Transport:
 
 
 def check_options(scheme: str, options: Mapping[str, object]) -> None:
-    """Refuse options that the transport named `scheme` would refuse, as far as it can tell before it is created.
+    """Refuse options that the transport named `scheme` would refuse, as far as this is known before it is created.
 
-    Raises:
-        ConfigurationError: no such scheme, or an option is unknown or wrong.
-        BackendUnavailableError: the transport's module, or something that it imports, is not installed.
+    Raises: as `create_transport` does.
     """
     load_transport(scheme).check_options(options)
 
 
 def load_transport(scheme: str) -> type[Transport]:
-    """Import the class of the transport named `scheme`.
+    """Return the class of the transport named `scheme`; import it if necessary.
 
     Raises:
-        ConfigurationError: no such scheme, or its target is not a transport.
+        ConfigurationError: the scheme is unknown, or its target is not a transport.
         BackendUnavailableError: the transport's module, or something that it imports, is not installed.
     """
     with outside("cannot look up the installed transports", ConfigurationError):

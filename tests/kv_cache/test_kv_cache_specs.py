@@ -137,13 +137,13 @@ def test_specs_that_differ_do_not_merge(
 
 @pytest.mark.parametrize("name", ["block_size", "num_kv_heads", "head_size"])
 def test_sizes_are_positive(full: FullAttentionSpec, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}=0: it must be positive"):
+    with pytest.raises(ConfigurationError, match=f"{name} must be positive, got 0"):
         replace(full, **{name: 0})
 
 
 @pytest.mark.parametrize("cls", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
 def test_a_window_is_positive(cls: type[Any]) -> None:
-    with pytest.raises(ValueError, match="it must be positive"):
+    with pytest.raises(ValueError, match="must be positive"):
         cls(4, 2, 8, torch.float32)
 
 
@@ -155,7 +155,7 @@ def test_a_state_has_one_dtype_a_tensor() -> None:
 
 
 def test_padding_cannot_shrink_a_state() -> None:
-    with pytest.raises(ConfigurationError, match="page_size_padded=8 is less than the state's 12 bytes"):
+    with pytest.raises(ConfigurationError, match="page_size_padded=8 is too small: the state has 12 bytes"):
         MambaSpec(16, shapes=((3,),), dtypes=(torch.float32,), page_size_padded=8)
 
 
