@@ -1,10 +1,10 @@
-"""What one operation on the free queue costs, for pools of 1e3 to 1e6 blocks.
+"""Measure one operation on the queue of free blocks, for pools of 1e3 to 1e6 blocks.
 
     python benchmarks/free_queue.py [--json] [--sizes 1000 10000 ...] [--seconds 0.2]
 
-The number of steps is the same whatever the size, so the columns stay flat; but for `scattered`, which takes
-blocks from all over the pool: of a large one they, and their neighbours in the queue, are in no cache of the CPU.
-A prefix hit takes a run of blocks, as `in order` does.
+An operation takes the same number of steps for every pool size, so each row should be flat. The exception is `scattered`,
+which takes blocks from all over the pool: in a large pool, neither they nor their neighbours in the queue are in a CPU
+cache. A prefix hit takes consecutive blocks, like `in order`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 64
 SCATTERED = 7919  # a prime stride visits every block of the sizes above, far from the one before
 
 Operation = Callable[[FreeKVCacheBlockQueue, Iterator[KVCacheBlock]], None]
-"""One batch on a queue, with blocks to pick."""
+"""Run one batch of operations on a queue, with blocks to pick from."""
 
 
 def pop_and_append(queue: FreeKVCacheBlockQueue, blocks: Iterator[KVCacheBlock]) -> None:
@@ -42,7 +42,7 @@ def remove_and_append(queue: FreeKVCacheBlockQueue, blocks: Iterator[KVCacheBloc
         queue.append(block)
 
 
-# Name → operation, and the stride by which it picks blocks.
+# Name → operation, and the stride with which it picks blocks.
 OPERATIONS: dict[str, tuple[Operation, int]] = {
     "popleft + append": (pop_and_append, 1),
     f"popleft_n({BATCH}) + append_n": (pop_n_and_append_n, 1),
@@ -52,7 +52,7 @@ OPERATIONS: dict[str, tuple[Operation, int]] = {
 
 
 def measure(num_blocks: int, operation: Operation, stride: int, seconds: float) -> float:
-    """Nanoseconds a block: the median over rounds, each of several batches."""
+    """Return nanoseconds per block: the median over rounds of several batches."""
     blocks = [KVCacheBlock(i) for i in range(num_blocks)]
     queue = FreeKVCacheBlockQueue(blocks)
     picks = (blocks[i * stride % num_blocks] for i in itertools.count())
@@ -71,10 +71,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS")
-    parser.add_argument("--seconds", type=float, default=0.2, help="for each size and operation")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS", help="sizes of the pools"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="seconds per size and operation (default: %(default)s)"
+    )
     options = parser.parse_args()
-    gc.disable()  # a million blocks to look through would be the collector's cost, not the queue's
+    gc.disable()  # otherwise the garbage collector would traverse a million blocks during the measurement
     figures = {
         name: {size: measure(size, operation, stride, options.seconds) for size in options.sizes}
         for name, (operation, stride) in OPERATIONS.items()

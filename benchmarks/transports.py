@@ -1,12 +1,12 @@
-"""How fast KV blocks move between two processes: each transport beside memcpy, plain sockets and others' engines.
+"""Measure how fast KV blocks move between two processes: kvferry's transports, memcpy, plain sockets, NIXL and Mooncake.
 
     python benchmarks/transports.py [--seconds N] [--only TEXT ...] [--json FILE] [--plot FILE.svg]
 
-The shapes are blocks of two models in the uniform and in the per-layer layout, other blocks each time, scattered at
-both ends of pools much larger than any cache. Every contender has two processes of its own, stopped while it is another's
-turn. In each round everybody moves every shape; what counts is the ratio to memcpy and to plain sockets in the same
-round, and of the ratios the median. Every region that arrives is looked at. NIXL and Mooncake take part if `nixl-cu12`
-and `mooncake-transfer-engine-non-cuda` are installed.
+The shapes are blocks of two models, in the uniform and in the per-layer layout. Each read takes different blocks, scattered
+over pools that are much larger than any cache. Each contender has two processes, which are stopped while others are
+measured. In each round every contender moves every shape. The figures to look at are the medians of the ratios to memcpy
+and to plain sockets in the same round. Every region that arrives is checked. NIXL and Mooncake take part if `nixl-cu12` and
+`mooncake-transfer-engine-non-cuda` are installed.
 
 At the end each of kvferry's transports is measured with many idle peers: processor time while nothing happens, and the
 time of a small read without and with them, by turns.
@@ -40,12 +40,34 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--seconds", type=float, default=120, help="for how long (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="contenders with this in their names"
+        "--seconds",
+        type=float,
+        default=120,
+        help="duration of the measurement in seconds (default: %(default)s)",
     )
     parser.add_argument(
-        "--shapes", nargs="+", default=[""], metavar="TEXT", help="shapes with this in their names"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="measure contenders whose name contains one of these texts (default: all)",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="measure shapes whose name contains one of these texts (default: all)",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=64, help="blocks of the larger shapes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pool-mib", type=int, default=256, help="pool of each process in MiB (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--congestion-control", default="", help="TCP congestion control (default: the system's)"
     )
     parser.add_argument("--blocks", type=int, default=64, help="of the larger shapes (default: %(default)s)")
     parser.add_argument("--pool-mib", type=int, default=256, help="of each process (default: %(default)s)")
@@ -59,10 +81,10 @@ def parse_arguments() -> argparse.Namespace:
         nargs=3,
         default=[],
         metavar=("NAME", "SCHEME", "OPTIONS"),
-        help="one more contender: a transport with options, as JSON",
+        help="add a contender: a transport with options as JSON; may be repeated",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a plot there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as JSON lines")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the results there")
     arguments = parser.parse_args()
     needed_mib = max(shape.num_bytes for shape in shapes_of(max(1, arguments.blocks))) >> 20
     if arguments.blocks < 1 or arguments.pool_mib < needed_mib:
@@ -73,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def chosen(arguments: argparse.Namespace, secret_file: Path) -> tuple[list[Contender], list[Shape]]:
-    """Who takes part, and with what; memcpy and plain sockets always do."""
+    """Return the contenders and shapes to measure. Memcpy and plain sockets are always among the contenders."""
     contenders = [
         contender
         for contender in all_contenders(secret_file, arguments.congestion_control)
@@ -85,7 +107,7 @@ def chosen(arguments: argparse.Namespace, secret_file: Path) -> tuple[list[Conte
 
 
 def say(what: str) -> None:
-    """Progress, on one line of a terminal."""
+    """Show progress on one line, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 

@@ -1,15 +1,14 @@
-"""A pair of vLLM nodes beside a single one: kvferry on each transport, and vLLM's NixlConnector.
+"""Compare a pair of vLLM nodes with a single one, for kvferry on each transport and for vLLM's NixlConnector.
 
     .venv-vllm/bin/python benchmarks/vllm_pair.py [--shapes 128x1 128x8 1024x1 ...] [--rounds N] [--json FILE]
 
-All engines run at once; in each round every system answers as many prompts, one system after the other, in another
-order each round, while the others are stopped, since some of them use processors even when nobody asks. A shape is prompt
-tokens x requests at a time. What counts are the ratios to the single node in the same round, and of those the median: of the
-time to the first token (TTFT), and of the time from one token to the next (ITL). Bytes are what the decode node says it
-received; 1.00 is each byte of the prompts' cache once. Prompts are new in every round and for every system, so no prefix is
-cached.
+All engines are started once. In each round every system answers the same number of prompts, one system after the other, in
+a new order. The other systems are stopped meanwhile, because some use the processor even when they are idle. A shape is
+prompt tokens x concurrent requests. The figures to look at are the medians of the ratios to the single node in the same
+round: of the time to the first token (TTFT) and of the time between tokens (ITL). Bytes are those that the decode node
+reports as received; ratio 1.00 means each byte of the prompts' cache once. Every prompt is new, so no prefix is cached.
 
-The model is random: little to compute, and as much KV cache a token as a large one, so that the handoff can be seen.
+The model is random. It computes little but has as much KV cache per token as a large one, so that the handoff shows.
 NixlConnector takes part if `nixl` can be imported (`pip install --no-deps nixl nixl-cu12`); it runs over UCX on main memory.
 """
 
@@ -39,7 +38,7 @@ BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-#: For what an engine does first when it is woken up.
+#: Seconds for what an engine does first after it is resumed.
 SETTLE_S = 0.3
 NIXL_PORTS = count(24600)
 KVFERRY_BYTES, NIXL_BYTES = "kvferry_load_bytes_sum", "vllm:nixl_bytes_transferred_sum"
@@ -49,7 +48,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # threads that spin for each other on shared cores measure the scheduler
+    "OMP_NUM_THREADS": "1",  # with more, threads that spin for each other on shared cores would measure the scheduler
 }
 
 
@@ -67,14 +66,14 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """What one request hands over: whole blocks of keys and values, float32."""
+        """Bytes that one request hands over: whole blocks of keys and values, float32."""
         num_blocks = -(-self.num_tokens // BLOCK_SIZE)
         return num_blocks * BLOCK_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 4
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Means over the requests of one round: seconds to the first token, and between later ones; and bytes of all."""
+    """One round: seconds to the first token and between later ones, as means over requests; and the bytes of all requests."""
 
     ttft_s: float
     itl_s: float
@@ -82,7 +81,7 @@ class Sample:
 
 
 class Engine:
-    """One engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Engine:
 
     @classmethod
     async def start(cls, settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> Engine:
-        """Start it and wait until it takes orders."""
+        """Start an engine and wait until it accepts orders."""
         ours, theirs = socket.socketpair()
         with log.open("wb") as output, theirs:
             process = await asyncio.create_subprocess_exec(
@@ -113,13 +112,13 @@ class Engine:
             )
         answers, orders = await asyncio.open_connection(sock=ours)
         if not await answers.readline():
-            sys.exit(f"an engine did not start; its log ends with\n{log.read_text()[-3000:]}")
+            sys.exit(f"an engine did not start; its log ends with:\n{log.read_text()[-3000:]}")
         return cls(process, answers, orders)
 
     async def answer(
         self, request: str, prompt: list[int], max_tokens: int, params: Any
     ) -> tuple[float, float, dict[str, Any]]:
-        """When the first token and the last one came, and the answer."""
+        """Return the times of the first and the last token, and the answer."""
         first, finished = self._expect("first", request), self._expect("finished", request)
         order = {"id": 0, "do": "add", "request": request, "prompt": prompt, "max_tokens": max_tokens}
         self._order({**order, "params": params})
@@ -127,15 +126,15 @@ class Engine:
         return first_at, finished_at, answer
 
     async def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         self._last_order += 1
-        told = self._expect("id", self._last_order)
+        reply = self._expect("id", self._last_order)
         self._order({"id": self._last_order, "do": "metric", "name": name})
-        _, answer = await told
+        _, answer = await reply
         return float(sum(value for _, value in answer["samples"]))
 
     def free(self) -> None:
-        """Let every thread run on every core: NixlConnector ties its engines to one core, the same one for all."""
+        """Let every thread run on every core, because NixlConnector pins all its engines to the same core."""
         for task in Path(f"/proc/{self._process.pid}/task").iterdir():
             os.sched_setaffinity(int(task.name), range(os.cpu_count() or 1))
 
@@ -162,12 +161,12 @@ class Engine:
                 if waiting is not None:
                     waiting.set_result((time.perf_counter(), answer))
         for waiting in self._waiting.values():
-            waiting.set_exception(ConnectionError("an engine died"))
+            waiting.set_exception(ConnectionError("an engine has ended"))
 
 
 @dataclass(frozen=True)
 class System:
-    """Something that answers prompts: one engine, or two."""
+    """One engine or a pair of them that answers prompts."""
 
     name: str
     prefill: Engine | None
@@ -176,7 +175,7 @@ class System:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let its engines run while the block does, and stop them after it."""
+        """Let the engines run during the body of the `with`, and stop them after it."""
         engines = [engine for engine in (self.prefill, self.decode) if engine is not None]
         for engine in engines:
             engine.signal(signal.SIGCONT)
@@ -200,7 +199,7 @@ class System:
         if self.prefill is not None:
             _, _, answer = await self.prefill.answer(request, prompt, 1, OFFER)
             params = answer["params"]
-            assert params, f"{self.name}: the prefill node offered nothing"
+            assert params, f"{self.name}: the prefill node made no offer"
         first, last, answer = await self.decode.answer(request, prompt, max_tokens, params)
         assert answer["reason"] == "length", f"{self.name}: {answer}"
         return first - started, (last - first) / (max_tokens - 1)
@@ -210,12 +209,12 @@ class System:
 
 
 def transfers(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """KV transfer configurations by name."""
+    """Return the KV transfer configurations by name."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         if name == "nixl":
             if importlib.util.find_spec("nixl") is None:
-                print("nixl is not installed: NixlConnector does not take part", flush=True)
+                print("NixlConnector is not measured: nixl is not installed", flush=True)
                 continue
             found[name] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         else:
@@ -229,7 +228,7 @@ def transfers(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def settings(model: Path, shapes: Sequence[Shape], transfer: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's engine arguments, with a pool that holds the largest shape and some more."""
+    """Return vLLM's engine arguments, with a pool a little larger than the largest shape."""
     num_blocks = max(-(-(shape.num_tokens + 64) // BLOCK_SIZE) * shape.concurrency for shape in shapes)
     return {
         "model": str(model),
@@ -265,7 +264,7 @@ def write_model(folder: Path, max_tokens: int) -> None:
 
 @asynccontextmanager
 async def running(folder: Path, shapes: Sequence[Shape], names: Sequence[str]) -> AsyncIterator[list[System]]:
-    """Every system, started two engines at a time; the single node is the first pair's decode node by itself."""
+    """Start every system, two engines at a time. The single node is the decode node of the first pair, used alone."""
     write_model(folder / "model", 2 * max(shape.num_tokens for shape in shapes) + 64)
     systems: list[System] = []
     async with AsyncExitStack() as stack:
@@ -304,7 +303,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
                     with system.awake():
                         await asyncio.sleep(SETTLE_S)
                         sample = await system.measure(prompts, arguments.max_tokens)
-                    if number:  # the first one, of one prompt, wakes everybody up
+                    if number:  # round 0, of one prompt, only warms up
                         samples[system.name].append(sample)
             rows += _rows(shape, samples)
             _show(rows[-len(systems) :])
@@ -316,7 +315,7 @@ def _prompt(num_tokens: int) -> list[int]:
 
 
 def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """One row a system, with ratios to NixlConnector if that takes part."""
+    """Return one row per system, with ratios to NixlConnector if it takes part."""
     alone, nixl = samples["one node"], samples.get("nixl")
     return [
         {
@@ -337,7 +336,7 @@ def _rows(shape: Shape, samples: Mapping[str, Sequence[Sample]]) -> list[dict[st
 
 
 def _ratios(own: Sequence[Sample], other: Sequence[Sample], name: str) -> dict[str, float]:
-    """How many times as long as another system's, round by round; the median."""
+    """Return the medians of the ratios to another system's times in the same round."""
     pairs = list(zip(own, other, strict=True))
     return {
         f"ttft_{name}": statistics.median(a.ttft_s / b.ttft_s for a, b in pairs),
@@ -346,8 +345,8 @@ def _ratios(own: Sequence[Sample], other: Sequence[Sample], name: str) -> dict[s
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table; *of nixl* is what part of NixlConnector's time it is."""
-    print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} at a time")
+    """Print a table. *of nixl* is the ratio to NixlConnector's time."""
+    print(f"\n{rows[0]['num_tokens']} prompt tokens, {rows[0]['concurrency']} concurrent requests")
     titles = ("TTFT ms", "best", "ratio", "of nixl", "added ms", "ITL ms", "ratio", "of nixl", "MB", "ratio")
     print(f"  {'':<16}" + "".join(f"{title:>9}" for title in titles))
     for row in rows:
@@ -370,16 +369,28 @@ def main() -> None:
     )
     shapes = ["128x1", "128x8", "1024x1", "1024x8", "4096x1", "4096x8"]
     parser.add_argument(
-        "--shapes", nargs="+", type=Shape.parse, default=[Shape.parse(text) for text in shapes]
+        "--shapes",
+        nargs="+",
+        type=Shape.parse,
+        default=[Shape.parse(text) for text in shapes],
+        metavar="TOKENSxREQUESTS",
+        help=f"prompt tokens x concurrent requests (default: {' '.join(shapes)})",
     )
-    parser.add_argument("--connectors", nargs="+", default=["shm", "zeromq", "ucx", "nixl"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--max-tokens", type=int, default=8)
-    parser.add_argument("--json", type=Path)
+    connectors = ["shm", "zeromq", "ucx", "nixl"]
+    parser.add_argument(
+        "--connectors",
+        nargs="+",
+        default=connectors,
+        metavar="NAME",
+        help=f"transports of kvferry, or nixl (default: {' '.join(connectors)})",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per shape (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8, help="tokens per answer (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(measure(arguments, Path(folder)))
-    print(f"\nload of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"\nload average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 

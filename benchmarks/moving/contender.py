@@ -1,4 +1,4 @@
-"""What a contender is: a way to move regions from the pool of one process, the owner, into another's, the reader's."""
+"""Contenders: ways to move regions from the pool of one process, the owner, into the pool of another, the reader."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ import numpy.typing as npt
 
 from kvferry.transports import RegionPairs
 
-#: What takes longer has failed.
+#: A step that takes longer than this many seconds has failed.
 TIMEOUT_S = 60.0
 
-#: A pool as 8-byte words. In the owner's each word holds its own index, so that the reader can tell what it read.
+#: A pool as 8-byte words. In the owner's pool each word holds its own index, so that the reader can check what it read.
 Pool = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What both processes of a contender are started with."""
+    """Settings for both processes of a contender."""
 
     pool_bytes: int
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reader(ABC):
-    """The reading end, in its own process.
+    """The reader, in its own process.
 
     Attributes:
-        pool: Where it reads into.
+        pool: The memory that it reads into.
     """
 
     pool: Pool
 
     @abstractmethod
     def read(self, pairs: RegionPairs) -> str:
-        """Move the regions; returns when they are in place, with what moved them."""
+        """Move the regions. Return the mechanism as soon as all bytes are in place."""
 
     def check(self, pairs: RegionPairs) -> None:
-        """Look at both ends of every region that was read; then forget them, so that the next read is seen as well.
+        """Check the first and last word of every region that was read, then overwrite them for the next check.
 
         Raises:
-            ValueError: other bytes are there.
+            ValueError: a word is wrong.
         """
         local, remote, lengths = pairs.table.T // 8
         for at in (np.zeros_like(lengths), lengths - 1):
@@ -59,18 +59,18 @@ class Reader(ABC):
     def close(self) -> None: ...
 
 
-#: Runs in the owner's process: fill the pool, say the address over the connection, serve until something comes over it.
+#: Runs in the owner's process: fills the pool, sends its address over the connection, serves until something arrives there.
 Owner = Callable[[Setup, Connection], None]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that are compared.
+    """A way to move regions.
 
     Attributes:
-        reader: Made in the reader's process, of the setup and of the address that the owner said.
-        distribution: What has to be installed, by its name in the registry; empty if nothing.
-        environment: Variables that both processes are started with.
+        reader: Makes the reader, in its process, from the setup and the address that the owner sent.
+        distribution: Name of the distribution that must be installed; empty if none.
+        environment: Environment variables of both processes.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Contender:
 
     @property
     def version(self) -> str:
-        """Of the distribution; empty if it needs none.
+        """Version of the distribution; empty if none is needed.
 
         Raises:
             PackageNotFoundError: it is not installed.
@@ -91,7 +91,7 @@ class Contender:
 
 
 def pool_memory(num_bytes: int) -> mmap.mmap:
-    """Ordinary memory on huge pages where the kernel gives them: what every contender has that brings none."""
+    """Allocate ordinary memory, on huge pages if the kernel has them, for contenders that do not allocate their own."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(memory, dtype=np.int64)[:] = -1

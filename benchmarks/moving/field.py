@@ -1,4 +1,4 @@
-"""Who is compared."""
+"""The contenders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sockets import SocketReader, own_sockets
 MEMCPY = "memcpy"
 SOCKETS = "plain sockets"
 
-#: A stopped process says nothing while it is another's turn.
+#: Timeouts for processes that are stopped while others are measured.
 _PATIENT = {"handshake_timeout_s": 3600}
 _PATIENT_OVER_NETWORK = {**_PATIENT, "peer_timeout_s": 3600}
 
@@ -42,11 +42,11 @@ def _nixl(name: str, environment: Mapping[str, str]) -> Contender:
 
 
 def all_contenders(secret_file: Path, congestion_control: str) -> list[Contender]:
-    """Every contender, installed or not.
+    """Return every contender, installed or not.
 
     Args:
-        secret_file: What both ends of an encrypted connection share.
-        congestion_control: Of every TCP connection that can be told; empty keeps the system's.
+        secret_file: Secret for both ends of an encrypted connection.
+        congestion_control: For every TCP connection on which it can be set; empty keeps the system's.
     """
     plain = {"congestion_control": congestion_control}
     curve = {**plain, "curve": "on", "shared_secret_file": str(secret_file)}

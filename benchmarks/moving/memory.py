@@ -1,4 +1,4 @@
-"""The yardstick: one `memcpy` of as many bytes, by one thread, from and to places that were not touched lately."""
+"""The yardstick: one `memcpy` of the same number of bytes, by one thread, between places that are in no cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.transports import RegionPairs
 from .contender import Reader, Setup, pool_memory
 
 
-def own_nothing(setup: Setup, told: Connection) -> None:
-    """A memcpy has no other side."""
-    told.send(None)
-    told.recv()
+def own_nothing(setup: Setup, reader: Connection) -> None:
+    """Do nothing until the end, because a memcpy needs no owner."""
+    reader.send(None)
+    reader.recv()
 
 
 class MemcpyReader(Reader):
-    """Copies within its own process. It puts the bytes of all regions in one place: it is told of no regions."""
+    """Copies the bytes of all regions in one run, within its own process."""
 
     def __init__(self, setup: Setup, address: Any) -> None:
         self.pool = np.frombuffer(pool_memory(setup.pool_bytes), dtype=np.int64)
@@ -36,7 +36,7 @@ class MemcpyReader(Reader):
         return "memcpy"
 
     def check(self, pairs: RegionPairs) -> None:
-        """Nothing was read."""
+        """Do nothing: no region was read."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

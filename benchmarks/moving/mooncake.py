@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP: a batch of addresses a read."""
+"""Mooncake's transfer engine over TCP, with one batch of addresses per read."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from .contender import Reader, Setup, pool_memory
 
 
 class _Engine:
-    """An engine with a registered pool; peers find each other without a metadata service."""
+    """An engine with a registered pool. Peers find each other without a metadata service."""
 
     def __init__(self, setup: Setup) -> None:
         from mooncake.engine import TransferEngine
 
         self.engine: Any = TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
-            raise RuntimeError("Mooncake does not start")
+            raise RuntimeError("cannot start Mooncake's engine")
         self._memory = pool_memory(setup.pool_bytes)
         self.pool = np.frombuffer(self._memory, dtype=np.int64)
         self.address = self.pool.ctypes.data
         if self.engine.register_memory(self.address, setup.pool_bytes):
-            raise RuntimeError("Mooncake does not take the pool")
+            raise RuntimeError("cannot register the pool with Mooncake")
 
 
-def own_mooncake(setup: Setup, told: Connection) -> None:
+def own_mooncake(setup: Setup, reader: Connection) -> None:
     node = _Engine(setup)
     node.pool[:] = np.arange(len(node.pool))
-    told.send((f"127.0.0.1:{node.engine.get_rpc_port()}", node.address))
-    told.recv()
+    reader.send((f"127.0.0.1:{node.engine.get_rpc_port()}", node.address))
+    reader.recv()
 
 
 class MooncakeReader(Reader):
-    """The reading end."""
+    """The reader."""
 
     def __init__(self, setup: Setup, address: tuple[str, int]) -> None:
         self._owner, self._remote_address = address
@@ -51,8 +51,8 @@ class MooncakeReader(Reader):
             pairs.lengths.tolist(),
         )
         if status:
-            raise RuntimeError(f"Mooncake says {status}")
+            raise RuntimeError(f"read failed with Mooncake's status {status}")
         return "mooncake:tcp"
 
     def close(self) -> None:
-        """The end of the process is the end of it."""
+        """Do nothing: the engine ends with the process."""

@@ -1,6 +1,6 @@
-"""NIXL over UCX at its best: descriptor lists prepared once, a request by index for each read, no progress thread.
+"""NIXL over UCX in its fastest form: descriptor lists prepared once, one request by index per read, no progress thread.
 
-Its progress thread, the default, spins in either process and takes the core that the bytes need.
+The progress thread, which is on by default, spins in both processes and takes processor time from the transfer.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class _Agent:
         self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
 
 
-def own_nixl(setup: Setup, told: Connection) -> None:
-    """Poll, or nothing moves over TCP."""
+def own_nixl(setup: Setup, reader: Connection) -> None:
+    """Poll all the time: without it nothing moves over TCP."""
     node = _Agent("owner", setup)
     node.pool[:] = np.arange(len(node.pool))
-    told.send((node.agent.get_agent_metadata(), node.address))
-    while not told.poll():
+    reader.send((node.agent.get_agent_metadata(), node.address))
+    while not reader.poll():
         node.agent.get_new_notifs()
         os.sched_yield()
 
 
 class NixlReader(Reader):
-    """The reading end."""
+    """The reader."""
 
     def __init__(self, setup: Setup, address: tuple[bytes, int]) -> None:
         metadata, self._remote_address = address
@@ -65,10 +65,10 @@ class NixlReader(Reader):
         return f"nixl:{backend}"
 
     def close(self) -> None:
-        """The end of the process is the end of it."""
+        """Do nothing: the agent ends with the process."""
 
     def _prepare(self, region_bytes: int) -> tuple[Any, Any]:
-        """Name every region of both pools."""
+        """Prepare descriptors for every region of both pools."""
         at = np.arange(self.pool.nbytes // region_bytes, dtype=np.uint64) * region_bytes
 
         def described(base: int) -> np.ndarray:
@@ -83,8 +83,8 @@ def _until_done(state: str, look: Callable[[], str]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while state == "PROC":
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no end within {TIMEOUT_S} s")
+            raise TimeoutError(f"timed out after {TIMEOUT_S:g} s waiting for NIXL's read")
         os.sched_yield()
         state = look()
     if state != "DONE":
-        raise RuntimeError(f"NIXL says {state}")
+        raise RuntimeError(f"read failed with NIXL's state {state}")

@@ -37,18 +37,18 @@ class Node:
         self.pool: Pool = np.frombuffer(memoryview(words), dtype=np.int64)
 
 
-def own_ours(setup: Setup, told: Connection) -> None:
+def own_ours(setup: Setup, reader: Connection) -> None:
     node = Node(setup)
     node.pool[:] = np.arange(len(node.pool))
     node.transport.guards.set(_GUARD.index, _GUARD.value)
-    told.send(node.endpoint.listen(""))
-    while not told.poll():
+    reader.send(node.endpoint.listen(""))
+    while not reader.poll():
         node.endpoint.wait_events(0.05)
     node.transport.close()
 
 
 class OurReader(Reader):
-    """The reading end."""
+    """The reader."""
 
     def __init__(self, setup: Setup, address: str) -> None:
         self._node = Node(setup)
@@ -81,8 +81,8 @@ class OurReader(Reader):
         for event in self._endpoint.wait_events(TIMEOUT_S):
             if isinstance(event, wanted):
                 return event
-            raise RuntimeError(f"unexpected: {event}")
-        raise TimeoutError(f"no {wanted.__name__} within {TIMEOUT_S} s")
+            raise RuntimeError(f"expected {wanted.__name__}, got {event}")
+        raise TimeoutError(f"timed out after {TIMEOUT_S:g} s waiting for {wanted.__name__}")
 
     def read(self, pairs: RegionPairs) -> str:
         self._endpoint.start_read(self._peer_id, pairs, _GUARD, timeout_s=TIMEOUT_S)

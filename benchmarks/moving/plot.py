@@ -1,4 +1,4 @@
-"""A plot of the results: bars, as an SVG image."""
+"""Plotting the results as bars in an SVG image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS, _OTHERS = "#1f6feb", "#8b949e"
 
 
 def svg(results: Sequence[Result]) -> str:
-    """One group of bars a shape: each contender's speed as a multiple of memcpy's, which a line marks."""
+    """Return one group of bars per shape: each contender's speed as a multiple of memcpy's, which a line marks."""
     body: list[str] = []
     y = _MARGIN_PX
     scale = _BAR_PX / max([1.0, *(result.to_memcpy for result in results)])

@@ -1,4 +1,4 @@
-"""The two processes of a contender, stopped while it is another's turn."""
+"""The two processes of a contender, which are stopped while others are measured."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _spawning = multiprocessing.get_context("spawn")
 
 
 class FailedError(Exception):
-    """A contender does not start, or failed. The others go on without it."""
+    """A contender could not be started, or failed. The others continue without it."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One read: how long it took, the processor time of both processes in it, and what moved the bytes."""
+    """One read: elapsed time, processor time of both processes, and what moved the bytes."""
 
     seconds: float
     cpu_seconds: float
@@ -51,21 +51,21 @@ class Child:
         return self._process.pid or 0
 
     def ask(self, question: Any) -> Any:
-        """Say something and wait for the answer. Raises FailedError: see `answer`."""
+        """Send a question and wait for the answer. Raises FailedError: see `answer`."""
         try:
             self._connection.send(question)
         except OSError as error:
-            raise FailedError("its process has ended") from error
+            raise FailedError("its process ended") from error
         return self.answer()
 
     def answer(self) -> Any:
-        """What the process says next.
+        """Return what the process sends next.
 
         Raises:
-            FailedError: nothing within twice `TIMEOUT_S`; or that it failed.
+            FailedError: it sent nothing within twice `TIMEOUT_S`, ended, or reported an error.
         """
         if not self._connection.poll(2 * TIMEOUT_S):
-            raise FailedError(f"no answer within {2 * TIMEOUT_S} s")
+            raise FailedError(f"timed out after {2 * TIMEOUT_S:g} s waiting for its process")
         try:
             answer = self._connection.recv()
         except EOFError:
@@ -93,13 +93,13 @@ class Child:
 
 
 class Running:
-    """A contender's two processes, stopped but for its turns."""
+    """The two processes of a contender. They run only during its turns."""
 
     def __init__(self, contender: Contender, pool_bytes: int) -> None:
         """Start both.
 
         Raises:
-            FailedError: they do not start. Neither is left.
+            FailedError: one of them could not be started. Neither runs any more.
         """
         setup = Setup(pool_bytes, contender.options)
         with ExitStack() as stack:
@@ -120,7 +120,7 @@ class Running:
         """Let both run, do the reads one after the other, and stop them again.
 
         Raises:
-            FailedError: a read failed, took longer than `TIMEOUT_S`, or brought wrong bytes.
+            FailedError: a read failed, took longer than `TIMEOUT_S`, or delivered wrong bytes.
         """
         self._signal(signal.SIGCONT)
         timings: list[Timing] = self._reader.ask([pairs.table for pairs in reads])
@@ -148,21 +148,21 @@ def begin(contender: Contender) -> None:
 def _own(contender: Contender, setup: Setup, told: Connection) -> None:
     begin(contender)
     try:
-        contender.owner(setup, told)
-    except Exception as error:  # noqa: BLE001 - said to the parent, which tells the user
-        told.send(RuntimeError(repr(error)))
+        contender.owner(setup, parent)
+    except Exception as error:  # noqa: BLE001 - the parent reports it
+        parent.send(RuntimeError(repr(error)))
 
 
 def _read(contender: Contender, setup: Setup, address: Any, owner_pid: int, asked: Connection) -> None:
     begin(contender)
     try:
         reader = contender.reader(setup, address)
-        asked.send("ready")
-        while (tables := asked.recv()) is not None:
-            asked.send([_timed(reader, RegionPairs(table), owner_pid) for table in tables])
+        parent.send("ready")
+        while (tables := parent.recv()) is not None:
+            parent.send([_timed(reader, RegionPairs(table), owner_pid) for table in tables])
         reader.close()
-    except Exception as error:  # noqa: BLE001 - likewise
-        asked.send(RuntimeError(repr(error)))
+    except Exception as error:  # noqa: BLE001 - the parent reports it
+        parent.send(RuntimeError(repr(error)))
 
 
 def _timed(reader: Reader, pairs: RegionPairs, owner_pid: int) -> Timing:
@@ -174,5 +174,5 @@ def _timed(reader: Reader, pairs: RegionPairs, owner_pid: int) -> Timing:
 
 
 def _cpu_seconds(owner_pid: int) -> float:
-    """Of this process and the owner's. Linux derives the number of another process's clock from its id."""
+    """Return the processor time of this process and the owner's. Linux derives the id of a process's clock from its pid."""
     return time.process_time() + time.clock_gettime((~owner_pid << 3) | 2)

@@ -1,4 +1,4 @@
-"""What is said of it: a table to read, and JSON lines to keep."""
+"""Reporting the results: as a table and as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Machine = Mapping[str, object]
 
 
 def machine() -> Machine:
-    """What the figures depend on."""
+    """Describe the machine and the versions that the figures depend on."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in info if line.startswith("model name")]
     return {
@@ -38,7 +38,7 @@ def machine() -> Machine:
 
 
 def _chosen(path: str) -> str:
-    """What a file of the kernel's says; of several choices, the one in brackets."""
+    """Return the value of a kernel setting; of several choices, the one in brackets."""
     try:
         text = Path(path).read_text().strip()
     except OSError:
@@ -47,7 +47,7 @@ def _chosen(path: str) -> str:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """A table a shape, line by line."""
+    """Yield the lines of one table per shape."""
     for _, group in groupby(results, key=_shape_of):
         rows = list(group)
         first = rows[0]

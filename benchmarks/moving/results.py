@@ -1,4 +1,4 @@
-"""What was measured, as figures."""
+"""The figures that follow from the measurements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .shapes import Shape
 
 @dataclass(frozen=True)
 class Result:
-    """One contender and one shape.
+    """The figures of one contender for one shape.
 
     Attributes:
-        to_memcpy: How many times as fast as memcpy in the same round: median of the rounds; 0 if it was not measured.
-        to_memcpy_quartiles: The first and the third.
-        to_sockets: How many times as fast as plain sockets, likewise.
-        cpu_s_per_gb: Processor time of both processes, for 10**9 bytes.
+        to_memcpy: Speed relative to memcpy in the same round; median over rounds, 0 if memcpy was not measured.
+        to_memcpy_quartiles: First and third quartile of the same ratio.
+        to_sockets: Speed relative to plain sockets, likewise.
+        cpu_s_per_gb: Processor time of both processes per 10**9 bytes.
     """
 
     contender: str
@@ -42,7 +42,7 @@ class Result:
 
 
 def results_of(contenders: Sequence[Contender], shapes: Sequence[Shape], measured: Measured) -> list[Result]:
-    """All that was measured, shape by shape."""
+    """Return all results, shape by shape."""
     return [
         _result(contender, shape, measured)
         for shape in shapes
@@ -76,7 +76,7 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
 
 
 def _ratios(turns: list[list[Timing]], others: list[list[Timing]]) -> tuple[float, float, float]:
-    """Quartiles of how many times as fast as another one's a turn was."""
+    """Return the quartiles of the ratio of another contender's time to this one's, over rounds."""
     if not others:
         return 0.0, 0.0, 0.0
     ratios = [_typical(other) / _typical(turn) for turn, other in zip(turns, others, strict=True)]

@@ -1,4 +1,4 @@
-"""Rounds: in each, everybody moves every shape once, so that what disturbs the machine disturbs all of them."""
+"""Rounds: in each, every contender moves every shape, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .contender import Contender
 from .processes import FailedError, Running, Timing
 from .shapes import Shape
 
-#: So many rounds are counted whatever time they take; before them comes one that only warms up.
+#: Rounds that are measured however long they take, after one that only warms up.
 MIN_ROUNDS = 3
 
-#: A turn moves about as much, so that a small transfer is measured often.
+#: A turn moves about this many bytes, so that small transfers are measured often.
 _TURN_BYTES = 32 << 20
 _MAX_READS = 16
 
-#: Told what is going on.
+#: Shows progress.
 Progress = Callable[[str], None]
 
 
 @dataclass
 class Measured:
-    """What was seen.
+    """The measurements.
 
     Attributes:
-        turns: For each contender and shape, and each round, the reads of one turn.
-        left_out: Why a contender is not among them.
+        turns: By contender and shape, for each round the reads of one turn.
+        left_out: Contenders that were not measured, and why.
     """
 
     turns: dict[tuple[str, Shape], list[list[Timing]]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Measured:
 def measure(
     contenders: Sequence[Contender], shapes: Sequence[Shape], pool_bytes: int, seconds: float, say: Progress
 ) -> Measured:
-    """Measure for about `seconds`, after a round that only warms up."""
+    """Measure for about `seconds` seconds, after a round that only warms up."""
     measured = Measured()
     with ExitStack() as stack:
         running = _start(contenders, pool_bytes, measured, stack, say)
@@ -68,7 +68,7 @@ def measure(
 def _start(
     contenders: Sequence[Contender], pool_bytes: int, measured: Measured, stack: ExitStack, say: Progress
 ) -> dict[str, Running]:
-    """Start all that can be started; `stack` ends them."""
+    """Start the contenders that can be started; `stack` ends them."""
     running: dict[str, Running] = {}
     for contender in contenders:
         say(f"starting {contender.name}")
@@ -91,7 +91,7 @@ def require_installed(contender: Contender) -> None:
 
 
 def _rounds(seconds: float) -> Iterator[tuple[int, str]]:
-    """The numbers of rounds, from 0, and where we are in words."""
+    """Yield the number of each round, from 0, and the progress in words."""
     began, number = time.monotonic(), 0
     while number <= MIN_ROUNDS or time.monotonic() - began < seconds:
         yield (
@@ -104,9 +104,9 @@ def _rounds(seconds: float) -> Iterator[tuple[int, str]]:
 def _turns(
     running: Mapping[str, Running], shapes: Sequence[Shape], pool_bytes: int, number: int
 ) -> Iterator[tuple[str, Shape, list[RegionPairs]]]:
-    """Who moves what in a round. Nobody always comes after the same one; all move the same blocks.
+    """Yield the turns of a round: contender, shape and reads. The order is random; all contenders move the same blocks.
 
-    The first read of a turn is one region, and not counted: who was stopped has to wake up.
+    The first read of a turn has one region and is not counted, because the processes have just been resumed.
     """
     for index, shape in enumerate(shapes):
         random = np.random.default_rng((number, index))

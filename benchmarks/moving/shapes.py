@@ -1,4 +1,4 @@
-"""What is moved: the blocks of a request, in one layout of one model."""
+"""What is moved: the blocks of one request, in one layout of one model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.transports import RegionPairs
 
 @dataclass(frozen=True)
 class Shape:
-    """Some blocks of a model in one layout. All regions are equally long, and lie at multiples of their length."""
+    """Some blocks of a model in one layout. All regions have the same length and lie at multiples of it."""
 
     model: str
     layout: str
@@ -49,7 +49,7 @@ class Shape:
         return self.num_bytes // self.region_bytes
 
     def pairs(self, pool_bytes: int, random: np.random.Generator) -> RegionPairs:
-        """Other blocks each time, scattered at both ends of pools of `pool_bytes`."""
+        """Choose other blocks each time, scattered over both pools of `pool_bytes` bytes."""
         capacity = pool_bytes // self.block_bytes
         ends = [random.permutation(capacity)[: self.num_blocks] for _ in range(2)]
         if not self.is_uniform:  # each layer has a pool of its own
@@ -61,7 +61,7 @@ class Shape:
 
 
 def shapes_of(num_blocks: int) -> list[Shape]:
-    """Many blocks and one block, in both layouts, of a Llama-3.1-8B-like model and of SmolLM2-135M."""
+    """Return shapes of many blocks and of one, in both layouts, for a model like Llama-3.1-8B and for SmolLM2-135M."""
     return [
         Shape(model, layout, num_layers, page_bytes, count)
         for model, num_layers, page_bytes in (("llama-8b", 32, 64 << 10), ("smollm2-135m", 30, 12 << 10))

@@ -1,7 +1,7 @@
-"""The twin: what plain sockets can do over one loopback TCP connection.
+"""The baseline for network transports: plain sockets over one loopback TCP connection.
 
-The reader sends a list of offsets, the owner answers with `sendmsg` from its pool, the reader takes the bytes with
-`recvmsg_into` into place. Nothing is checked.
+The reader sends a list of offsets. The owner answers with `sendmsg` from its pool, and the reader receives the bytes into
+place with `recvmsg_into`. Nothing is checked.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvferry.transports import RegionPairs
 
 from .contender import TIMEOUT_S, Reader, Setup, pool_memory
 
-#: Buffers a call; more gain nothing.
+#: Buffers per call; more are not faster.
 _MAX_BUFFERS = 64
 
 
-def own_sockets(setup: Setup, told: Connection) -> None:
+def own_sockets(setup: Setup, reader: Connection) -> None:
     memory = pool_memory(setup.pool_bytes)
     np.frombuffer(memory, dtype=np.int64)[:] = np.arange(setup.pool_bytes // 8)
     with socket.socket() as listener:
@@ -31,7 +31,7 @@ def own_sockets(setup: Setup, told: Connection) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(TIMEOUT_S)
-        told.send(listener.getsockname())
+        reader.send(listener.getsockname())
         connection, _ = listener.accept()
     with connection:
         connection.settimeout(None)
@@ -43,7 +43,7 @@ def own_sockets(setup: Setup, told: Connection) -> None:
 
 
 def _move(views: list[memoryview], step: Callable[[list[memoryview]], int]) -> None:
-    """Send or receive all of `views`, as many at a time as one call takes."""
+    """Send or receive all of `views`, in as few calls as possible."""
     left = deque(views)
     while left:
         done = step([left[i] for i in range(min(_MAX_BUFFERS, len(left)))])
@@ -54,7 +54,7 @@ def _move(views: list[memoryview], step: Callable[[list[memoryview]], int]) -> N
 
 
 class SocketReader(Reader):
-    """The reading end."""
+    """The reader."""
 
     def __init__(self, setup: Setup, address: tuple[str, int]) -> None:
         self._memory = pool_memory(setup.pool_bytes)
@@ -74,7 +74,7 @@ class SocketReader(Reader):
     def _receive(self, views: list[memoryview]) -> int:
         num_bytes = self._socket.recvmsg_into(views)[0]
         if not num_bytes:
-            raise ConnectionError("the owner hung up")
+            raise ConnectionError("the owner closed the connection")
         return num_bytes
 
     def close(self) -> None:
