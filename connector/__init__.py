@@ -1,8 +1,8 @@
-"""WHAT: which blocks of which request cross, for whom, until when; is the peer compatible."""
+"""Connectors: which blocks of which request cross between nodes, which peer may read them, and until when."""
 
 from __future__ import annotations
 
-if __name__ != "kvferry.connector":  # the same file under a second name would be a second set of classes
+if __name__ != "kvferry.connector":  # under a second name, the same file would define a second set of classes
     raise ImportError("import kvferry.connector, not connector: `pip install -e .` first")
 
 from importlib import import_module
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         ZeroMQConnector,
     )
 
-#: Imported when first asked for: they bring the protocol and the transports.
+#: Imported at their first use, because they import the protocol and the transports.
 _LAZY = {"MultiConnector": ".multi", "PeerToPeerConnector": ".p2p"}
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Joins the reports of several ranks into one."""
+"""Joining the reports of several ranks into one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVOutputAggregator:
 
     def __init__(self, expected_count: int) -> None:
         if expected_count < 1:
-            raise ValueError(f"expected_count={expected_count}: at least one rank reports")
+            raise ValueError(f"expected_count must be at least 1, got {expected_count}")
         self._expected_count = expected_count
         self._sending: dict[str, set[int]] = {}
         self._recving: dict[str, set[int]] = {}
@@ -58,14 +58,14 @@ class KVOutputAggregator:
             # The first reason, and the lowest rank's within one step: ranks usually fail together, for one cause.
             (self._errors if ends_later else joined.load_errors).setdefault(request_id, reason)
 
-    def _count(self, said: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:
+    def _count(self, named: dict[str, set[int]], rank: int, request_ids: Iterable[str]) -> set[str]:
         complete = set()
         for request_id in request_ids:
-            ranks = said.setdefault(request_id, set())
+            ranks = named.setdefault(request_id, set())
             ranks.add(rank)
             if len(ranks) >= self._expected_count:
                 complete.add(request_id)
-                del said[request_id]
+                del named[request_id]
         return complete
 
 

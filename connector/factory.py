@@ -1,9 +1,9 @@
-"""From the name of a connector to its class.
+"""Finding the class of a connector by its name.
 
 If `kv_connector_module_path` is given, the name is a class of that module. Otherwise it is, in this order: a name
 registered in this process; a built-in transport's scheme, e.g. `"shm"`, or its connector's class, e.g.
 `"SharedMemoryConnector"`; an entry point of the group `kvferry.connectors`; or the scheme of any other transport. A module
-is imported when it is first asked for.
+is imported at its first use.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class KVConnectorFactory:
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
-        """Make `name` stand for a class. The module is imported when the connector is first asked for.
+        """Make `name` stand for a class. The module is imported at the first use of the connector.
 
         Raises:
-            ConfigurationError: `name` stands for another class already. It still does.
+            ConfigurationError: `name` stands for another class already, and still does.
         """
         target = f"{module_path}:{class_name}"
         scheme = built_in_schemes().get(name)
@@ -104,7 +104,7 @@ class KVConnectorFactory:
             ConfigurationError: see `get_connector_class`; or the connector refuses its options.
         """
         if config.kv_transfer is None:
-            raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
+            raise KVTransferStateError("cannot make a connector: EngineConfig.kv_transfer is None; set it")
         connector_class = cls.get_connector_class(config.kv_transfer)
         _require_constructor(connector_class, config.kv_transfer.kv_connector)
         return connector_class(config, role, kv_cache_config)
@@ -115,7 +115,7 @@ def connector_name(target: str) -> str:
     return target.partition(":")[2].removesuffix("Transport") + "Connector"
 
 
-# What follows is imported when it is needed: each import takes as long as that of this whole package.
+# The functions below import what they need themselves: each import takes as long as that of this whole package.
 
 
 def built_in_schemes() -> dict[str, str]:

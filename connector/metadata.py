@@ -1,4 +1,4 @@
-"""What the scheduler half orders in one step, and what a worker half says about itself."""
+"""The orders of the scheduler half for one step, and the address that a worker half sends it."""
 
 from __future__ import annotations
 

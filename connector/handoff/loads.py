@@ -67,8 +67,8 @@ class Part:
         state: CONNECTING, CLAIMING, GRANTED or READING.
         deadline: End of the present state; infinity where another deadline counts, as that of the connection.
         grant: What the rank granted, with the progress that it reported since; not None from the state GRANTED on.
-        is_owed_release: Whether the rank must still be told that the load is over. It need not be if the offer has
-            ended at the rank, or the rank is gone.
+        is_owed_release: Whether the rank must still get a `Release`. It need not if the offer has ended at the rank, or
+            the rank is gone.
     """
 
     rank: int

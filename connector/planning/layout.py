@@ -119,7 +119,7 @@ class LayerLayout:
         return self.base_offset + end
 
     def require_consistent(self) -> None:
-        """Check what a peer says about its layer."""
+        """Check a layer that a peer described."""
         if self.slots is not None and self.block_size % self.slots.kernel_block_size:
             raise Refused(
                 f"must divide block_size {self.block_size}, got {self.slots.kernel_block_size}",
@@ -162,7 +162,7 @@ class KVLayout:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, object]) -> KVLayout:
-        """Parse what a peer says about its pool.
+        """Parse a peer's description of its pool.
 
         Raises:
             ProtocolError: a field is missing, unknown, ill-typed or over its limits, or a page would lie
@@ -174,7 +174,7 @@ class KVLayout:
             raise ProtocolError(refused.text("layout")) from None
 
     def require_consistent(self) -> None:
-        """Check what a peer says about its pool: no layer may lie outside of it."""
+        """Check a pool that a peer described: no layer may lie outside it."""
         if len({layer.name for layer in self.layers}) < len(self.layers):
             raise Refused("must have a different name each", ".layers")
         for index, layer in enumerate(self.layers):

@@ -46,7 +46,7 @@ class Shard:
         return asdict(self)
 
     def require_consistent(self) -> None:
-        """Check what a peer says about its shard."""
+        """Check a shard that a peer described."""
         if self.end > self.total:
             raise Refused(f"ends at share {self.end} of {self.total}")
 

@@ -177,7 +177,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @property
     def num_remembered_requests(self) -> int:
-        """Requests whose handoff is not over; 0 at rest."""
+        """Requests whose handoff is not over; 0 while the node is idle."""
         return self._scheduler.num_remembered_requests
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:

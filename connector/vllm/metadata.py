@@ -1,4 +1,4 @@
-"""What vLLM carries between the two halves, beside kvferry's own messages."""
+"""What vLLM carries between the two halves, in addition to kvferry's own messages."""
 
 from __future__ import annotations
 

@@ -80,5 +80,5 @@ def test_the_ranks_reports_stay_as_they_were() -> None:
 
 
 def test_no_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one rank"):
+    with pytest.raises(ValueError, match="expected_count must be at least 1, got 0"):
         KVOutputAggregator(0)

@@ -111,7 +111,7 @@ def test_a_prompt_with_items_is_handed_over(make_node: Any, expected: Any, drive
         ((PromptItem(3, 0, b""),), "tokens 3 to 3"),
         ((PromptItem(3, 3, vectors(0, 3)), PromptItem(5, 1, vectors(0, 1))), "item 1 .* 6 to 43"),
         ((PromptItem(3, 3, vectors(0, 2)),), "512 bytes; 3 vectors of 64 float32 are 768"),
-        ((PromptItem(3, 3, vectors(0, 2), (True, False)),), "3 tokens, and says of 2"),
+        ((PromptItem(3, 3, vectors(0, 2), (True, False)),), "3 tokens, but is_embed has 2"),
         ((PromptItem(3, 3, vectors(0, 2), (True, False, False)),), "1 vectors"),
         ((PromptItem(3, 1, np.full(HIDDEN, np.nan, "<f4").tobytes()),), "not finite"),
     ],

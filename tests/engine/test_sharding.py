@@ -148,4 +148,4 @@ def test_a_worker_sees_each_step_as_it_was_planned() -> None:
         if token:
             request.append_token(token)
     assert cross(finished_req_ids={"a"}).finished_req_ids == {"a"}
-    assert (sender._num_told, mirror._requests) == ({}, {})
+    assert (sender._num_sent, mirror._requests) == ({}, {})

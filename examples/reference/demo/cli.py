@@ -27,9 +27,9 @@ DEFAULT_PROMPTS = (
     ),
 )
 
-#: What prefill and decode node are told of the connector.
+#: Options about the connector, for the prefill and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
-#: What every node is told.
+#: Options for every node.
 NODE_OPTIONS = (
     *("model", "layout", "page-order", "block-size", "num-blocks", "max-num-batched-tokens"),
     *("dtype", "device", "threads"),
@@ -43,7 +43,7 @@ OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line said.
+    """The parsed command line.
 
     Attributes:
         prompts: At least one.

@@ -26,7 +26,7 @@ class Answer:
     Attributes:
         ttft_s: From sending the request to the first text or token, as the client sees it; 0 without any.
         metrics: The node's own figures of the request, empty when there are none.
-        error: Why there is no whole answer, else empty.
+        error: Why the answer is not complete; empty if it is.
     """
 
     text: str = ""
@@ -51,7 +51,7 @@ class Answer:
 async def ask(
     session: aiohttp.ClientSession, url: str, prompt: str, max_tokens: int, on_text: OnText
 ) -> Answer:
-    """Continue `prompt` greedily. Every failure is told in the answer's `error`."""
+    """Continue `prompt` greedily. Report every failure in the answer's `error`."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,

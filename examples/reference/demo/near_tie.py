@@ -119,11 +119,11 @@ def compare(
 ) -> Comparison:
     """Compare a greedy answer with a single node's.
 
-    Behind a near-tie the two go different ways. So the single node is asked for what follows the token that the answer
-    took, and the rest of the answer must be that: a near-tie excuses one token, and nothing after it.
+    After a near-tie the two answers differ. So the single node continues from the token that the answer took, and the rest
+    of the answer must equal that continuation: a near-tie excuses one token and nothing after it.
 
     Args:
-        answer: What is to be judged.
+        answer: The answer to check.
         expected: What the single node answered. Not shorter than the answer because it was asked for fewer tokens.
         ask_alone: Asked only where the two differ.
         is_whole: False: the answer may be the beginning of what is expected.

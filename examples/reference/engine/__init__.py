@@ -4,7 +4,7 @@
     └─ EngineCore (core.py)         requests in, outputs out, one step after the other
        ├─ Scheduler (scheduler.py)  which tokens next; blocks from KVCacheManager
        │  └─ Handoffs               the scheduler half of the connector
-       ├─ Executor (executor.py)    who runs the steps: this process, or several of which each has a part (parallel/)
+       ├─ Executor (executor.py)    runs the steps: in this process, or in several that each have a part (parallel/)
        │  └─ ModelRunner (runner.py)   the worker half of the connector, around one step of the model
        │     ├─ InputBatch (batch.py)  tokens and block tables, kept from step to step
        │     └─ attention.py           paged attention under transformers' attention interface
@@ -15,5 +15,5 @@
 
 import os
 
-# Read once, when huggingface_hub is first imported, hence here: the engine never fetches anything.
+# The engine never downloads anything. huggingface_hub reads this when it is first imported, so it is set here.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

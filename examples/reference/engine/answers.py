@@ -67,7 +67,7 @@ class Answer:
         return self._output(newest, text, reason, "", kv_transfer_params)
 
     def cut_off(self, reason: FinishReason, error: str = "") -> RequestOutput:
-        """The output that ends an answer from outside, without a token of its own."""
+        """Return the output that ends an answer from outside, without a token."""
         return self._output((), self._matcher.flush(), reason, error, None)
 
     def _output(

@@ -66,7 +66,7 @@ def assemble(settings: EngineSettings) -> Parts:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if settings.kv_transfer is not None:
-        # Before the model is loaded: a wrong name should not take that long to be told.
+        # Before the model is loaded, so that a wrong name is reported at once.
         KVConnectorFactory.check_options(settings.kv_transfer)
     dtype = _dtype(settings.dtype, device)
     model = describe_model(model_folder(settings.model))

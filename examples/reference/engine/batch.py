@@ -43,7 +43,7 @@ class InputBatch:
     Args:
         max_num_seqs: Rows.
         max_model_len: Longest sequence.
-        block_sizes: Tokens a block, per KV cache group.
+        block_sizes: Tokens per block, by KV cache group.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class InputBatch:
         )
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
-        """Make a step over `num_tokens` tokens of nobody's, at most one block, in the null block; it samples nothing."""
+        """Make a step over `num_tokens` tokens without a request, at most one block, in the null block; it samples nothing."""
         batch = StepBatch.from_lens([num_tokens], [0], self._device)
         tables = [torch.zeros((1, 1), dtype=torch.int32, device=self._device) for _ in self._tables]
         positions = self._to_device([np.arange(num_tokens)])

@@ -42,10 +42,10 @@ from .types import (
 
 logger = logging.getLogger(__name__)
 
-#: Requests that may fail alone, one after the other, without a step that succeeds in between. More of them are taken
-#: for a model that computes nothing any more, although its check on a few tokens still passes.
+#: Requests that may fail one after the other, each alone in its step, without a step that succeeds in between. After more,
+#: the model counts as broken, even if its check on a few tokens still passes.
 MAX_FAILED_STEPS_IN_A_ROW = 8
-#: What it takes to tell another node that its offer is not wanted: a step, a handshake and a message.
+#: Seconds to decline another node's offer: a step, a handshake and a message.
 SETTLE_S = 1.0
 
 
@@ -112,7 +112,7 @@ class EngineCore:
         self._answers[source.request_id] = answer
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """A request was refused: let go of what another node holds for it.
+        """Decline the offer that another node holds for a request which was refused.
 
         Raises:
             ConnectorError: the params are malformed; they name nothing that is held.
@@ -276,7 +276,7 @@ class EngineCore:
         self._note_transfers(report)
 
     def _note_transfer_health(self, health: TransferHealth) -> None:
-        # An error is for good; a worker process that reported it with a step has not yet said it by itself.
+        # An error is final. A worker process that reported it with a step has not yet reported it on its own.
         self._transfer_health = replace(health, error=self._transfer_health.error or health.error)
 
     def _note_transfers(self, report: KVConnectorOutput) -> None:

@@ -91,7 +91,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def _written(source: Path, folder: Path) -> Iterator[str]:
-    """Write the folder's parts, one a step; yields the name of each when it is done."""
+    """Write the parts of the folder one by one; yield the name of each when it is written."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

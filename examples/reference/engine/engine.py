@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
-#: With nothing to do at all: between two looks whether everything that will be needed is still there.
+#: Seconds between two checks, while idle, that the worker processes are still there.
 _CHECK_INTERVAL_S = 0.5
 
 
@@ -42,13 +42,13 @@ class _Client:
     outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Deliver from any thread. A loop that was closed has nobody left who waits."""
+        """Deliver an output. Any thread may call this. If the loop is closed, no client waits, and the output is dropped."""
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
             return
         except Exception:
-            logger.exception("an output could not be delivered; its client will not get it")
+            logger.exception("cannot deliver an output; its client will not get it")
 
 
 class Engine:
@@ -57,11 +57,11 @@ class Engine:
     Life: construct (cheap) → `start` → any number of `generate` → `close`. `generate` belongs to an asyncio
     loop, any loop; every other method may be called from any thread.
 
-    An engine that cannot continue tells every request, says so in `stats`, and calls `on_death`. It cannot be started
-    again: its process should exit.
+    An engine that cannot continue ends every request with an error, reports the reason in `stats`, and calls `on_death`. It
+    cannot be started again: its process should exit.
 
     Args:
-        on_death: Called once, in the engine's thread, after every request has been told; not after `close`.
+        on_death: Called once, in the engine's thread, after every request got its error; not after `close`.
 
     Attributes:
         settings: As given.
@@ -149,7 +149,7 @@ class Engine:
             self._submit(lambda core: self._deliver(core.abort(request_id)))
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """A request was refused: let go of what another node holds for it. Malformed params are ignored."""
+        """Decline the offer that another node holds for a request which was refused. Ignore malformed params."""
 
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda core: _decline(core, kv_transfer_params))
@@ -177,7 +177,7 @@ class Engine:
             self._changed.notify()
 
     def _abandon(self, request_id: str, client: _Client) -> None:
-        """Abort a request that nobody listens to any more, unless its id is another's by now."""
+        """Abort a request whose client has gone, unless its id belongs to another request by now."""
 
         def order(core: EngineCore) -> None:
             if self._admitted.get(request_id) is client:
@@ -219,7 +219,7 @@ class Engine:
             for order in orders:
                 order(core)
             if is_last:
-                # Orders are carried out before: a request among them may name an offer that must be let go of.
+                # Orders are carried out first: a request among them may name an offer that must be declined.
                 self._deliver(core.abort_all())
                 core.settle()
                 return

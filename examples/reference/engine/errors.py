@@ -1,4 +1,4 @@
-"""What the engine raises, beside the errors of kvferry.
+"""The errors that the engine raises in addition to those of kvferry.
 
     EngineError
     ├─ InvalidRequestError(ValueError)   the request cannot be served; nothing was allocated for it

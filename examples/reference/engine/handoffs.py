@@ -36,7 +36,7 @@ class EndedLoads:
 
 
 class TransferState(Enum):
-    """What a request's blocks are used for beside computing."""
+    """What a request's blocks are used for, apart from computing."""
 
     #: The request waits until its blocks are filled.
     LOADING = "loading"

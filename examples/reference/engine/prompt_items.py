@@ -29,13 +29,11 @@ def check_items(source: GenerationRequest, hidden_size: int) -> None:
         where = f"item {index} of the prompt"
         if item.length < 1 or item.offset < end or item.offset + item.length > len(source.prompt_token_ids):
             raise _refusal(
-                f"{where} has tokens {item.offset} to {item.offset + item.length}: they must be behind the item "
-                f"before and in the prompt, {end} to {len(source.prompt_token_ids)}"
+                f"{where} has tokens {item.offset} to {item.offset + item.length}: they must lie within {end} to "
+                f"{len(source.prompt_token_ids)}, after the item before it and inside the prompt"
             )
         if item.is_embed and len(item.is_embed) != item.length:
-            raise _refusal(
-                f"{where} has {item.length} tokens, and says of {len(item.is_embed)} what they are"
-            )
+            raise _refusal(f"{where} has {item.length} tokens, but is_embed has {len(item.is_embed)} entries")
         num_vectors = sum(item.is_embed) if item.is_embed else item.length
         if len(item.vectors) != num_vectors * hidden_size * _ELEMENT_BYTES:
             raise _refusal(

@@ -28,24 +28,24 @@ from kvferry.transports.errors import ConfigurationError
 from .errors import InvalidRequestError
 from .types import GenerationRequest
 
-#: Kinds of layers, as transformers calls them, that keep a state: instead of a cache, or beside one.
+#: Kinds of layers, as transformers calls them, that keep a state instead of a cache or in addition to one.
 RECURRENT_KINDS = frozenset({"linear_attention", "hybrid"})
 
-#: How many tokens there are changes nothing of a state's shape; but for a single one mixers have a path of its own.
+#: The number of tokens does not change a state's shape, but mixers treat a single token in another way.
 _PROBE_TOKENS = 2
 #: The order in a page. The recurrent part, whose elements may be the wider ones, comes first, so that both are aligned.
 _KINDS = ("recurrent_states", "conv_states")
 
 
 def without_last_prompt_token(source: GenerationRequest) -> GenerationRequest:
-    """The request whose result another node goes on from, when the model has recurrent layers.
+    """Return the request to compute so that another node can continue a model with recurrent layers.
 
-    That node computes the prompt's last token itself, and a state cannot be cut back to before it: so it is not
-    computed here. The one token of this node's answer is then what follows the shorter prompt; nobody needs it. A prompt
-    of one token leaves nothing to hand over.
+    The other node computes the prompt's last token itself, and a state cannot be rolled back by a token. So this node leaves
+    that token out. The one token of its answer then follows the shorter prompt, and is not used. For a prompt of one token,
+    there is nothing to hand over.
 
     Raises:
-        InvalidRequestError: the answer may have more than one token; they would move the state on.
+        InvalidRequestError: the answer may have more than one token, which would advance the state.
     """
     if not (source.kv_transfer_params or {}).get("do_remote_decode"):
         return source
@@ -91,7 +91,7 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
         dtype: Of the weights.
 
     Raises:
-        ConfigurationError: a layer is said to be recurrent, and keeps its state in a way that this engine does not know.
+        ConfigurationError: a recurrent layer keeps its state in a way that this engine does not know.
     """
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     kinds = [kind for kind in layer_types if kind in RECURRENT_KINDS]
@@ -119,7 +119,7 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
 
 @torch.inference_mode()
 def _probe(mixer: torch.nn.Module, model: PreTrainedModel) -> tuple[_StateTensor, ...]:
-    """What a mixer keeps of a request, in the order of a page."""
+    """What a mixer keeps per request, in the order of a page."""
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     tokens = torch.zeros(1, _PROBE_TOKENS, config.hidden_size, dtype=model.dtype, device=model.device)

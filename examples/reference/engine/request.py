@@ -32,7 +32,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass
 class RequestFigures:
-    """What is measured of a request."""
+    """The times measured for one request."""
 
     arrival_s: float
     first_token_s: float | None = None

@@ -86,9 +86,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         }
 
     def warm_up(self) -> None:
-        """Run the model once over a few tokens, so that what it cannot do is told now and the first request is quick.
+        """Run the model once over a few tokens, so that what it cannot do shows now and the first request is fast.
 
-        The tokens are written into the null block, which nobody reads.
+        The tokens are written into the null block, which no request reads.
 
         Raises:
             ConfigurationError: the model does something that this engine cannot.

@@ -63,10 +63,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: a request is alive, a transfer pends, or an end is still to be told."""
+        """Whether a step would do anything: a request is alive, a transfer is pending, or the connector must learn of an end."""
         is_alive = self.waiting or self.ready or self.running
-        must_tell = self.handoffs.has_connector and self._finished_ids
-        return bool(is_alive or must_tell or self.handoffs.is_pending)
+        has_news = self.handoffs.has_connector and self._finished_ids
+        return bool(is_alive or has_news or self.handoffs.is_pending)
 
     @property
     def live_requests(self) -> list[Request]:
@@ -345,7 +345,7 @@ class Scheduler:
             outcome.early_params.append((request, params))
 
     def _apply_report(self, report: KVConnectorOutput, outcome: StepOutcome) -> set[str]:
-        """Act on what the worker half said; returns the running requests whose step is void."""
+        """Act on the worker half's report; return the running requests whose step is void."""
         loading = {
             request_id: set().union(*self._manager.get_block_ids(request_id)) - {0}
             for request_id in self.handoffs.loading

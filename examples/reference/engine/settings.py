@@ -27,7 +27,7 @@ class EngineSettings:
         layout: `"uniform"` keeps one block of all layers in one run of bytes where connector and model admit
             it; `"per-layer"` has a buffer for each layer.
         page_order: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
         num_blocks: Blocks of the pool, the null block included; 0: as many as `memory_utilization` allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
         max_model_len: Longest sequence; 0: what the model was trained for, or as much of it as the pool holds.

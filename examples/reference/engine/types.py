@@ -70,7 +70,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: Unique among the live requests of the node.
-        kv_transfer_params: What a router or a prefill node said about this request's KV cache.
+        kv_transfer_params: X or a prefill node wrote it.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
         lora_name: The adapter that the request uses; empty for none.
         items: In the order of their offsets, without overlap.

@@ -43,18 +43,18 @@ Parser = Callable[[Mapping[str, Any]], ClientRequest]
 
 
 class NodeServer:
-    """OpenAI's API over one engine. It can be asked before the engine runs; it then says so.
+    """OpenAI's API over one engine. It answers before the engine runs, with status `starting`.
 
-    `/health` answers `{"status": ...}` and, where there is something to say, `"error"`. The status is one of
+    `/health` answers `{"status": ...}` and, if the node is not well, `"error"`. The status is one of
 
         starting   503   the model is loaded
         ok         200
-        draining   503   the node was told to stop; it finishes what it began, and refuses what is new
+        draining   503   the node is stopping; it finishes what it began, and refuses new requests
         failing    503   it can no longer hand caches over; `"error"` says why, and it must be restarted
         dead       503   the engine ended; `"error"` says why, and the process is about to exit
 
     Args:
-        engine: Started by someone else, who then calls `engine_is_ready`.
+        engine: The caller starts it, and then calls `engine_is_ready`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -147,7 +147,9 @@ class NodeServer:
         """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
         if self._is_draining:
             # An offer that the request names is not declined: a router may try it on another node.
-            return unavailable("the node was told to stop, and takes no new requests").response()
+            return unavailable(
+                "the node is stopping and takes no new requests; send the request to another node"
+            ).response()
         self._num_answering += 1
         try:
             response = await self._answer(request, parse, wording)

@@ -19,7 +19,7 @@ from .options import DEFAULT_CONNECTOR, add_option
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
-#: Where each kind of node listens unless it is told; a node of its own takes the router's port, since it does its work.
+#: Default port of each kind of node. A single node takes the port of the router, because clients use it directly.
 DEFAULT_PORTS: dict[str, int] = {
     "prefill": 8100, "both": 8100, "decode": 8200, SINGLE: 8000,
     "kv_producer": 8100, "kv_both": 8100, "kv_consumer": 8200,
@@ -35,7 +35,7 @@ A pair by hand, in three terminals:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What the command line said.
+    """The parsed command line.
 
     Attributes:
         role: `prefill`, `decode`, `both` or `single`, for people.
@@ -217,7 +217,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
 
 
 def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
-    """The connector's configuration from either of its two spellings, or None for a node of its own."""
+    """The connector's configuration from either of its two spellings, or None for a single node."""
     short = {
         "--connector": options.connector,
         "--connector-module": options.connector_module,

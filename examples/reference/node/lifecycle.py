@@ -1,4 +1,4 @@
-"""A node's life once it has its port: load the model, serve, drain, stop. `docs/design.md` tells it from outside."""
+"""A node's life once it has its port: load the model, serve, drain, stop. `docs/design.md` describes it from outside."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 #: Between two looks whether there is still something to finish.
 _LOOK_INTERVAL_S = 0.02
-#: After the engine's death `/health` says why for at least so long: time for a router to ask once more.
+#: Seconds for which `/health` shows the reason after the engine ended, so that a router can ask once more.
 _SHOW_DEATH_S = 1.0
-#: By then its last clients have been told, or do not read.
+#: Seconds for the last clients to read their errors after the engine ended.
 _TELL_DEATH_S = 5.0
 
 
 async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> None:
-    """Serve until a signal, or the launcher's end, says to stop.
+    """Serve until a signal arrives or the launcher ends.
 
     Raises:
-        StartupError: the engine cannot start as asked; nothing is left over.
-        BrokenError: the engine ended by itself. Every client was told why.
+        StartupError: the engine refused its settings; nothing was started.
+        BrokenError: the engine ended by itself. Every client got the reason.
     """
     loop = asyncio.get_running_loop()
     stop, died = StopRequest(link), asyncio.Event()
@@ -88,7 +88,7 @@ async def _start(engine: Engine, stop: StopRequest) -> None:
     def start() -> None:
         try:
             engine.start()
-        except Exception as error:  # noqa: BLE001 - it goes to whoever waits for the future
+        except Exception as error:  # noqa: BLE001 - the future passes it on
             started.set_exception(error)
         else:
             started.set_result(None)
@@ -99,7 +99,7 @@ async def _start(engine: Engine, stop: StopRequest) -> None:
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not ready.done():
-        leave_now(0)  # a model that loads cannot be interrupted, and nobody depends on this process yet
+        leave_now(0)  # loading a model cannot be interrupted, and nothing depends on this process yet
     try:
         ready.result()
     except (ValueError, ImportError, EngineDeadError) as error:

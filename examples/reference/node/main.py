@@ -11,11 +11,11 @@ from .cli import parse_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a node until it is told to stop.
+    """Run a node until a signal arrives or its launcher ends.
 
     Returns:
-        The exit status: 0 when it was told to stop, 1 when its engine could not go on or did not close, 2 when it could
-        not start as asked.
+        The exit status: 0 after a signal, 1 if the engine ended by itself or did not close, 2 if the node could not start
+        with its options.
     """
     return exit_status_of("serve.py", lambda: _run(arguments))
 
@@ -27,7 +27,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     try:
         with bind(options.host, options.port) as listener:
             link.report(listening=listener.getsockname()[1])
-            # PyTorch takes seconds to import; a wrong option or a taken port is told before.
+            # PyTorch takes seconds to import, so a wrong option or a port in use is reported before.
             from .lifecycle import serve
 
             asyncio.run(serve(options, listener, link))

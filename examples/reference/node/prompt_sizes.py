@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, told by its size: what cannot fit is refused before it is tokenized.
+"""A lower bound for the tokens of a text, by its size. A text that cannot fit is refused before it is tokenized.
 
-A token stands for a limited number of bytes, so a text of N bytes has at least N / limit tokens. That is true only of
-tokenizers that let no part of a text disappear. Where this cannot be told, the bound is 0, and nothing is refused by size.
+A token stands for a limited number of bytes, so a text of N bytes has at least N / limit tokens. This holds only
+for tokenizers that drop no part of a text. If that is unknown, the bound is 0, and nothing is refused by its size.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def size_bound_of(tokenizer: PreTrainedTokenizerBase) -> SizeBound:
         return SizeBound()
     added = list(backend.get_added_tokens_decoder().values())
     swallowing = [token for token in added if token.lstrip or token.rstrip]
-    # What disappears is told by how it looks in the text, so it must not be the normalizer that made it look so.
+    # Dropped text is recognized in the raw text, so the normalizer must not be what makes it droppable.
     if backend.normalizer is not None and (dropped or any(token.normalized for token in swallowing)):
         return SizeBound()
     longest = max(_longest_token(backend), max((_added_bytes(backend, token) for token in added), default=0))

@@ -110,12 +110,12 @@ class PromptReader:
             self._running.discard(running)
             self._free.release()
 
-        def tell(future: Future[tuple[int, ...]]) -> None:
+        def notify(future: Future[tuple[int, ...]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(ended, future)
 
         # When the job ends, not when its client leaves: a thread cannot be interrupted.
-        running.add_done_callback(tell)
+        running.add_done_callback(notify)
         return await asyncio.wrap_future(running)
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ def usage(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def ending(last: RequestOutput) -> dict[str, Any]:
-    """What only the end of an answer can tell."""
+    """Return what is known only at the end of an answer."""
     error = failure(last).body() if last.finish_reason == "error" else {}
     params = None if last.kv_transfer_params is None else dict(last.kv_transfer_params)
     return {"kv_transfer_params": params, "metrics": dataclasses.asdict(last.metrics), **error}

@@ -26,13 +26,13 @@ STEP_TIMEOUT_S = 120.0
 
 
 class MultiProcessExecutor:
-    """One worker process a rank, each with its part of the model and of the pool.
+    """One worker process per rank, each with its part of the model and of the pool.
 
     Args:
-        config: Of rank 0; the other ranks' differ in the rank alone.
+        config: Configuration of rank 0; those of the other ranks differ only in the rank.
         model_folder: The model's files. Each worker reads all of it and keeps its part.
         layout: See `ModelRunner.initialize_kv_cache`.
-        num_threads: Threads of PyTorch in each worker; 0: a fair share of the machine's.
+        num_threads: Threads of PyTorch in each worker; 0: an equal share of the machine's cores.
 
     Raises:
         ConfigurationError: the model or a connector option cannot work. Nothing is left over.

@@ -25,7 +25,7 @@ from .messages import Failed, Stop
 LINK_TIMEOUT_S = 30.0
 #: For how long workers may shut their connectors down, before they are killed.
 STOP_GRACE_S = 8.0
-#: A process whose link broke is about to end; then its exit status says why.
+#: Seconds to wait for the exit status of a process whose link broke, because the status shows why.
 DYING_S = 1.0
 
 _EXAMPLES = Path(__file__).resolve().parents[3]
@@ -86,9 +86,7 @@ class WorkerGroup:
     def __init__(self, num_ranks: int) -> None:
         rendezvous_fd = os.memfd_create("kvferry-rendezvous")
         self.workers: list[WorkerProcess] = []
-        self._transfer_health: dict[
-            int, TransferHealth
-        ] = {}  # by rank; as they last said without being asked
+        self._transfer_health: dict[int, TransferHealth] = {}  # by rank; as last reported between steps
         try:
             for rank in range(num_ranks):
                 self.workers.append(WorkerProcess(rank, rendezvous_fd))
@@ -117,7 +115,7 @@ class WorkerGroup:
             raise
 
     def check(self) -> TransferHealth:
-        """Make sure that all ranks are there. Call it only while none owes a reply.
+        """Check that all ranks are there. Call this only while none owes a reply.
 
         Returns:
             How their connectors are: the lowest rank's words.
@@ -134,12 +132,12 @@ class WorkerGroup:
         except EngineDeadError:
             self.kill()
             raise
-        said = [health for _, health in sorted(self._transfer_health.items())]
-        errors, warnings = [health.error for health in said], [health.warning for health in said]
+        reports = [health for _, health in sorted(self._transfer_health.items())]
+        errors, warnings = [health.error for health in reports], [health.warning for health in reports]
         return TransferHealth(next(filter(None, errors), ""), next(filter(None, warnings), ""))
 
     def _hear(self) -> None:
-        """Take what ranks said without being asked, and wait for nothing."""
+        """Take what ranks reported between steps, without waiting."""
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)

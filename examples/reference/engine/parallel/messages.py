@@ -38,7 +38,7 @@ class Ready:
     """The part is loaded, the pool is registered.
 
     Attributes:
-        handshake_metadata: What the worker half of the connector says of itself, None without one.
+        handshake_metadata: The handshake metadata of the connector's worker half; None without a connector.
     """
 
     handshake_metadata: KVConnectorHandshakeMetadata | None
@@ -85,8 +85,8 @@ class Failed:
     """The worker ends now.
 
     Attributes:
-        key: The setting at fault when it could not start as asked, else empty.
-        is_refusal: It could not start as asked; else something broke.
+        key: The setting to blame if the worker refused to start; otherwise empty.
+        is_refusal: True if the worker refused its settings; False if something broke.
     """
 
     text: str

@@ -1,6 +1,6 @@
 """Tensor parallelism: which part of which weight a rank keeps, after the plan that each model of transformers has.
 
-The layers before an attention or an MLP are cut by their outputs (whole heads; no communication), the one behind it by
+The layers before an attention or an MLP are cut by their outputs (whole heads; no communication), the layer after it by
 its inputs, whose results are added up over the ranks. Everything else is the same on every rank.
 """
 
@@ -26,11 +26,11 @@ _WHOLE = "replicated"
 
 
 def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
-    """Make sure that a model can be spread over so many ranks.
+    """Check that a model can be spread over `num_ranks` ranks.
 
     Raises:
         ConfigurationError: heads or MLP do not come out even, or the model is of a kind that cannot be cut here;
-            the message says what would fit.
+            the message says which numbers would fit.
     """
     if RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ()):
         raise ConfigurationError(

@@ -24,7 +24,7 @@ from ..recurrent import RECURRENT_KINDS
 
 
 def require_stages(config: PretrainedConfig, num_stages: int) -> None:
-    """Make sure that a model's layers can be spread over so many stages.
+    """Check that a model's layers can be spread over `num_stages` stages.
 
     Raises:
         ConfigurationError: there are fewer layers, or the model is of a kind that cannot be cut here.

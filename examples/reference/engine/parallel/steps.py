@@ -11,15 +11,15 @@ from .messages import Step, StepItem
 
 
 class StepSender:
-    """The scheduler's side. Remembers how many tokens of each request the workers were told of."""
+    """The scheduler's side. It remembers how many tokens of each request were sent to the workers."""
 
     def __init__(self) -> None:
-        self._num_told: dict[str, int] = {}
+        self._num_sent: dict[str, int] = {}
 
     def step(self, plan: StepPlan) -> Step:
-        """Say what is new in a step. Every step goes through here, in order."""
+        """Return what is new in a step. Must be called for every step, in order."""
         for request_id in plan.finished_req_ids:
-            self._num_told.pop(request_id, None)
+            self._num_sent.pop(request_id, None)
         return Step(
             items=tuple(self._item(item) for item in plan.scheduled),
             finished_req_ids=frozenset(plan.finished_req_ids),
@@ -29,16 +29,16 @@ class StepSender:
 
     def _item(self, item: ScheduledRequest) -> StepItem:
         request = item.request
-        num_told = self._num_told.get(request.request_id, 0)
-        self._num_told[request.request_id] = request.num_tokens
-        tokens = tuple(request.all_token_ids[num_told:])
-        # What a connector is told of a request is the scheduler half's business.
+        num_sent = self._num_sent.get(request.request_id, 0)
+        self._num_sent[request.request_id] = request.num_tokens
+        tokens = tuple(request.all_token_ids[num_sent:])
+        # Workers need no `kv_transfer_params`: only the scheduler half reads them.
         source = replace(request.source, prompt_token_ids=tokens, kv_transfer_params=None)
         return StepItem(
             request_id=request.request_id,
-            source=None if num_told else source,
-            num_known_tokens=num_told or len(tokens),
-            new_token_ids=tokens if num_told else (),
+            source=None if num_sent else source,
+            num_known_tokens=num_sent or len(tokens),
+            new_token_ids=tokens if num_sent else (),
             num_computed_tokens=request.num_computed_tokens,
             num_new_tokens=item.num_new_tokens,
             block_ids=tuple(tuple(table) for table in item.block_ids),

@@ -69,7 +69,7 @@ class Inbox:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve one rank until told to stop; returns the exit status."""
+    """Serve one rank until the scheduler's process stops it; return the exit status."""
     link_fd, rendezvous_fd = map(int, arguments)
     # A terminal's Ctrl-C goes to all its processes; this one ends when the scheduler's process says so, or ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -127,7 +127,7 @@ def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner
 def _meet(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
     """Connect with the other ranks, over loopback; returns the group of this rank's stage."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A file of no folder: nothing remains of it, whoever dies when.
+    # The file has no name in any folder, so nothing remains of it, whichever process ends first.
     store = torch.distributed.FileStore(  # type: ignore[attr-defined]
         f"/proc/self/fd/{rendezvous_fd}", parallel.world_size
     )
@@ -147,16 +147,15 @@ def _handshake_metadata() -> KVConnectorHandshakeMetadata | None:
 
 
 def _serve(runner: ModelRunner, inbox: Inbox, channel: Channel) -> None:
-    mirror, said = StepMirror(), TransferHealth()
+    mirror, sent = StepMirror(), TransferHealth()
     while True:
         try:
             step = inbox.take(HEALTH_INTERVAL_S)
         except queue.Empty:
-            if (
-                health := own_transfer_health()
-            ) != said:  # otherwise it would be told with the next step only
-                said = health
-                channel.send(said)
+            health = own_transfer_health()
+            if health != sent:  # while idle, no step's reply would carry it
+                sent = health
+                channel.send(sent)
             continue
         if not isinstance(step, Step):
             return
