@@ -198,7 +198,6 @@ class HandoffScheduler(SchedulerHalf):
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Say how many tokens beyond `num_computed_tokens` the claimed offer holds; they are loaded asynchronously."""
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return 0, False
@@ -300,7 +299,6 @@ class HandoffScheduler(SchedulerHalf):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take note of the offers and loads that ended, well or not."""
         for request_id in connector_output.finished_recving:
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.LOADING and record.offer is not None:

@@ -160,21 +160,17 @@ class HandoffWorker(WorkerHalf):
 
     @property
     def failure(self) -> str:
-        """Why this half hands nothing over any more; empty while it does, and before it begins to."""
         return self._running.failure if self._running is not None else ""
 
     @property
     def warning(self) -> str:
-        """What kept a handoff from working within the last minute, although this half can hand over; empty if nothing."""
+        # What kept a handoff from working within the last minute.
         return self._running.warning if self._running is not None else ""
 
     # -- memory --------------------------------------------------------------------------------------
 
     def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Allocate memory that peers can read without a staging copy.
-
-        Returns:
-            `(num_bytes,)` int8, zeroed, contiguous; on the CPU in an arena of the transport.
+        """Allocate memory that peers can read without a staging copy: on the CPU, an arena of the transport.
 
         Raises:
             ConfigurationError: `device` is neither the CPU nor a CUDA device, or the memory cannot be had.
@@ -218,23 +214,19 @@ class HandoffWorker(WorkerHalf):
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[Any] | None = None
     ) -> None:
-        """Register one tensor that holds the caches of all layers; see `register_kv_caches`.
+        """Register the caches of all layers; see `register_kv_caches`.
 
-        Args:
-            kv_cache: `(num_tensors, ...)`: row `i` is the cache of the layers that share tensor `i` of the configuration.
-
-        Raises:
-            ConfigurationError: the tensor has another number of rows than the configuration has tensors; or as for
-                `register_kv_caches`.
+        Row `i` of `kv_cache` is the cache of the layers that share tensor `i` of the configuration.
         """
         tensors = self._kv_cache_config.kv_cache_tensors
         if len(kv_cache) != len(tensors):
-            raise ConfigurationError(f"a cache of {len(kv_cache)} layers for {len(tensors)} cache tensors")
+            raise ConfigurationError(
+                f"the cross-layer cache has {len(kv_cache)} rows, but the configuration has {len(tensors)} tensors"
+            )
         rows = zip(tensors, kv_cache, strict=True)
         self.register_kv_caches({name: row for tensor, row in rows for name in tensor.shared_by})
 
     def get_handshake_metadata(self) -> WorkerAddress:
-        """Return where peers reach this worker half."""
         return self._handoffs().address
 
     # -- one step ------------------------------------------------------------------------------------
@@ -245,7 +237,6 @@ class HandoffWorker(WorkerHalf):
             self._running.retract(preempted_req_ids)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Have the orders of the step's metadata carried out; return at once."""
         self.submit(cast(HandoffMetadata, self.connector_metadata))
 
     def submit(self, orders: HandoffMetadata, *, is_computed: bool = False) -> None:
@@ -264,27 +255,20 @@ class HandoffWorker(WorkerHalf):
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
     def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
-        """Take what ended: requests whose offer ended, and requests whose load ended.
-
-        `get_block_ids_with_load_errors` and `take_load_errors` then return the rest about the same loads.
-        """
         # One report for all three calls. If each of them asked the outcomes itself, a load that fails between two calls
         # would be reported without its blocks, and the engine would use what is in them.
         self._report = self._handoffs().outcomes.take_report()
         return self._report.finished_sending, self._report.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks of the failed loads of the last `get_finished`."""
         block_ids, self._report.invalid_block_ids = self._report.invalid_block_ids, set()
         return block_ids
 
     def take_load_errors(self) -> dict[str, str]:
-        """Take the reasons of the failed loads of the last `get_finished`."""
         errors, self._report.load_errors = self._report.load_errors, {}
         return errors
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Take the figures since the last call; None if there are none."""
         return self._running.outcomes.take_stats() if self._running is not None else None
 
     def shutdown(self) -> None:
@@ -302,5 +286,5 @@ class HandoffWorker(WorkerHalf):
 
     def _handoffs(self) -> RunningHandoffs:
         if self._running is None:
-            raise KVTransferStateError("register the KV caches first")
+            raise KVTransferStateError("the KV caches are not registered: call register_kv_caches first")
         return self._running

@@ -117,7 +117,7 @@ class TestLife:
     def test_nothing_works_before_the_caches_are_registered(self) -> None:
         worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
         for call in (worker.get_handshake_metadata, worker.get_finished):
-            with pytest.raises(KVTransferStateError, match="register the KV caches first"):
+            with pytest.raises(KVTransferStateError, match="call register_kv_caches first"):
                 call()
         assert worker.get_kv_connector_stats() is None
         worker.shutdown()
@@ -369,6 +369,6 @@ class TestRegistration:
 
     def test_a_uniform_cache_of_other_layers_is_refused(self) -> None:
         worker = HandoffWorker(engine_config("inproc"), cache_config(), InProcTransport(), ConnectorOptions())
-        with pytest.raises(ConfigurationError, match="a cache of 3 layers for 2 cache tensors"):
+        with pytest.raises(ConfigurationError, match="has 3 rows, but the configuration has 2 tensors"):
             worker.register_cross_layers_kv_cache(torch.zeros(3, 8, *SHAPE.logical_page))
         worker.shutdown()
