@@ -69,12 +69,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--congestion-control", default="", help="TCP congestion control (default: the system's)"
     )
-    parser.add_argument("--blocks", type=int, default=64, help="of the larger shapes (default: %(default)s)")
-    parser.add_argument("--pool-mib", type=int, default=256, help="of each process (default: %(default)s)")
     parser.add_argument(
-        "--idle-peers", type=int, default=200, metavar="N", help="0: do not measure (default: %(default)s)"
+        "--idle-peers",
+        type=int,
+        default=200,
+        metavar="N",
+        help="peers of the measurement with idle peers; 0 leaves it out (default: %(default)s)",
     )
-    parser.add_argument("--congestion-control", default="", help="of TCP; default: the system's")
     parser.add_argument(
         "--variant",
         action="append",
@@ -88,7 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     needed_mib = max(shape.num_bytes for shape in shapes_of(max(1, arguments.blocks))) >> 20
     if arguments.blocks < 1 or arguments.pool_mib < needed_mib:
-        parser.error(f"at least one block; and {arguments.blocks} need pools of {needed_mib} MiB")
+        parser.error(
+            f"--blocks must be at least 1, and --pool-mib at least {needed_mib} for --blocks {arguments.blocks}"
+        )
     if arguments.idle_peers < 0:
         parser.error("--idle-peers must not be negative")
     return arguments
@@ -127,12 +130,16 @@ def main() -> None:
         contenders, shapes = chosen(arguments, Path(secret.name))
         measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, say)
     results = results_of(contenders, shapes, measured)
-    print_lines([*table(results), "", *(f"without {n}: {why}" for n, why in measured.left_out.items())])
+    print_lines([*table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.left_out.items())])
     idle_peers, without = [], {}
     if arguments.idle_peers:
         idle_peers, without = measure_idle_peers(with_idle_peers(arguments.only), arguments.idle_peers, say)
         print_lines(
-            [*table_of_idle_peers(idle_peers), "", *(f"without {n}: {why}" for n, why in without.items())]
+            [
+                *table_of_idle_peers(idle_peers),
+                "",
+                *(f"not measured: {n}: {why}" for n, why in without.items()),
+            ]
         )
     if arguments.json:
         lines = json_lines(about, {**without, **measured.left_out}, results, idle_peers)

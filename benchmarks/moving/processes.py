@@ -136,7 +136,7 @@ class Running:
 
 
 def begin(contender: Contender) -> None:
-    """Never outlive the parent, not even stopped; print nothing, because errors go over the connection."""
+    """Make sure that this process ends with its parent, even while it is stopped, and prints nothing."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(contender.environment)
@@ -145,7 +145,7 @@ def begin(contender: Contender) -> None:
         os.dup2(silence, stream.fileno())
 
 
-def _own(contender: Contender, setup: Setup, told: Connection) -> None:
+def _own(contender: Contender, setup: Setup, parent: Connection) -> None:
     begin(contender)
     try:
         contender.owner(setup, parent)
@@ -153,7 +153,7 @@ def _own(contender: Contender, setup: Setup, told: Connection) -> None:
         parent.send(RuntimeError(repr(error)))
 
 
-def _read(contender: Contender, setup: Setup, address: Any, owner_pid: int, asked: Connection) -> None:
+def _read(contender: Contender, setup: Setup, address: Any, owner_pid: int, parent: Connection) -> None:
     begin(contender)
     try:
         reader = contender.reader(setup, address)
