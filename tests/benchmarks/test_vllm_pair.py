@@ -36,7 +36,7 @@ def test_ratios_are_taken_round_by_round(rows):
 def test_the_table_shows_them(rows, capsys):
     PROGRAM["_show"](list(rows.values()))
     title, *lines = capsys.readouterr().out.strip().splitlines()
-    assert title == "128 prompt tokens, 2 at a time"
+    assert title == "128 prompt tokens, 2 concurrent requests"
     shm = next(line for line in lines if "kvferry shm" in line)
     assert shm.split()[2:] == [
         "300.0",
