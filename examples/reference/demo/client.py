@@ -1,4 +1,4 @@
-"""Ask a server for an answer: as it streams, or whole."""
+"""Ask a server for an answer, as a stream or as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 
 from .near_tie import AskAlone, Expectation
 
-#: A whole answer takes no longer.
+#: Seconds for a whole answer.
 WHOLE_ANSWER_TIMEOUT_S = 60.0
 
 OnText = Callable[[str], None]
@@ -21,12 +21,12 @@ OnText = Callable[[str], None]
 
 @dataclass
 class Answer:
-    """What came back for one prompt.
+    """Hold what came back for one prompt.
 
     Attributes:
-        ttft_s: From sending the request to the first text or token, as the client sees it; 0 without any.
-        metrics: The node's own figures of the request, empty when there are none.
-        error: Why the answer is not complete; empty if it is.
+        ttft_s: Seconds from sending the request to the first text or token, as the client sees it; 0 if none came.
+        metrics: The node's own figures of the request; empty if it sent none.
+        error: Why the answer is missing or incomplete; otherwise empty.
     """
 
     text: str = ""
@@ -38,20 +38,30 @@ class Answer:
 
     @property
     def transfer_error(self) -> str:
-        """Why the KV cache could not be loaded, and was computed instead; empty if nothing failed."""
+        """Why the decode node could not load the KV cache and computed it instead; empty if nothing failed."""
         return str((self.metrics.get("transfer") or {}).get("error") or "")
 
     @property
     def transfer(self) -> Mapping[str, Any]:
-        """How the KV cache came, empty when it did not."""
+        """How the KV cache was transferred; empty if it was not."""
         transfer = self.metrics.get("transfer") or {}
         return {} if transfer.get("error") else transfer
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, prompt: str, max_tokens: int, on_text: OnText
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: str,
+    max_tokens: int,
+    on_text: OnText,
+    cache_salt: str = "",
 ) -> Answer:
-    """Continue `prompt` greedily. Report every failure in the answer's `error`."""
+    """Continue `prompt` greedily. This does not raise: the answer's `error` says what failed.
+
+    Args:
+        on_text: Called with each piece of the answer.
+        cache_salt: Nodes reuse cached blocks only of requests with the same salt.
+    """
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -59,6 +69,7 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        "cache_salt": cache_salt,
     }
     answer = Answer()
     started = time.monotonic()
@@ -80,13 +91,13 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
     """Ask a server on this host for a whole greedy answer, and wait for it.
 
     Args:
-        fields: Go into the body of the request.
+        fields: Further fields of the request's body.
 
     Returns:
         The body of the answer.
 
     Raises:
-        ConnectionError: The server answers with another HTTP status than 200.
+        ConnectionError: the server answered with an HTTP status other than 200.
     """
     body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WHOLE_ANSWER_TIMEOUT_S)
@@ -97,17 +108,19 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
         with connection.getresponse() as response:
             payload = response.read()
             if response.status != 200:
-                raise ConnectionError(f"the single node answers with {_error_text(payload, response.status)}")
+                raise ConnectionError(
+                    f"the single node answered with {_error_text(payload, response.status)}"
+                )
             return json.loads(payload)
     finally:
         connection.close()
 
 
 def ask_alone(port: int, **fields: Any) -> AskAlone:
-    """Ask a single node on this host what it answers, and what it finds likely; for `near_tie.compare`.
+    """Return a function that asks a single node on this host for its answer and its top logits, for `near_tie.compare`.
 
     Args:
-        fields: Go into the body of every request.
+        fields: Further fields of the body of every request.
     """
 
     def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
@@ -123,7 +136,7 @@ def ask_alone(port: int, **fields: Any) -> AskAlone:
 async def _read_stream(
     response: aiohttp.ClientResponse, answer: Answer, started: float, on_text: OnText
 ) -> bool:
-    """Read events into `answer`; True when the stream said that it is complete."""
+    """Read events into `answer`. Return whether the stream ended as it should, with `[DONE]`."""
     async for raw in response.content:
         line = raw.decode().strip()
         if line == "data: [DONE]":

@@ -1,10 +1,11 @@
-"""How answers appear on the screen: as they stream, when they are whole, or not at all."""
+"""Show answers on the screen: as they stream, each when it is complete, or only how many there are."""
 
 from __future__ import annotations
 
 import sys
 from typing import Protocol
 
+from ..engine.progress import Elapsed
 from .client import Answer
 from .report import shortened
 
@@ -12,34 +13,65 @@ MAX_PROMPT_CHARS = 100
 
 
 class Display(Protocol):
-    """Hears of every prompt and its answer."""
+    """Show what becomes of each prompt."""
 
     def begin(self, prompt: str) -> None:
-        """The prompt is about to be sent."""
+        """Note that the prompt is about to be sent."""
 
     def text(self, delta: str) -> None:
-        """A piece of the answer came."""
+        """Note a piece of the answer."""
 
     def end(self, prompt: str, answer: Answer) -> None:
-        """The answer is whole, or failed."""
+        """Note that the answer is complete or failed."""
+
+    def close(self) -> None:
+        """Remove what is still shown of a wait. Idempotent."""
 
 
 class Streaming:
-    """Text as it comes: for one prompt at a time."""
+    """Show each answer as it comes, for one prompt at a time."""
+
+    def __init__(self) -> None:
+        self._prefill: Elapsed | None = None
 
     def begin(self, prompt: str) -> None:
         print(f"\n> {shortened(prompt, MAX_PROMPT_CHARS)}\n", flush=True)
+        self._prefill = Elapsed("computing the prompt")
+        self._prefill.start()
 
     def text(self, delta: str) -> None:
+        if delta:
+            self.close()
         print(delta, end="", flush=True)
 
     def end(self, prompt: str, answer: Answer) -> None:
+        self.close()
         print(flush=True)
-        _say_failure(answer)
+        if answer.error:
+            say(_failure(answer))
+
+    def close(self) -> None:
+        if self._prefill is not None:
+            self._prefill.stop()
+            self._prefill = None
 
 
 class Whole:
-    """Each answer when it is whole: for several prompts at once."""
+    """Show each answer when it is complete, and the time until then. This is for several prompts at once.
+
+    Args:
+        what: What goes on, for the line that shows the time.
+        num_prompts: How many answers to expect.
+        is_silent: Show how many answers there are, but not the answers.
+    """
+
+    def __init__(self, what: str, num_prompts: int, *, is_silent: bool = False) -> None:
+        self._what = what
+        self._num_prompts = num_prompts
+        self._num_answered = 0
+        self._is_silent = is_silent
+        self._elapsed = Elapsed(self._progress())
+        self._elapsed.start()
 
     def begin(self, prompt: str) -> None:
         return
@@ -48,28 +80,25 @@ class Whole:
         return
 
     def end(self, prompt: str, answer: Answer) -> None:
-        print(f"\n> {shortened(prompt, MAX_PROMPT_CHARS)}\n\n{answer.text}", flush=True)
-        _say_failure(answer)
+        self._num_answered += 1
+        self._elapsed.update(self._progress())
+        if self._is_silent:
+            return
+        self._elapsed.say(f"\n> {shortened(prompt, MAX_PROMPT_CHARS)}\n\n{answer.text}", sys.stdout)
+        if answer.error:
+            self._elapsed.say(_failure(answer))
 
+    def close(self) -> None:
+        self._elapsed.stop()
 
-class Silent:
-    """Nothing."""
-
-    def begin(self, prompt: str) -> None:
-        return
-
-    def text(self, delta: str) -> None:
-        return
-
-    def end(self, prompt: str, answer: Answer) -> None:
-        return
+    def _progress(self) -> str:
+        return f"{self._what}, {self._num_answered} of {self._num_prompts} answered"
 
 
 def say(line: str) -> None:
-    """Tell the user what goes on, apart from the answers."""
+    """Print a line about the demo itself. It goes to standard error, so that the answers stay apart."""
     print(line, file=sys.stderr, flush=True)
 
 
-def _say_failure(answer: Answer) -> None:
-    if answer.error:
-        say(f"the request failed: {answer.error}")
+def _failure(answer: Answer) -> str:
+    return f"the request failed: {answer.error}"

@@ -1,10 +1,10 @@
-"""Show what the demo found: one record per request, as a table and as JSON."""
+"""Show the demo's results: one record per request, as a table and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class RequestReport:
         identical: Both nodes answered, with the same tokens.
         near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
             as the single node says; see `near_tie`. Empty if the answers differ in any other way.
+        overlap: Whether each chunk could be transferred while the next one was computed.
         transport: Scheme of the transport that moved the cache; empty if nothing was moved.
         num_regions: Contiguous runs of bytes in which the cache came.
         exposed_transfer_s: The part of `transfer_s` that computing the prompt did not hide.
@@ -37,6 +38,7 @@ class RequestReport:
     identical: bool
     near_ties: list[dict[str, Any]]
     connector: str
+    overlap: bool
     transport: str
     layout: str
     num_blocks: int
@@ -56,12 +58,19 @@ class RequestReport:
 
 
 def report_of(
-    answer: Answer, reference: Answer, comparison: Comparison | None, connector: str, layout: str
+    answer: Answer,
+    reference: Answer,
+    comparison: Comparison | None,
+    connector: str,
+    layout: str,
+    *,
+    overlap: bool = False,
 ) -> RequestReport:
     """Compare both answers, and measure memcpy with as many bytes as were moved.
 
     Args:
         comparison: Of the two answers; None if one of the nodes failed.
+        layout: Layout of the decode node's cache, for a record of no transfer.
     """
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
@@ -74,6 +83,7 @@ def report_of(
         identical=comparison is not None and comparison.is_identical,
         near_ties=_near_ties(comparison),
         connector=connector,
+        overlap=overlap,
         transport=transfer.get("transport", ""),
         layout=transfer.get("layout", "") or layout,
         num_blocks=transfer.get("num_blocks", 0),
@@ -94,13 +104,48 @@ def _near_ties(comparison: Comparison | None) -> list[dict[str, Any]]:
 
 
 def format_table(prompts: Sequence[str], answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
-    """Format a table for people: one line per request, after a line with what all requests have in common."""
-    requests = zip(prompts, answers, reports, strict=True)
-    rows = [tuple(_COLUMNS), *(tuple(show(*request) for show in _COLUMNS.values()) for request in requests)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in rows]
-    lines.insert(1, "  ".join("─" * width for width in widths))
+    """Format a table: one line per request, after a line with what all requests have in common."""
+    requests = list(zip(prompts, answers, reports, strict=True))
+    rows = [[column.show(*request) for column in _COLUMNS] for request in requests]
+    headings = [column.heading for column in _COLUMNS]
+    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
+    lines = [_line(headings, widths), "  ".join("─" * width for width in widths)]
+    for (_, answer, _), cells in zip(requests, rows, strict=True):
+        lines.append(_line(cells, widths, "" if answer.transfer else _instead(answer)))
     return "\n".join([_summary(answers, reports), "", *lines])
+
+
+def format_legend() -> str:
+    """Explain the table's columns, one line each."""
+    width = max(len(column.heading) for column in _COLUMNS)
+    return "\n".join(
+        f"  {column.heading.ljust(width)}  {column.meaning}" for column in _COLUMNS if column.meaning
+    )
+
+
+def explain_nothing(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:
+    """Say why there was nothing to transfer; empty if that is true of no request."""
+    idle = [report for answer, report in zip(answers, reports, strict=True) if _had_nothing(answer)]
+    if not idle:
+        return ""
+    reason = "the decode node had their blocks in its prefix cache already"
+    if all(report.prompt_tokens == 1 for report in idle):
+        reason = "the decode node always computes the last token itself, and these prompts have only one"
+    return f"Nothing to transfer for {len(idle)} of {len(reports)} requests: {reason}."
+
+
+def explain_slower(reports: Sequence[RequestReport]) -> str:
+    """Say why the pair was slower than the single node; empty if it was not."""
+    both = [(report.ttft_s, report.reference_ttft_s) for report in reports if report.is_right]
+    pair_s, single_s = (sum(times) for times in zip(*both, strict=True)) if both else (0.0, 0.0)
+    if pair_s <= single_s or single_s == 0:
+        return ""
+    return (
+        f"The pair's first tokens came {(pair_s - single_s) / len(both) * 1e3:.0f} ms later than the single node's on "
+        f"average ({pair_s / single_s - 1:.0%}).\nThis is expected on an idle machine: a request passes through the router "
+        "and two nodes, and each of\nthem runs a step. A pair pays off when a node would otherwise interrupt its answers "
+        "for the prompts\nof others."
+    )
 
 
 def write_json(path: Path, reports: Sequence[RequestReport]) -> None:
@@ -113,29 +158,120 @@ def _verdict(report: RequestReport) -> str:
     return "yes" if report.identical else "near-tie" if report.near_ties else "NO"
 
 
-#: Columns of the table: heading → what it shows of a request.
-_COLUMNS: Mapping[str, Callable[[str, Answer, RequestReport], str]] = {
-    "prompt": lambda prompt, answer, report: shortened(prompt, MAX_PROMPT_CHARS),
-    "tokens": lambda prompt, answer, report: str(report.prompt_tokens),
-    "blocks": lambda prompt, answer, report: str(report.num_blocks),
-    "regions": lambda prompt, answer, report: str(report.num_regions),
-    "per layer": lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer", 0)),
-    "MB": lambda prompt, answer, report: f"{report.kv_bytes / 1e6:.1f}",
-    "ms": lambda prompt, answer, report: f"{report.transfer_s * 1e3:.2f}",
-    "exposed": lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
-    "GB/s": lambda prompt, answer, report: f"{report.transfer_gb_per_s:.1f}",
-    "memcpy": lambda prompt, answer, report: f"{report.memcpy_gb_per_s:.1f}",
-    "TTFT ms": lambda prompt, answer, report: f"{report.ttft_s * 1e3:.0f}",
-    "single": lambda prompt, answer, report: f"{report.reference_ttft_s * 1e3:.0f}",
-    "identical": lambda prompt, answer, report: _verdict(report),
-}
+@dataclass(frozen=True)
+class _Column:
+    """Describe one column of the table.
+
+    Attributes:
+        meaning: Its line of the legend; empty if the heading says enough.
+        is_transfer: Whether it is about the transfer, and so has no value without one.
+    """
+
+    heading: str
+    show: Callable[[str, Answer, RequestReport], str]
+    meaning: str = ""
+    is_transfer: bool = False
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cells[0].ljust(widths[0]),
-        *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)),
-    ]
+_COLUMNS = (
+    _Column("prompt", lambda prompt, answer, report: shortened(prompt, MAX_PROMPT_CHARS)),
+    _Column("tokens", lambda prompt, answer, report: str(report.prompt_tokens), "length of the prompt"),
+    _Column(
+        "overlap",
+        lambda prompt, answer, report: "yes" if report.overlap else "no",
+        "whether each chunk of the prompt was transferred while the next one was computed",
+    ),
+    _Column(
+        "blocks",
+        lambda prompt, answer, report: str(report.num_blocks),
+        "blocks of the KV cache that the decode node loaded from the prefill node",
+        is_transfer=True,
+    ),
+    _Column(
+        "regions",
+        lambda prompt, answer, report: str(report.num_regions),
+        "contiguous runs of bytes that were read",
+        is_transfer=True,
+    ),
+    _Column(
+        "per layer",
+        lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer", 0)),
+        "regions that the same blocks need if the cache is stored per layer",
+        is_transfer=True,
+    ),
+    _Column(
+        "MB", lambda prompt, answer, report: f"{report.kv_bytes / 1e6:.1f}", "bytes read", is_transfer=True
+    ),
+    _Column(
+        "ms",
+        lambda prompt, answer, report: f"{report.transfer_s * 1e3:.2f}",
+        "time from the start of the first read to the end of the last; with overlap also the computing in between",
+        is_transfer=True,
+    ),
+    _Column(
+        "exposed",
+        lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
+        "ms that the first token waited for the cache after the prompt had been computed",
+        is_transfer=True,
+    ),
+    _Column(
+        "GB/s",
+        lambda prompt, answer, report: f"{report.transfer_gb_per_s:.1f}",
+        "MB divided by ms",
+        is_transfer=True,
+    ),
+    _Column(
+        "memcpy",
+        lambda prompt, answer, report: f"{report.memcpy_gb_per_s:.1f}",
+        "GB/s of one memcpy of as many bytes on this machine",
+        is_transfer=True,
+    ),
+    _Column(
+        "TTFT ms",
+        lambda prompt, answer, report: f"{report.ttft_s * 1e3:.0f}",
+        "time to the first token, from the client's request to the pair",
+    ),
+    _Column(
+        "single",
+        lambda prompt, answer, report: f"{report.reference_ttft_s * 1e3:.0f}",
+        "the same in ms for the single node, which transfers nothing",
+    ),
+    _Column(
+        "identical",
+        lambda prompt, answer, report: _verdict(report),
+        "whether pair and single node answered with the same tokens; near-tie: they chose between two equally likely ones",
+    ),
+)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], instead: str = "") -> str:
+    """Format a line of the table.
+
+    Args:
+        instead: A text for the place of all columns about the transfer; empty to show the columns.
+    """
+    aligned = [cells[0].ljust(widths[0])]
+    aligned += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    if instead:
+        about = [index for index, column in enumerate(_COLUMNS) if column.is_transfer]
+        place = slice(about[0], about[-1] + 1)
+        aligned[place] = [instead.center(len("  ".join(aligned[place])))]
+    return "  ".join(aligned).rstrip()
+
+
+def _had_nothing(answer: Answer) -> bool:
+    """Say whether the decode node needed no block of another node."""
+    cached = int(answer.metrics.get("num_cached_tokens", 0))
+    is_answered = bool(answer.token_ids) and not answer.transfer and not answer.transfer_error
+    return is_answered and cached >= answer.prompt_tokens - 1
+
+
+def _instead(answer: Answer) -> str:
+    if answer.error:
+        return "request failed"
+    if answer.transfer_error:
+        return "transfer failed"
+    return "nothing to transfer" if _had_nothing(answer) else "not transferred"
 
 
 def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str:

@@ -1,4 +1,4 @@
-"""The demo from start to end: launch, ask the pair, ask the single node, compare, show."""
+"""Run the demo: launch, ask the pair, ask the single node, compare, show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import aiohttp
@@ -14,19 +14,29 @@ import aiohttp
 from kvferry.transports.errors import ConfigurationError
 
 from ..engine.default_model import default_model_folder
+from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
 from ..web.serving import EXIT_BAD_START, StartupError
 from .cli import DemoOptions, parse_arguments
 from .client import Answer, ask, ask_alone
-from .display import Display, Silent, Streaming, Whole, say
+from .display import Display, Streaming, Whole, say
 from .launcher import LaunchedProcess, Launcher, LaunchError
 from .near_tie import Comparison, compare, tolerance_of
-from .report import MAX_PROMPT_CHARS, format_table, report_of, shortened, write_json
+from .report import (
+    MAX_PROMPT_CHARS,
+    explain_nothing,
+    explain_slower,
+    format_legend,
+    format_table,
+    report_of,
+    shortened,
+    write_json,
+)
 
-#: A process that says that it fails ends within this time.
+#: Seconds that a process has to end after it has reported that it fails.
 DYING_S = 10.0
 WARM_UP_PROMPT = (
-    "Nothing to see here yet: this text only wakes both nodes up before anyone looks at the clock."
+    "This prompt only makes the nodes compute their first step, which is much slower than later ones."
 )
 
 
@@ -34,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Returns:
-        The exit status: 0 when every request was answered with the single node's tokens, near-ties of logits apart, 1
-        when not, 2 when something could not start, 128 + the signal's number when it was interrupted.
+        The exit status: 0 if every answer has the single node's tokens, apart from near-ties of logits; 1 if not; 2 if
+        something could not start; 128 + the signal's number if the demo was interrupted.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    # A script's background job starts with interrupts ignored; what it started must end all the same.
+    # A shell script starts background jobs with SIGINT ignored. The nodes must end after a SIGINT even then.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _run(parse_arguments(arguments))
@@ -58,25 +68,54 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _run(options: DemoOptions) -> int:
     _prepare_model(options.model)
     with Launcher() as launcher:
-        router, single = _start(launcher, options)
-        display = Streaming() if options.concurrency == 1 else Whole()
-        answers = asyncio.run(_ask_all(router.url, options, display))
-        say(f"\nasking the single node the same ({len(options.prompts)} of them)")
-        references = asyncio.run(_ask_all(single.url, options, Silent()))
-        comparisons = [
-            _compare(prompt, answer, reference, single, tolerance_of(options.dtype, options.device))
-            for prompt, answer, reference in zip(options.prompts, answers, references, strict=True)
-        ]
-        for process in launcher.processes:
-            if obituary := process.obituary(DYING_S):
-                say(obituary)
+        routers, single = _start(launcher, options)
+        answers = _ask_pair(routers, options)
+        references = _ask_single(single, options)
+        with Elapsed("comparing the answers"):
+            comparisons = [
+                _compare(options.sent(prompt), answer, reference, single, options)
+                for (prompt, _), answer, reference in zip(options.requests, answers, references, strict=True)
+            ]
+            obituaries = [process.obituary(DYING_S) for process in launcher.processes]
+        for obituary in filter(None, obituaries):
+            say(obituary)
+        with Elapsed("stopping the nodes"):
+            launcher.close()
     return _show(options, answers, references, comparisons)
 
 
+def _ask_pair(routers: Mapping[bool, LaunchedProcess], options: DemoOptions) -> list[Answer]:
+    """Ask the pair all `options.requests`. Only the first way of asking shows the answers: the others give the same."""
+    answers: dict[bool, list[Answer]] = {}
+    for overlap, router in routers.items():
+        display: Display
+        if answers:
+            say(
+                "\nasking the pair again, with overlap: each chunk is transferred while the next one is computed"
+            )
+            display = Whole("with overlap", len(options.prompts), is_silent=True)
+        elif options.concurrency == 1:
+            display = Streaming()
+        else:
+            display = Whole("asking the pair", len(options.prompts))
+        # The salt keeps the second way from finding the blocks of the first one in a node's prefix cache.
+        salt = "overlap" if overlap else ""
+        answers[overlap] = _ask_all(router.url, options, display, salt)
+    return [answer for ways in zip(*answers.values(), strict=True) for answer in ways]
+
+
+def _ask_single(single: LaunchedProcess, options: DemoOptions) -> list[Answer]:
+    """Ask the single node each prompt once; returns its answers in the order of `options.requests`."""
+    say(f"\nasking the single node the same ({len(options.prompts)} of them)")
+    display = Whole("asking the single node", len(options.prompts), is_silent=True)
+    answers = _ask_all(single.url, options, display)
+    return [answer for answer in answers for _ in options.overlaps]
+
+
 def _compare(
-    prompt: str, answer: Answer, reference: Answer, single: LaunchedProcess, tolerance: float
+    prompt: str, answer: Answer, reference: Answer, single: LaunchedProcess, options: DemoOptions
 ) -> Comparison | None:
-    """Compare two answers; None if there are not two, or the single node cannot be asked any more."""
+    """Compare two answers; None if one is missing, or the single node can no longer be asked."""
     if answer.error or reference.error or not answer.token_ids:
         return None
     try:
@@ -85,7 +124,7 @@ def _compare(
             answer.token_ids,
             reference.token_ids,
             ask_alone(single.port),
-            tolerance=tolerance,
+            tolerance=tolerance_of(options.dtype, options.device),
         )
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         say(f"cannot ask the single node for its logits: {type(error).__name__}: {error}")
@@ -93,7 +132,7 @@ def _compare(
 
 
 def _prepare_model(model: str) -> None:
-    """Convert the default model here, where its progress can be seen, rather than in a node."""
+    """Convert the default model here rather than in a node, so that the user sees the time it takes."""
     if model != DEFAULT_MODEL:
         return
     try:
@@ -102,8 +141,14 @@ def _prepare_model(model: str) -> None:
         raise StartupError(str(error)) from error
 
 
-def _start(launcher: Launcher, options: DemoOptions) -> tuple[LaunchedProcess, LaunchedProcess]:
-    """Start the pair, the router and the single node; returns the last two."""
+def _start(
+    launcher: Launcher, options: DemoOptions
+) -> tuple[Mapping[bool, LaunchedProcess], LaunchedProcess]:
+    """Start everything and wait until it is ready.
+
+    Returns:
+        The routers, one for each of `options.overlaps`, and the single node.
+    """
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
     pair_arguments = (*options.pair_arguments, *options.node_arguments)
     prefill, decode = (
@@ -111,28 +156,48 @@ def _start(launcher: Launcher, options: DemoOptions) -> tuple[LaunchedProcess, L
         for role, own_arguments in zip(("prefill", "decode"), options.own_arguments, strict=True)
     )
     single = launcher.start_node("single node", "single", *options.node_arguments)
-    launcher.wait_listening([prefill, decode], options.start_timeout_s)
-    router = launcher.start_router("router", [prefill], [decode], *options.router_arguments)
-    launcher.wait_ready(
-        [prefill, decode, single, router],
-        options.start_timeout_s,
-        lambda process, seconds: say(f"  {process.name:<12} ready after {seconds:4.1f} s  {process.url}"),
-    )
-    return router, single
+    with Elapsed("starting the nodes") as waiting:
+        launcher.wait_listening([prefill, decode], options.start_timeout_s)
+        routers = {
+            overlap: launcher.start_router(
+                "router with overlap" if overlap and len(options.overlaps) > 1 else "router",
+                [prefill],
+                [decode],
+                *(["--overlap"] if overlap else []),
+            )
+            for overlap in options.overlaps
+        }
+        late = [prefill, decode, single, *routers.values()]
+
+        def note_ready(process: LaunchedProcess, seconds: float) -> None:
+            waiting.say(f"  {process.name:<19} ready after {seconds:4.1f} s  {process.url}")
+            late.remove(process)
+            waiting.update("waiting for the " + " and the ".join(each.name for each in late))
+
+        launcher.wait_ready(list(late), options.start_timeout_s, note_ready)
+    return routers, single
 
 
-async def _ask_all(url: str, options: DemoOptions, display: Display) -> list[Answer]:
-    """Ask every prompt, at most `concurrency` at once; answers in the prompts' order."""
+def _ask_all(url: str, options: DemoOptions, display: Display, cache_salt: str = "") -> list[Answer]:
+    """Ask every prompt, at most `concurrency` at once; returns the answers in the prompts' order."""
+    try:
+        return asyncio.run(_ask_each(url, options, display, cache_salt))
+    finally:
+        display.close()
+
+
+async def _ask_each(url: str, options: DemoOptions, display: Display, cache_salt: str) -> list[Answer]:
     turns = asyncio.Semaphore(options.concurrency)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        # PyTorch's first step takes much longer than the next; TTFT is to be compared, not that.
-        await ask(session, url, WARM_UP_PROMPT, 2, Silent().text)
+        # PyTorch's first step takes much longer than the next ones, which would spoil the comparison of TTFT.
+        await ask(session, url, WARM_UP_PROMPT, 2, lambda delta: None, cache_salt)
 
         async def ask_one(prompt: str) -> Answer:
             async with turns:
                 display.begin(prompt)
-                answer = await ask(session, url, prompt, options.max_tokens, display.text)
+                sent = options.sent(prompt)
+                answer = await ask(session, url, sent, options.max_tokens, display.text, cache_salt)
                 display.end(prompt, answer)
                 return answer
 
@@ -145,28 +210,37 @@ def _show(
     references: Sequence[Answer],
     comparisons: Sequence[Comparison | None],
 ) -> int:
-    """Print the table and what it cannot say, write the JSON; returns the exit status."""
-    reports = [
-        report_of(*answered, options.connector, options.layout)
-        for answered in zip(answers, references, comparisons, strict=True)
-    ]
-    print("\n" + format_table(options.prompts, answers, reports), flush=True)
+    """Print the table, its legend and what the table cannot say, and write the JSON; returns the exit status."""
+    prompts = [prompt for prompt, _ in options.requests]
+    with Elapsed("measuring the speed of memcpy"):
+        reports = [
+            report_of(answer, reference, comparison, options.connector, options.layout, overlap=overlap)
+            for (_, overlap), answer, reference, comparison in zip(
+                options.requests, answers, references, comparisons, strict=True
+            )
+        ]
+    print(f"\n{format_table(prompts, answers, reports)}\n\n{format_legend()}", flush=True)
+    for text in (explain_nothing(answers, reports), explain_slower(reports)):
+        if text:
+            print("\n" + text, flush=True)
     if options.json_path is not None:
         write_json(options.json_path, reports)
-    for reference in references:
+    for reference in references[:: len(options.overlaps)]:
         if reference.error:
             say(f"the single node failed: {reference.error}")
-    for prompt, answer, comparison in zip(options.prompts, answers, comparisons, strict=True):
+    for prompt, answer, comparison in zip(prompts, answers, comparisons, strict=True):
         _explain(shortened(prompt, MAX_PROMPT_CHARS), answer, comparison)
     return 0 if all(report.is_right for report in reports) else 1
 
 
 def _explain(prompt: str, answer: Answer, comparison: Comparison | None) -> None:
-    """Say how an answer differs from the single node's, and, in any case, if its transfer failed."""
+    """Say how an answer differs from the single node's, and whether its transfer failed."""
     if comparison is not None and not comparison.is_identical:
         say(f"{prompt!r}: {comparison}")
         moved = f"the transfer succeeded ({answer.transfer.get('num_bytes', 0)} bytes)"
         if not answer.transfer_error:
             say(f"{prompt!r}: {moved if answer.transfer else 'nothing was transferred'}")
     if answer.transfer_error:
-        say(f"{prompt!r}: the transfer failed, the prompt was computed again: {answer.transfer_error}")
+        say(
+            f"{prompt!r}: the transfer failed, so the decode node computed the prompt itself: {answer.transfer_error}"
+        )

