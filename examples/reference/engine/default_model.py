@@ -90,7 +90,10 @@ def _write(source: Path, folder: Path) -> None:
     """Write weights, configuration and tokenizer into `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import modeling_gguf_pytorch_utils as gguf
 
+    # Its bar ignores the settings of transformers, and would mix with the line that shows the elapsed time.
+    vars(gguf)["tqdm"] = lambda tensors, **options: tensors
     packed = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
     )
