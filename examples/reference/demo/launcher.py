@@ -1,7 +1,7 @@
-"""Start nodes and a router as processes of their own, and be sure that they end.
+"""Start nodes and routers as separate processes, and make sure that they end.
 
 Each process is the leader of its own process group and holds one end of a socket pair (see `web.launcher_link`): it
-reports its port and its readiness there, and it ends when this process's end closes, however this process ends.
+reports its port and its readiness there. It ends when our end closes, however this process ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
 EXAMPLES = Path(__file__).resolve().parents[2]
-#: Between the polite signal and the other one.
+#: Seconds between SIGTERM and SIGKILL.
 STOP_GRACE_S = 5.0
 LOG_TAIL_BYTES = 4000
-#: What people are shown of a log.
+#: Lines of a log in a message.
 LAST_LINES = 15
 
 Watcher = Callable[["LaunchedProcess", float], None]
 
 
 class Child(Protocol):
-    """What a launcher needs of a process that it started; `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a launcher uses."""
 
     @property
     def pid(self) -> int: ...
@@ -42,12 +42,12 @@ class Child(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-#: (script, arguments, log, link) → a process in a group of its own. It writes to `log` and inherits `link`.
+#: (script, arguments, log, link) → a process in its own process group, which writes to `log` and inherits `link`.
 Spawn = Callable[[str, Sequence[str], int, int], Child]
 
 
 class LaunchError(Exception):
-    """A process did not start. The message says why, with the end of its log when it said nothing itself."""
+    """A process did not start. The message has the reason that it reported, or the end of its log."""
 
 
 def run_script(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
@@ -63,12 +63,12 @@ def run_script(script: str, arguments: Sequence[str], log: int, link: int) -> Ch
 
 
 class LaunchedProcess:
-    """One process that a launcher started.
+    """A process that a launcher started.
 
     Attributes:
-        name: For people.
-        port: Where it listens; 0 until it said so.
-        is_ready: It serves.
+        name: Its name in messages.
+        port: The port it listens on; 0 until it has reported it.
+        is_ready: Whether it serves requests.
     """
 
     def __init__(self, name: str, script: str, arguments: Sequence[str], spawn: Spawn) -> None:
@@ -84,7 +84,7 @@ class LaunchedProcess:
 
     @property
     def url(self) -> str:
-        """Where it serves HTTP."""
+        """The base URL of its HTTP server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -97,16 +97,16 @@ class LaunchedProcess:
 
     @property
     def log_tail(self) -> str:
-        """The end of what it wrote to stdout and stderr so far."""
+        """The end of its output to stdout and stderr so far."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
         return tail.decode(errors="replace")
 
     def obituary(self, within_s: float = 0.0) -> str:
-        """How it ended, in words, with the end of its log; empty while it runs.
+        """Say how it ended, with the end of its log; empty while it runs.
 
         Args:
-            within_s: How long to wait for the end of a process that has said that it fails.
+            within_s: Seconds to wait for the end of a process that has reported a failure.
         """
         self._read_failure()
         try:
@@ -119,21 +119,21 @@ class LaunchedProcess:
         return f"the {self.name} {how}{why}; the end of its log:\n{last_lines}"
 
     def _read_failure(self) -> None:
-        """Take in what the process said of its end, if anything."""
+        """Read the failure that the process has reported, if any."""
         with contextlib.suppress(LaunchError, OSError):
             self._link.setblocking(False)
             while True:
                 self.read_report()
 
     def fileno(self) -> int:
-        """Readable when there is something for `read_report`."""
+        """Return a descriptor that is readable when there is something for `read_report`."""
         return self._link.fileno()
 
     def read_report(self) -> None:
-        """Read what the process says of itself.
+        """Read what the process has reported.
 
         Raises:
-            LaunchError: it failed, or ended.
+            LaunchError: the process failed or ended.
         """
         data = self._link.recv(65536)
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -147,40 +147,40 @@ class LaunchedProcess:
             raise LaunchError(f"{self.name} did not start: {why}")
 
     def _status(self) -> str:
-        """Its exit status for a message; a process whose link broke is about to have one."""
+        """Format its exit status for a message. A process that has closed its link is about to end."""
         try:
             return f" with status {self._process.wait(1.0)}"
         except subprocess.TimeoutExpired:
             return ""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and whatever it started."""
+        """Send a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end.
+        """Wait until it ends; return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: it was still running after `timeout_s`.
         """
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
-        """Ask it to end, as a service manager would."""
+        """Send SIGTERM, as a service manager would."""
         self.send_signal(signal.SIGTERM)
 
     def hang_up(self) -> None:
-        """Let it find its launcher gone."""
+        """Close the link, as the end of the launcher would."""
         self._link.close()
 
     def kill(self) -> None:
-        """End it now, as a crash would."""
+        """Send SIGKILL and wait for the end."""
         self.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def close(self, deadline: float) -> None:
-        """Wait for its end until `deadline`, a time of `time.monotonic`; then kill it."""
+        """Wait until it ends; kill it at `deadline` (`time.monotonic`). Release its log and link."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -191,10 +191,10 @@ class LaunchedProcess:
 
 
 class Launcher:
-    """Processes that end with the block: `with Launcher() as launcher: ...`.
+    """Start processes that end with the block: `with Launcher() as launcher: ...`.
 
     Args:
-        spawn: How a process is started.
+        spawn: Starts a process.
     """
 
     def __init__(self, spawn: Spawn = run_script) -> None:
@@ -218,42 +218,42 @@ class Launcher:
         decode: Iterable[LaunchedProcess],
         *arguments: str,
     ) -> LaunchedProcess:
-        """Start a router over nodes that listen already. Returns at once."""
+        """Start a router for nodes that already listen. Returns at once."""
         urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
         flat = [word for pair in urls for word in pair]
         return self.start(name, "router.py", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
 
     def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
-        """Wait until every process has its port.
+        """Wait until every process has reported its port.
 
         Raises:
-            LaunchError: one failed, ended, or did not within `timeout_s`.
+            LaunchError: a process failed, ended, or was too slow.
         """
         _wait(processes, lambda process: process.port > 0, "listening", timeout_s, _ignore)
 
     def wait_ready(
         self, processes: Iterable[LaunchedProcess], timeout_s: float, on_ready: Watcher | None = None
     ) -> None:
-        """Wait until every process serves; `on_ready(process, seconds)` hears of each.
+        """Wait until every process serves requests; call `on_ready(process, seconds)` for each.
 
         Raises:
-            LaunchError: one failed, ended, or did not within `timeout_s`.
+            LaunchError: a process failed, ended, or was too slow.
         """
         _wait(processes, lambda process: process.is_ready, "ready", timeout_s, on_ready or _ignore)
 
     @property
     def processes(self) -> tuple[LaunchedProcess, ...]:
-        """What was started."""
+        """All processes that were started and not yet closed."""
         return tuple(self._processes)
 
     def close(self) -> None:
-        """End everything that was started, politely at first. Idempotent."""
+        """End all processes: first by SIGTERM, then by SIGKILL. Idempotent."""
         for process in self._processes:
-            # Its launcher's end stops a process at once; the signal alone would let it finish its answers first. That
-            # signal ends one that still imports, and does not listen to its launcher yet.
+            # Closing the link stops a process at once; after SIGTERM alone it would finish its answers first. But a
+            # process that is still importing does not watch the link yet, so it needs the signal.
             process.hang_up()
             process.terminate()
-            process.send_signal(signal.SIGCONT)  # a stopped process would not hear the first one
+            process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
         deadline = time.monotonic() + STOP_GRACE_S
         while self._processes:
             self._processes[-1].close(deadline)

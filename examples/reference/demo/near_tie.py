@@ -1,9 +1,9 @@
-"""Tell a near-tie of logits from a wrong answer.
+"""Distinguish a near-tie of logits from a wrong answer.
 
-A sum in floating point depends on its order, and the order on what else is in the batch. So where the two most likely tokens
-have almost the same logit, a single node itself answers now one, now the other. A greedy answer that differs from
-a single node's is right all the same if, wherever it leaves what the single node goes on with, it took one token of such a
-pair instead of the other. Everything else is a wrong answer. Pure.
+A floating-point sum depends on its order, and the order depends on what else is in the batch. If the two most likely tokens
+have almost the same logit, even a single node does not always choose the same one. Such a choice is a near-tie. A greedy
+answer that differs from the single node's is still right if every difference is a near-tie. Any other difference is a
+mismatch. This module is pure.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: dtype → below which difference two logits are a near-tie. Measured by how much the difference of the two largest logits
-#: changes between a prompt that is computed alone, in chunks, and beside others: in float32 up to 1.8e-5 on tiny random
-#: models and 2.5e-5 on SmolLM2-135M; in bfloat16 up to 0.09 and 0.25, which is one step of that type at SmolLM2's logits of
-#: 32 to 64. Allowed are eight times the largest in float32 and two steps, not included, in bfloat16. float16 was not
+#: dtype → two logits that differ by less than this are a near-tie. We measured how much the gap between the two largest
+#: logits changes if a prompt is computed alone, in chunks, and beside others. In float32 it changes by up to 1.8e-5 on tiny
+#: random models and 2.5e-5 on SmolLM2-135M; the tolerance is eight times that. In bfloat16 it changes by up to 0.09 and
+#: 0.25. The latter is one step of bfloat16 at SmolLM2's logits of 32 to 64; the tolerance is two steps. float16 was not
 #: measured; its steps are an eighth of bfloat16's.
 _TOLERANCES = {"float32": 2e-4, "bfloat16": 0.5, "float16": 0.0625}
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a node without transfers says of a prompt.
+    """The answer of a node without transfers to a prompt.
 
     Attributes:
         prompt_token_ids: The prompt's tokens.
@@ -34,19 +34,19 @@ class Expectation:
     top_logits: Sequence[tuple[int, float]]
 
 
-#: (prompt, max_tokens) → what a single node answers. It computes the prompt alone: one request at a time.
+#: (prompt, max_tokens) → what a single node answers when it computes this prompt alone.
 AskAlone = Callable[[str | Sequence[int], int], Expectation]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the single node's.
+    """A place where an answer differs from the single node's.
 
     Attributes:
         position: Index of the token in the answer.
         token: The answer's token there; None: the answer ends before it.
-        expected: The single node's; None: likewise.
-        top_logits: What the single node finds likely there; see `Expectation`.
+        expected: The single node's token there; None: its answer ends before it.
+        top_logits: The single node's largest logits there; see `Expectation`.
         tolerance: See `tolerance_of`.
     """
 
@@ -77,11 +77,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How an answer and a single node's compare.
+    """The comparison of an answer with a single node's.
 
     Attributes:
-        near_ties: Where the answer took the other token of two, in order.
-        mismatch: Where it is wrong; None: nowhere.
+        near_ties: The differences that are near-ties, in order.
+        mismatch: The first difference that is not a near-tie; None if there is none.
     """
 
     near_ties: tuple[Difference, ...] = ()
@@ -98,10 +98,10 @@ class Comparison:
 
 
 def tolerance_of(dtype: str, device: str = "cpu") -> float:
-    """Say below which difference two logits of a model are a near-tie.
+    """Return the difference below which two logits of a model are a near-tie.
 
     Args:
-        dtype: Of the activations; `"auto"` is what the engine makes of it on `device`.
+        dtype: Type of the activations; `"auto"` is the type that the engine chooses on `device`.
     """
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -119,14 +119,14 @@ def compare(
 ) -> Comparison:
     """Compare a greedy answer with a single node's.
 
-    After a near-tie the two answers differ. So the single node continues from the token that the answer took, and the rest
-    of the answer must equal that continuation: a near-tie excuses one token and nothing after it.
+    After a near-tie the two answers differ in what follows as well. So ask the single node to continue after the token
+    that the answer chose. The rest of the answer must be that continuation: a near-tie excuses one token only.
 
     Args:
-        answer: The answer to check.
-        expected: What the single node answered. Not shorter than the answer because it was asked for fewer tokens.
-        ask_alone: Asked only where the two differ.
-        is_whole: False: the answer may be the beginning of what is expected.
+        answer: The answer to judge.
+        expected: The single node's answer. It must have been asked for at least as many tokens.
+        ask_alone: Called only where the two differ.
+        is_whole: Whether the answer is complete. If not, it may be a prefix of the expected one.
     """
     near_ties: list[Difference] = []
     start, rest, num_tokens = 0, tuple(expected), max(len(answer), len(expected))
@@ -144,7 +144,7 @@ def compare(
             return Comparison(tuple(near_ties), difference)
         near_ties.append(difference)
         start = position + 1
-        if start == len(answer):  # it may have ended on the token that it took
+        if start == len(answer):  # the answer may end with the token that it chose
             return Comparison(tuple(near_ties))
         rest = tuple(ask_alone((*before, answer[position]), num_tokens - start).token_ids)
 
@@ -156,10 +156,10 @@ def assert_same_answer(
     ask_alone: AskAlone,
     tolerance: float = _TOLERANCES["float32"],
 ) -> None:
-    """Fail unless an answer is the single node's, near-ties apart; those are printed.
+    """Fail unless an answer is the single node's apart from near-ties. Print the near-ties.
 
     Raises:
-        AssertionError: it is not; says where, and both logits.
+        AssertionError: there is a mismatch; the message has its position and both logits.
     """
     comparison = compare(prompt, answer, expected, ask_alone, tolerance=tolerance)
     for near_tie in comparison.near_ties:

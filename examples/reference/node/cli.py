@@ -19,7 +19,7 @@ from .options import DEFAULT_CONNECTOR, add_option
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 SINGLE = "single"
-#: Default port of each kind of node. A single node takes the port of the router, because clients use it directly.
+#: Default port of each role. A single node takes the router's port, because it replaces the router for its clients.
 DEFAULT_PORTS: dict[str, int] = {
     "prefill": 8100, "both": 8100, "decode": 8200, SINGLE: 8000,
     "kv_producer": 8100, "kv_both": 8100, "kv_consumer": 8200,
@@ -35,13 +35,13 @@ A pair by hand, in three terminals:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The parsed command line.
+    """Hold the values of the command line.
 
     Attributes:
-        role: `prefill`, `decode`, `both` or `single`, for people.
-        launcher_fd: The launcher's socket, negative without one.
-        drain_timeout_s: For how long answers may be finished, and offers delivered, after a signal to stop.
-        limits: What clients may take.
+        role: `prefill`, `decode`, `both` or `single`, for logs.
+        launcher_fd: Descriptor of the launcher's socket; negative if there is no launcher.
+        drain_timeout_s: Seconds to finish answers and to deliver offers after a signal to stop.
+        limits: Limits on clients.
     """
 
     role: str
@@ -59,7 +59,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
 
     Raises:
         StartupError: options contradict each other, or a value cannot work.
-        SystemExit: argparse answered itself, e.g. `--help`.
+        SystemExit: argparse has printed what the user asked for or did wrong, e.g. after `--help`.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -117,19 +117,21 @@ def _add_transfer_arguments(group: argparse._ArgumentGroup) -> None:
         "--role",
         choices=(*ROLES, SINGLE),
         help="prefill offers KV caches, decode loads them, both does either as each request asks, "
-        "single hands nothing over (default: single)",
+        "single transfers nothing (default: single)",
     )
     for name in ("connector", "connector-module", "connector-option", "load-failure-policy"):
         add_option(group, name)
     group.add_argument(
-        "--kv-transfer-config", metavar="JSON", help="all of the above in vLLM's form, instead of them"
+        "--kv-transfer-config",
+        metavar="JSON",
+        help="the options above as one JSON object with vLLM's names; excludes them",
     )
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "model")
     group.add_argument(
-        "--served-model-name", default="", help="what clients call it (default: the folder's name)"
+        "--served-model-name", default="", help="name of the model for clients (default: the folder's name)"
     )
     group.add_argument(
         "--lora-modules",
@@ -137,14 +139,14 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="NAME=PATH",
-        help="folders of LoRA adapters, as PEFT writes them; a request names one as its model",
+        help="folders of LoRA adapters in PEFT's format; a request chooses one by giving its name as the model",
     )
     group.add_argument(
         "--max-model-len",
         type=int,
         default=0,
         metavar="N",
-        help="longest prompt and answer together, in tokens; 0 is what the model was trained for (default: 0)",
+        help="limit of prompt and answer together, in tokens; 0 is the length that the model was trained for (default: 0)",
     )
 
 
@@ -161,7 +163,7 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.1,
         metavar="SHARE",
-        help="share of the memory for the pool (default: %(default)s)",
+        help="share of the memory for the pool if --num-blocks is 0 (default: %(default)s)",
     )
     group.add_argument(
         "--no-prefix-caching", action="store_true", help="do not reuse blocks of finished requests"
@@ -170,7 +172,7 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         "--hash-seed",
         default="",
         metavar="TEXT",
-        help="seed of the block hashes (default: random per process)",
+        help="seed of the block hashes (default: a random one per process)",
     )
 
 
@@ -181,7 +183,7 @@ def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=16,
         metavar="N",
-        help="requests of one step (default: %(default)s)",
+        help="most requests per step (default: %(default)s)",
     )
 
 
@@ -217,7 +219,7 @@ def _settings(options: argparse.Namespace, kv_transfer: KVTransferConfig | None)
 
 
 def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
-    """The connector's configuration from either of its two spellings, or None for a single node."""
+    """Read the connector's configuration from either form of its options; None for a single node."""
     short = {
         "--connector": options.connector,
         "--connector-module": options.connector_module,

@@ -1,4 +1,4 @@
-"""The start of a node: read the options, take the port, then load what is heavy."""
+"""Start a node: read the options, bind the port, then import PyTorch and load the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .cli import parse_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a node until a signal arrives or its launcher ends.
+    """Run a node until a signal stops it.
 
     Returns:
-        The exit status: 0 after a signal, 1 if the engine ended by itself or did not close, 2 if the node could not start
-        with its options.
+        The exit status: 0 after a signal to stop, 1 if the engine could not continue or did not close, 2 if the node
+        could not start with these options.
     """
     return exit_status_of("serve.py", lambda: _run(arguments))
 
@@ -27,7 +27,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     try:
         with bind(options.host, options.port) as listener:
             link.report(listening=listener.getsockname()[1])
-            # PyTorch takes seconds to import, so a wrong option or a port in use is reported before.
+            # Importing PyTorch takes seconds. Report a wrong option or a port in use before that.
             from .lifecycle import serve
 
             asyncio.run(serve(options, listener, link))

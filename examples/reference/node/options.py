@@ -1,4 +1,4 @@
-"""The options of a node that other programs take too, to pass them on: each is declared once."""
+"""Options of a node that other programs take as well and pass on. Each is declared once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "KEY=VALUE",
-        "help": "an option of the connector; VALUE is JSON, or else taken as text; may be repeated",
+        "help": "an option of the connector; VALUE is JSON, or plain text if it is not valid JSON; may be repeated",
     },
     "load-failure-policy": {
         "choices": ("recompute", "fail"),
-        "help": "what becomes of a request whose KV cache cannot be loaded (default: recompute)",
+        "help": "recompute the prompt or fail the request if its KV cache cannot be loaded (default: recompute)",
     },
     "model": {
         "default": DEFAULT_MODEL,
@@ -36,68 +36,71 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dtype": {
         "choices": DTYPES,
         "default": "auto",
-        "help": "of weights and cache; auto is float32 on a CPU, bfloat16 on a GPU (default: %(default)s)",
+        "help": "type of weights and cache; auto is float32 on a CPU, bfloat16 on a GPU (default: %(default)s)",
     },
-    "device": {"default": "cpu", "help": "cpu, cuda or cuda:N (default: %(default)s)"},
+    "device": {
+        "default": "cpu",
+        "help": "device of model and cache: cpu, cuda or cuda:N (default: %(default)s)",
+    },
     "threads": {
         "type": int,
         "default": 0,
         "metavar": "N",
-        "help": "threads of PyTorch; 0 is its own choice (default: 0)",
+        "help": "threads of PyTorch; 0 lets PyTorch choose (default: 0)",
     },
     "tensor-parallel-size": {
         "type": int,
         "default": 1,
         "metavar": "N",
-        "help": "worker processes over which each layer is spread, on the CPU (default: 1, none)",
+        "help": "worker processes that share each layer, on the CPU only; 1 means no extra process (default: 1)",
     },
     "pipeline-parallel-size": {
         "type": int,
         "default": 1,
         "metavar": "N",
-        "help": "stages over which the layers are spread, each of as many worker processes (default: 1, none)",
+        "help": "stages that share the layers, each with --tensor-parallel-size processes; 1 means no extra process (default: 1)",
     },
     "layout": {
         "choices": get_args(Layout),
         "default": "uniform",
-        "help": "uniform keeps one block of all layers in one run of bytes (default: %(default)s)",
+        "help": "layout of the pool: uniform keeps a block of all layers in one run of bytes (default: %(default)s)",
     },
     "page-order": {
         "choices": get_args(PageOrder),
         "default": "NHD",
-        "help": "tokens (N) or heads (H) first inside a page; nodes of either order pair (default: %(default)s)",
+        "help": "order inside a page: tokens (N) or heads (H) first; nodes with different orders can pair (default: %(default)s)",
     },
     "block-size": {
         "type": int,
         "default": 16,
         "metavar": "N",
-        "help": "tokens a block (default: %(default)s)",
+        "help": "tokens per block (default: %(default)s)",
     },
     "num-blocks": {
         "type": int,
         "default": 0,
         "metavar": "N",
-        "help": "blocks of the pool; 0 is as many as a share of the memory holds (default: %(default)s)",
+        "help": "blocks of the pool; 0 takes as many as fit into a share of the memory (default: %(default)s)",
     },
     "max-num-batched-tokens": {
         "type": int,
         "default": 512,
         "metavar": "N",
-        "help": "tokens of one step, thus the prefill chunk (default: %(default)s)",
+        "help": "most tokens per step, which is also the size of a prefill chunk (default: %(default)s)",
     },
 }
-#: Names of an option that still work. `kv-cache-layout` was one of three things called a layout.
+#: Former names of options, which still work. `kv-cache-layout` was one of three options called a layout.
 _FORMER_NAMES: Mapping[str, Sequence[str]] = {"page-order": ("kv-cache-layout",)}
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, *, prefix: str = "", **changes: Any) -> None:
-    """Add `--name`, or `--{prefix}name`, as a node has it but for `changes`."""
+    """Add `--name`, or `--{prefix}name`, as a node has it, with `changes` to its declaration."""
     names = [name, *_FORMER_NAMES.get(name, ())]
     group.add_argument(*(f"--{prefix}{name}" for name in names), **{**_OPTIONS[name], **changes})
 
 
 def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
-    """The words that give a node what was given here, where anything was."""
+    """Return the command line words that pass the given options on to a node."""
 
     def words() -> Iterator[str]:
         for name in names:
