@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -373,12 +374,13 @@ def _forwarding(connector: type[_Connector]) -> type[_Connector]:
 
 
 def _forward(name: str, member: Any, half: str) -> Any:
+    find = operator.attrgetter(f"{half}.{name}")
     if isinstance(member, property):
-        return property(lambda self: getattr(getattr(self, half), name), doc=member.__doc__)
+        return property(find, doc=member.__doc__)
 
     @functools.wraps(member)
     def call(self: KVConnectorBase, *args: Any, **kwargs: Any) -> Any:
-        return getattr(getattr(self, half), name)(*args, **kwargs)
+        return find(self)(*args, **kwargs)
 
     return call
 
