@@ -8,11 +8,11 @@ measured. In each round every contender moves every shape. The figures to look a
 and to plain sockets in the same round. Every region that arrives is checked. NIXL and Mooncake take part if `nixl-cu12` and
 `mooncake-transfer-engine-non-cuda` are installed.
 
-At the end each of kvferry's transports is measured with many idle peers: processor time while nothing happens, and the
-time of a small read without and with them, by turns.
+Finally, each of kvferry's transports is measured with many idle peers: the processor time while nothing happens, and the
+time of a small read with and without them.
 
-Reads are timed from the call to their end. They need other threads to be scheduled, a memcpy does not: on a machine with
-more to do than cores, trust processor time first.
+Reads are timed from the call to their end. Unlike a memcpy they need other threads to be scheduled, so on a busy machine
+the processor time is more reliable than the elapsed time.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Acceptor(Generic[Connection]):
                 if error.errno in _EXHAUSTED:
                     self._rest(error)
                 return  # no connection waits; or one hung up, and the next one is reported again
-            except Exception as error:  # noqa: BLE001 - it is over for this connection alone
+            except Exception as error:  # noqa: BLE001 - only this connection is lost
                 self._log.warning("cannot accept a connection: %r", error, exc_info=error)
                 continue
             self._take(connection)

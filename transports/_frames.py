@@ -17,7 +17,7 @@ from .errors import BackpressureError, PeerLostError, ProtocolError
 #: library maps anything larger than 128 KiB anew each time, which takes longer than the call itself.
 RECEIVE_BYTES = 64 << 10
 
-#: How often one call of `receive` asks the kernel, so that one peer cannot keep the loop to itself.
+#: System calls per `receive`, so that one peer cannot keep the loop to itself.
 _MAX_RECEIVES = 64
 
 _HEAD = struct.Struct("<IB")

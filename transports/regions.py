@@ -51,7 +51,7 @@ class Pool:
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = tuple(segments)
         if not self.segments or any(s.num_bytes <= 0 for s in self.segments):
-            raise RegionError(f"a pool needs segments of at least one byte, got {self.segments}")
+            raise RegionError(f"a pool needs at least one segment, and no empty ones; got {self.segments}")
         #: The kind of memory of all segments.
         self.kind: MemoryKind = self.segments[0].kind
         if any(s.kind != self.kind for s in self.segments):

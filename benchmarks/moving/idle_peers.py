@@ -1,9 +1,9 @@
 """What many idle peers cost a node: processor time while nothing happens, and the time of a small read.
 
-The measuring process has two nodes of each transport. One is connected to the owner of a pool alone; the other is as
-well, and in addition many idle peers are connected to it, from a few processes that do nothing but answer what their
-transport asks. The node with the idle peers first waits for events that do not come. Then both nodes read the same
-blocks of 256 KiB in turns, a few reads at a time, so that what disturbs the machine disturbs both.
+The measuring process has two nodes per transport. Both are connected to the owner of a pool. Many idle peers are connected
+to one of them, from a few processes that only answer what their transport asks. The node with the idle peers first waits for
+events that do not come. Then the two nodes alternate: each reads the same blocks of 256 KiB, a few at a time, so that a
+disturbance of the machine affects both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ours import Node, OurReader, own_ours
 from .processes import Child, FailedError, begin
 from .rounds import Progress, require_installed
 
-#: Each transport with its default options: what it does for idle peers, such as pings, is what counts here.
+#: Each transport with its default options, because what it does for idle peers, such as pings, is to be measured.
 _TRANSPORTS: Mapping[str, Mapping[str, Any]] = {"shm": {}, "zeromq": {}, "ucx": {"tls": "tcp"}}
 
 _POOL_BYTES = 8 << 20
@@ -36,26 +36,26 @@ _READ_BYTES = 256 << 10
 _REGION_BYTES = 64 << 10
 
 _NUM_PROCESSES = 2
-#: Per process. Each has a thread of its own, so that their pings come independently, as those of as many nodes do.
+#: Endpoints per process. Each has its own thread, so that pings are as independent as those of as many nodes.
 _MAX_ENDPOINTS = 10
 
 _IDLE_S = 2.0
 _READS_S = 2.0
 
-#: Reads per turn. The first ones are not counted: memory and connections of the other node were used before them.
+#: Reads per turn. The first ones are not counted, because the caches still hold the other node's data.
 _READS_PER_TURN = 20
 _NUM_WARM_UP = 4
 
 
 @dataclass(frozen=True)
 class IdlePeers:
-    """One transport.
+    """The figures of one transport.
 
     Attributes:
         cpu_percent: Processor time of the process with the idle peers, in percent of a core, while nothing happens.
-        ms_alone, ms_with_peers: Of a read, by the node without and with idle peers: medians.
-        ratio: The second to the first: median of the turns.
-        ms_alone_quartiles, ms_with_peers_quartiles, ratio_quartiles: The first and the third.
+        ms_alone, ms_with_peers: Median time of a read by the node without and with idle peers.
+        ratio: `ms_with_peers` to `ms_alone` in the same turn; median over turns.
+        ms_alone_quartiles, ms_with_peers_quartiles, ratio_quartiles: First and third quartile.
     """
 
     transport: str
@@ -81,7 +81,7 @@ class _Seen:
 
 
 def contenders(texts: Sequence[str]) -> list[Contender]:
-    """The transports to measure: those with one of the texts in their name."""
+    """Return the transports to measure: those whose name contains one of the texts."""
     chosen = [(f"kvferry {scheme}", scheme) for scheme in _TRANSPORTS]
     return [
         ours(name, scheme, _TRANSPORTS[scheme], is_patient=False)
@@ -93,10 +93,10 @@ def contenders(texts: Sequence[str]) -> list[Contender]:
 def measure_idle_peers(
     chosen: Sequence[Contender], num_peers: int, say: Progress
 ) -> tuple[list[IdlePeers], dict[str, str]]:
-    """Measure each transport, for less than ten seconds.
+    """Measure each transport for less than ten seconds.
 
     Returns:
-        The results, and why a transport is not among them.
+        The results, and by name the reasons why transports were not measured.
     """
     results, left_out = [], {}
     for contender in chosen:
@@ -149,7 +149,7 @@ def _quartiles(values: Any) -> tuple[float, float]:
 
 
 def _shares(total: int, num_shares: int) -> list[int]:
-    """Divide a number into almost equal ones; fewer if it is too small."""
+    """Divide a number into `num_shares` almost equal ones, or fewer if it is too small."""
     return [len(part) for part in np.array_split(np.arange(total), num_shares) if len(part)]
 
 
@@ -185,28 +185,28 @@ def table_of_idle_peers(results: Sequence[IdlePeers]) -> Iterator[str]:
 
 
 def _guarded(contender: Contender, work: Callable[..., None], *arguments: Any) -> None:
-    """Run a process; the parent is told why it fails."""
+    """Run a process, and report to the parent why it fails."""
     begin(contender)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    told: Connection = arguments[-1]
+    parent: Connection = arguments[-1]
     try:
         work(*arguments)
     except Exception as error:  # noqa: BLE001 - the parent prints it
-        told.send(RuntimeError(repr(error)))
+        parent.send(RuntimeError(repr(error)))
 
 
-def _own(setup: Setup, told: Connection) -> None:
-    own_ours(setup, told)
+def _own(setup: Setup, parent: Connection) -> None:
+    own_ours(setup, parent)
 
 
-def _be_idle(setup: Setup, address: str, num_peers: int, told: Connection) -> None:
-    """Connect `num_peers` times, from several endpoints; then answer only what the transport answers by itself."""
+def _be_idle(setup: Setup, address: str, num_peers: int, parent: Connection) -> None:
+    """Connect `num_peers` times, from several endpoints, and then leave everything to the transport."""
     shares = _shares(num_peers, _MAX_ENDPOINTS)
     threads = [threading.Thread(target=_stay, args=(setup, address, n), daemon=True) for n in shares]
     for thread in threads:
         thread.start()
-    told.recv()  # the parent asks us to end, and nothing has to be closed for that
+    parent.recv()  # the parent asks this process to end; nothing has to be closed
 
 
 def _stay(setup: Setup, address: str, num_peers: int) -> None:
@@ -226,16 +226,18 @@ def _stay(setup: Setup, address: str, num_peers: int) -> None:
                 connecting = 0 if event.peer_id == connecting else connecting
 
 
-def _read(setup: Setup, owner: str, num_peers: int, told: Connection) -> None:
+def _read(setup: Setup, owner: str, num_peers: int, parent: Connection) -> None:
     busy = OurReader(setup, owner)
-    told.send(busy.listen())
+    parent.send(busy.listen())
     deadline = time.monotonic() + TIMEOUT_S
     num_connected = 0
     while num_connected < num_peers:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{num_peers - num_connected} peers did not connect within {TIMEOUT_S} s")
+            raise TimeoutError(
+                f"timed out after {TIMEOUT_S:g} s waiting for {num_peers - num_connected} of {num_peers} peers to connect"
+            )
         num_connected += busy.num_connected(1.0)
-    busy.wait(0.5)  # what connecting left to do
+    busy.wait(0.5)  # until the work that follows connecting is done
     began, cpu_began = time.monotonic(), time.process_time()
     busy.wait(_IDLE_S)
     cpu = (time.process_time() - cpu_began) / (time.monotonic() - began)
@@ -248,7 +250,7 @@ def _read(setup: Setup, owner: str, num_peers: int, told: Connection) -> None:
         for reader, turns in ((alone, seen.alone), (busy, seen.with_peers)):
             seconds = [_timed(reader, blocks[index % len(blocks)]) for index in range(_READS_PER_TURN)]
             turns.append(seconds[_NUM_WARM_UP:])
-    told.send(seen)
+    parent.send(seen)
 
 
 def _block(at: int) -> RegionPairs:

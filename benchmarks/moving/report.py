@@ -82,7 +82,7 @@ def json_lines(
     results: Sequence[Result],
     idle_peers: Sequence[IdlePeers],
 ) -> Iterator[str]:
-    """One object per line: the machine, what is left out and why, the results, idle peers. `record` says which it is."""
+    """Yield one object per line: machine, what was left out and why, results, idle peers. `record` names the kind."""
     yield json.dumps({"record": "machine", **about})
     for name, reason in left_out.items():
         yield json.dumps({"record": "left_out", "contender": name, "reason": reason})
