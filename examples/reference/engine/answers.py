@@ -1,4 +1,4 @@
-"""From a request's tokens to the pieces that its client receives, and where the answer ends."""
+"""Turn a request's tokens into the pieces that its client receives, and decide where the answer ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Answer:
     """The answer to one request.
 
     Args:
-        eos_token_ids: Tokens after which the model has nothing more to say.
+        eos_token_ids: Tokens that end an answer.
         max_model_len: Longest sequence, prompt and answer together.
     """
 
@@ -52,22 +52,22 @@ class Answer:
         return "length" if self.request.num_output_tokens >= self._max_output_tokens else None
 
     def early_piece(self, kv_transfer_params: Mapping[str, Any]) -> RequestOutput:
-        """An output before the first token: what another node needs to begin with the prompt."""
+        """Return an output before the first token, with what another node needs to start loading the prompt."""
         return self._output((), "", None, "", kv_transfer_params)
 
     def piece(self, text: str) -> RequestOutput:
-        """An output in the middle: the newest token and its text."""
+        """Return an output with the newest token and its text."""
         return self._output((self.request.all_token_ids[-1],), text, None, "", None)
 
     def last_piece(
         self, text: str, reason: FinishReason, kv_transfer_params: Mapping[str, Any] | None
     ) -> RequestOutput:
-        """The output with which the answer ends on its newest token."""
+        """Return the last output of an answer that ends with its newest token."""
         newest = (self.request.all_token_ids[-1],)
         return self._output(newest, text, reason, "", kv_transfer_params)
 
     def cut_off(self, reason: FinishReason, error: str = "") -> RequestOutput:
-        """Return the output that ends an answer from outside, without a token."""
+        """Return the last output of an answer that is ended from outside. It has no new token."""
         return self._output((), self._matcher.flush(), reason, error, None)
 
     def _output(
@@ -104,7 +104,7 @@ class Answer:
 
 
 def failed_answer(source: GenerationRequest, why: str) -> RequestOutput:
-    """The only output of a request that could not even be admitted."""
+    """Return the only output of a request that could not be admitted."""
     num_prompt_tokens = len(source.prompt_token_ids)
     metrics = RequestMetrics(num_prompt_tokens, 0, 0, 0, num_preemptions=0, ttft_s=0.0, transfer=None)
     return RequestOutput(source.request_id, (), "", "error", why, None, metrics)

@@ -1,4 +1,4 @@
-"""From settings to the parts of an engine, in the one order in which they can be made."""
+"""Make the parts of an engine from its settings, in the only possible order."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Parts:
     """The parts of a running engine.
 
     Attributes:
-        config: What was decided from the settings.
-        connector_name: Class of the connector, empty without one.
+        config: The configuration derived from the settings.
+        connector_name: Class of the connector; empty if there is none.
         resources: Closing it shuts the connector down, and ends what the executor started.
     """
 
@@ -66,7 +66,7 @@ def assemble(settings: EngineSettings) -> Parts:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     if settings.kv_transfer is not None:
-        # Before the model is loaded, so that a wrong name is reported at once.
+        # Check this before the model is loaded, so that a wrong name is reported at once.
         KVConnectorFactory.check_options(settings.kv_transfer)
     dtype = _dtype(settings.dtype, device)
     model = describe_model(model_folder(settings.model))
@@ -103,7 +103,7 @@ def _start(
     may_shorten = settings.max_model_len == 0
     if settings.num_workers == 1:
         dtype = getattr(torch, config.model.dtype)
-        # Before the pool is planned: what the weights need is not free.
+        # Load the model before the pool is planned, because the weights take memory.
         weights = load_model(model.folder, dtype, device, IMPLEMENTATION)
         install_adapters(weights, settings.lora_modules)
         config, pool = plan_pool(config, device, may_shorten=may_shorten)

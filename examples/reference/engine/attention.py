@@ -1,4 +1,4 @@
-"""The paged attention, registered as an attention implementation of transformers.
+"""Register paged attention as an attention implementation of transformers.
 
 No mask function is registered beside it: transformers then builds no mask at all, and the paged attention knows
 from the step's metadata which token sees which.
@@ -22,10 +22,10 @@ from kvferry.transports.errors import ConfigurationError
 #: The name under which transformers knows it.
 IMPLEMENTATION = "kvferry_paged"
 
-#: Kinds of layers that keep a state, or nothing at all; `recurrent.py` sees to the former.
+#: Kinds of layers that keep a state (see `recurrent.py`) or nothing.
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "mlp", "moe"})
 
-#: What some models also pass, and would silently do without.
+#: Arguments that some models also pass. Ignoring them would silently give wrong answers.
 _NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
 
 
@@ -112,7 +112,7 @@ def _layer_name(index: int) -> str:
 def _layer_types(config: PretrainedConfig) -> list[str]:
     if kinds := getattr(config, "layer_types", None):
         return list(kinds)
-    # Older configurations say it for all layers at once, by whether there is a window.
+    # Older configurations describe all layers at once: a window means that every layer has it.
     has_window = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
 

@@ -1,4 +1,4 @@
-"""The persistent batch: what the runner keeps of its requests from step to step, and one step's tensors."""
+"""The persistent batch, which the runner keeps from step to step, and the tensors of one step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """Tokens and block tables of the requests that run, a row each, so that a step copies only what is new.
+    """Keep tokens and block table of each running request in a row, so that a step copies only what is new.
 
     Args:
         max_num_seqs: Rows.
@@ -61,13 +61,13 @@ class InputBatch:
         self._samplers: dict[str, TokenSampler] = {}
 
     def forget(self, plan: StepPlan) -> None:
-        """Drop the requests that finished or lost their blocks. Every step, also those that compute nothing."""
+        """Drop the requests that finished or lost their blocks. Call this in every step, even if it computes nothing."""
         for request_id in plan.finished_req_ids | plan.preempted_req_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:
                 self._free_rows.append(row)
         for request_id in plan.finished_req_ids:
-            # Kept over a preemption: a seeded request goes on with its own random numbers.
+            # Keep the sampler over a preemption, so that a seeded request continues with its own random numbers.
             self._samplers.pop(request_id, None)
 
     def make_inputs(self, plan: StepPlan) -> StepInputs:
@@ -94,7 +94,7 @@ class InputBatch:
         )
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
-        """Make a step over `num_tokens` tokens without a request, at most one block, in the null block; it samples nothing."""
+        """Make a step over `num_tokens` tokens of no request, at most one block. It writes to the null block and samples nothing."""
         batch = StepBatch.from_lens([num_tokens], [0], self._device)
         tables = [torch.zeros((1, 1), dtype=torch.int32, device=self._device) for _ in self._tables]
         positions = self._to_device([np.arange(num_tokens)])

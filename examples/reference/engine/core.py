@@ -45,18 +45,18 @@ logger = logging.getLogger(__name__)
 #: Requests that may fail one after the other, each alone in its step, without a step that succeeds in between. After more,
 #: the model counts as broken, even if its check on a few tokens still passes.
 MAX_FAILED_STEPS_IN_A_ROW = 8
-#: Seconds to decline another node's offer: a step, a handshake and a message.
+#: Seconds to tell another node that its offer is not wanted. This takes a step, a handshake and a message.
 SETTLE_S = 1.0
 
 
 class EngineCore:
     """The engine without its thread: `add`, `abort` and `step` are called one at a time.
 
-    One request's trouble is its own. Whatever raises on behalf of one request (block hasher, detokenizer, a hook of the
-    connector's scheduler half) ends it with `finish_reason` `"error"`, and it gives back what it holds as any request
-    does. A step that fails concerns all its requests; see `executor`. What is raised beyond that ends the engine: a
-    model that no longer runs, a worker process that is gone, a block manager that contradicts itself, or a connector
-    that fails to say which blocks it uses.
+    A failure of one request ends that request only. An exception in work for one request (block hasher, detokenizer, a hook of the
+    connector's scheduler half) ends it with `finish_reason` `"error"`, and it returns its blocks as any request
+    does. A step that fails concerns all its requests; see `executor`. Any other exception ends the engine: the model no
+    longer runs, a worker process is gone, the block manager contradicts itself, or the connector does not report which
+    blocks it uses.
 
     Args:
         on_handoffs: Called with the connector's stats of a step in which handoffs ended.
@@ -91,28 +91,28 @@ class EngineCore:
         """Accept a request.
 
         Args:
-            arrival_s: When it came, `time.monotonic()`.
+            arrival_s: Time of its arrival, from `time.monotonic()`.
 
         Raises:
             InvalidRequestError: it cannot be served.
             ConnectorError: its `kv_transfer_params` are malformed.
-            Exception: whatever else went wrong with it; it was not accepted.
+            Exception: any other failure of this request; it was not accepted.
         """
         self._check(source)
         if self.parts.config.model.recurrent_layers:
             source = without_last_prompt_token(source)
         self._num_added += 1
-        # A client may use an id again while the blocks of its first use are still on offer to another node.
+        # A client may reuse an id while the blocks of its first request are still offered to another node.
         unique_id = f"{source.request_id}-{self._num_added}"
         request = Request(unique_id, source, self.parts.hasher, arrival_s)
         model = self.parts.model
         answer = Answer(request, model.tokenizer, model.eos_token_ids, self.max_model_len)
-        # The scheduler is last, so that nothing is to be undone when any of this raises.
+        # The scheduler comes last, so that nothing must be undone if any of this raises.
         self.parts.scheduler.add(request)
         self._answers[source.request_id] = answer
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Decline the offer that another node holds for a request which was refused.
+        """Release what another node holds for a request that was refused.
 
         Raises:
             ConnectorError: the params are malformed; they name nothing that is held.
@@ -152,7 +152,7 @@ class EngineCore:
     def _check_items(self, source: GenerationRequest) -> None:
         config = self.parts.model.text_config
         if getattr(config, "hidden_size_per_layer_input", 0):
-            # Its layers look at token ids once more, and vectors have none.
+            # Its layers read the token ids again, and vectors have none.
             raise InvalidRequestError("this model takes tokens only", param="prompt_items")
         check_items(source, config.hidden_size)
 
@@ -164,7 +164,7 @@ class EngineCore:
         return [self._cut_off(answer, "abort")]
 
     def _cut_off(self, answer: Answer, reason: FinishReason, why: str = "") -> RequestOutput:
-        """End a request from outside; returns its last output."""
+        """End a request for a reason outside the model; return its last output."""
         with contextlib.suppress(RequestFailedError):  # it was logged, and the request ends anyway
             self._finish(answer, reason)
         return answer.cut_off(reason, why)
@@ -202,7 +202,7 @@ class EngineCore:
         return bool(self.parts.scheduler.handoffs.loading)
 
     def check(self) -> None:
-        """Make sure, while there is nothing to do, that a step would work, and look whether transfers would.
+        """Check, while the engine is idle, that a step and transfers would work.
 
         Raises:
             EngineDeadError: a worker process is gone.
@@ -213,8 +213,8 @@ class EngineCore:
         """Run one step.
 
         Returns:
-            `(num_tokens, outputs)`: tokens computed, and what clients get. With no token computed, the step
-            only looked after transfers, and the next one may wait a moment.
+            `(num_tokens, outputs)`: tokens computed, and outputs for clients. If no token was computed, the step only
+            handled transfers, and the next one may wait a moment.
 
         Raises:
             EngineDeadError: a worker process is gone, or the model no longer runs.
@@ -311,10 +311,10 @@ class EngineCore:
         return [output for request_id in list(self._answers) for output in self.abort(request_id)]
 
     def settle(self) -> None:
-        """Run steps until the nodes have heard of it whose offers were given up here a moment ago.
+        """Run steps until the nodes whose offers were just declined have been told.
 
-        Without these the connector would be shut down with its last orders not carried out, and the offers would hold
-        their blocks until their leases run out.
+        Otherwise the connector would shut down before it has carried out its last orders, and the offers would hold
+        their blocks until their leases end.
         """
         while self.parts.connector_name and time.monotonic() < self._gave_up_s + SETTLE_S:
             self.step()

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, with stop texts that may cross tokens."""
+"""Turn token ids into text piece by piece. Stop texts may span tokens."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenDecoder(Protocol):
-    """What is used of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
 
 
 class IncrementalDetokenizer:
-    """The text that each new token adds.
+    """Return the text that each new token adds.
 
-    A character may take several tokens: nothing is returned until it is whole. What was returned is never
-    taken back, and all of it together is the text of all tokens.
+    A character may take several tokens; its text is returned when it is complete. Returned text never changes, and
+    all of it together is the text of all tokens.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # A window over the sequence: the text of `_context` is out already, that of `_pending` is not.
+        # A window over the sequence: the text of `_context` was returned already, that of `_pending` was not.
         self._context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is whole now, maybe empty."""
+        """Add a token; return the text that is complete now, which may be empty."""
         self._pending.append(token_id)
         delta = self._pending_text()
         if delta.endswith(_REPLACEMENT):
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text of what is still pending; a character that stayed incomplete is U+FFFD."""
+        """Return the text of the pending tokens. An incomplete character becomes U+FFFD."""
         delta = self._pending_text()
         self._context, self._pending = self._pending, []
         return delta
@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
 
 
 class StopMatcher:
-    """Lets text through until one of the stop texts appears in it."""
+    """Pass text on until one of the stop texts appears in it."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -65,7 +65,7 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Add text; return what surely precedes any stop text. Nothing any more once `matched`."""
+        """Add text; return the part that cannot belong to a stop text. Return nothing after `matched`."""
         if self.matched:
             return ""
         self._held += text
@@ -76,7 +76,7 @@ class StopMatcher:
         return self._release(len(self._held) - self._num_ambiguous())
 
     def flush(self) -> str:
-        """Return what was held back as the possible start of a stop text that never came."""
+        """Return the text that was held back because it could have been the start of a stop text."""
         return "" if self.matched else self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -84,7 +84,7 @@ class StopMatcher:
         return out
 
     def _num_ambiguous(self) -> int:
-        """Length of the longest end of the held text with which a stop text begins."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop text."""
         longest = min(len(self._held), max((len(stop) for stop in self._stop), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""`Engine`: what a server, a script or a test talks to."""
+"""`Engine`: the interface for servers, scripts and tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Client:
     outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Deliver an output. Any thread may call this. If the loop is closed, no client waits, and the output is dropped."""
+        """Deliver from any thread. If the loop is closed, nothing waits for the output any more."""
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
@@ -57,15 +57,15 @@ class Engine:
     Life: construct (cheap) → `start` → any number of `generate` → `close`. `generate` belongs to an asyncio
     loop, any loop; every other method may be called from any thread.
 
-    An engine that cannot continue ends every request with an error, reports the reason in `stats`, and calls `on_death`. It
-    cannot be started again: its process should exit.
+    An engine that cannot continue ends every request, reports the reason in `stats`, and calls `on_death`. It cannot be
+    started again; its process should exit.
 
     Args:
-        on_death: Called once, in the engine's thread, after every request got its error; not after `close`.
+        on_death: Called once, in the engine's thread, after every request has ended; not called after `close`.
 
     Attributes:
         settings: As given.
-        model_name: What clients call the model.
+        model_name: Name of the model for clients.
         on_handoffs: Called in the engine's thread with the connector's stats of a step in which handoffs ended. Set it
             before the first request.
     """
@@ -93,7 +93,7 @@ class Engine:
             EngineDeadError: the engine was started before.
         """
         if self._core is not None or self._closing:
-            raise EngineDeadError("an engine starts once")
+            raise EngineDeadError("cannot start the engine again: it was started before")
         self._core = EngineCore(self.settings, lambda stats: self.on_handoffs(stats))
         self._stats = self._core.stats()
         self._thread = threading.Thread(target=self._run, args=(self._core,), name="kvferry-engine")
@@ -117,12 +117,12 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Answer a request, piece by piece. Closing the generator, or cancelling its task, aborts the request.
 
-        The first item says that the request was admitted; a refusal is raised instead of it. Whatever else goes wrong
-        with this request ends it with `finish_reason` `"error"`, and leaves the others alone.
+        The first item means that the request was admitted; a refusal is raised instead. Any later failure ends this
+        request with `finish_reason` `"error"` and does not affect others.
 
         Raises:
             InvalidRequestError: a field is wrong, the id is in use; nothing was allocated.
-            PromptTooLongError: prompt longer than the model or the pool admits; nothing was allocated.
+            PromptTooLongError: the prompt is longer than the model or the pool allows; nothing was allocated.
             ConnectorError: `kv_transfer_params` are malformed; nothing was allocated.
             EngineDeadError: the engine is not running; also raised in the middle of an answer.
         """
@@ -149,7 +149,7 @@ class Engine:
             self._submit(lambda core: self._deliver(core.abort(request_id)))
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Decline the offer that another node holds for a request which was refused. Ignore malformed params."""
+        """Release what another node holds for a request that was refused. Malformed params are ignored."""
 
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda core: _decline(core, kv_transfer_params))
@@ -159,7 +159,7 @@ class Engine:
         return self._stats
 
     def close(self) -> None:
-        """Abort what runs, shut the connector down, end the thread, free the pool. Idempotent."""
+        """Abort all requests, shut the connector down, end the thread and free the pool. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -177,7 +177,7 @@ class Engine:
             self._changed.notify()
 
     def _abandon(self, request_id: str, client: _Client) -> None:
-        """Abort a request whose client has gone, unless its id belongs to another request by now."""
+        """Abort a request whose client has left, unless another request has its id by now."""
 
         def order(core: EngineCore) -> None:
             if self._admitted.get(request_id) is client:
@@ -219,7 +219,7 @@ class Engine:
             for order in orders:
                 order(core)
             if is_last:
-                # Orders are carried out first: a request among them may name an offer that must be declined.
+                # Carry out the orders first: one of these requests may name an offer that must be released.
                 self._deliver(core.abort_all())
                 core.settle()
                 return
@@ -272,6 +272,6 @@ def _decline(core: EngineCore, kv_transfer_params: Mapping[str, Any]) -> None:
     try:
         core.decline(kv_transfer_params)
     except ConnectorError:
-        return  # malformed params name nothing that is held
+        return  # malformed params name no offer
     except Exception:
         logger.exception("an offer of another node could not be declined; it holds until its lease runs out")

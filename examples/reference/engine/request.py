@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler."""
+"""The scheduler's state of one request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BlockHasher = Callable[["Request"], list[BlockHash]]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. It holds blocks while it is loading, ready or running.
+    """The state of a request. It holds blocks while it is loading, ready or running.
 
-    `WAITING` for its first blocks, or for new ones after a preemption; `LOADING` another node's KV cache; `READY`,
-    the load is over, for a place in a step.
+    `WAITING`: for its first blocks, or for new ones after a preemption. `LOADING`: another node's KV cache is being
+    read. `READY`: the load has ended, and the request waits for a step.
     """
 
     WAITING = "waiting"
@@ -51,8 +51,8 @@ class Request:
     """A request as scheduler, connector, block manager and runner see it.
 
     Attributes:
-        source: What was asked for.
-        all_token_ids: The prompt, and what was generated.
+        source: The request as the client sent it.
+        all_token_ids: The prompt and the generated tokens.
         mm_features: What the hashes depend on of the prompt's items.
         block_hashes: Hashes of the full blocks of these tokens.
         num_computed_tokens: Tokens whose keys and values are in the request's blocks.

@@ -31,7 +31,7 @@ from .step import StepPlan
 
 
 class ModelRunner(KVConnectorModelRunnerMixin):
-    """Runs the model over the pool.
+    """Run the model over the pool.
 
     Life: construct → `initialize_kv_cache` once → `execute` every step.
 
@@ -86,9 +86,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         }
 
     def warm_up(self) -> None:
-        """Run the model once over a few tokens, so that what it cannot do shows now and the first request is fast.
+        """Run the model once over a few tokens, to find out what it cannot do and to make the first request quick.
 
-        The tokens are written into the null block, which no request reads.
+        The tokens are written into the null block, which is never read.
 
         Raises:
             ConfigurationError: the model does something that this engine cannot.
@@ -119,8 +119,8 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
         Raises:
             StepFailedError: its inputs, the forward pass or the sampler raised. The connector's worker half did its
-                part all the same: its orders come once, and what it reports is in the error. Whatever the worker half
-                itself raises is not caught: nothing would then say which blocks are still written or read.
+                part nevertheless, because its orders come only once; its report is in the error. Exceptions of the
+                worker half itself are not caught: it would be unknown which blocks are still written or read.
         """
         self._batch.forget(plan)
         if not plan.scheduled:
@@ -173,7 +173,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     ) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
         """Compute the step's tokens, or vectors; returns the next token and `top_logits` of each request that yields one.
 
-        Stages before the last hand on what they computed, and return nothing.
+        Stages before the last pass on what they computed, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
         result = self._model(

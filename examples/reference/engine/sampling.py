@@ -1,4 +1,4 @@
-"""The next token of each request of a batch, from the logits."""
+"""Choose the next token of each request of a batch from the logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .types import SamplingParams
 
 
 class TokenSampler:
-    """How one request draws its tokens: its parameters and its own stream of random numbers.
+    """Draw the tokens of one request, with its parameters and its own stream of random numbers.
 
     The stream belongs to the request, so a seed gives the same answer whatever else is in the batch.
     """
@@ -31,7 +31,7 @@ class TokenSampler:
 
 @contextmanager
 def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[None]:
-    """If the body raises, set each stream back: the step is run again, and must then draw the same numbers."""
+    """If the body raises, reset each stream: the step runs again and must draw the same numbers."""
     states = [(one.generator, one.generator.get_state()) for one in samplers if not one.is_greedy]
     try:
         yield
@@ -46,10 +46,10 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
 
     Args:
         logits: `(num_requests, vocab_size)`, any float type, any device.
-        samplers: One for each row.
+        samplers: One per row.
 
     Returns:
-        Token ids, one for each row.
+        Token ids, one per row.
     """
     tokens = logits.argmax(dim=-1)
     random_rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -60,15 +60,15 @@ def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
 
 
 def top_logits(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[tuple[tuple[int, float], ...]]:
-    """Tell the largest logits of each row whose request asked for them.
+    """Return the largest logits of each row whose request asked for them.
 
     Args:
         logits: `(num_requests, vocab_size)`.
-        samplers: One for each row.
+        samplers: One per row.
 
     Returns:
-        For each row (token id, logit), the largest first; empty where nothing was asked for. Of equal logits the one of
-        the token that `sample` takes comes first.
+        For each row (token id, logit), the largest first; empty if the request did not ask. Among equal logits, the
+        token that `sample` takes comes first.
     """
     found: list[tuple[tuple[int, float], ...]] = []
     for row, sampler in zip(logits, samplers, strict=True):
@@ -91,7 +91,7 @@ def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> to
 
 
 def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero what lies outside each row's smallest set that reaches `top_p`; its most likely token always stays."""
+    """Set probabilities outside each row's smallest set that reaches `top_p` to zero. The most likely token always stays."""
     if bool((top_p >= 1.0).all()):
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

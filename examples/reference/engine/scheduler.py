@@ -1,13 +1,13 @@
-"""Which requests compute which tokens in the next step.
+"""Decide which requests compute which tokens in the next step.
 
 A request holds blocks while it is *loading*, *ready* or *running*; together at most `max_num_seqs` do. Among those
 that compete for blocks the oldest wins: it takes them from the newest, which is recomputed later. The newest itself
-waits for blocks rather than give up its own, so the oldest can always go on, unless blocks are on loan to another
-node; those come back by themselves, at the latest when their lease runs out.
+waits for blocks rather than give up its own, so the oldest can always go on, unless another node holds
+blocks of this one; those come back at the latest when their lease ends.
 
 After a step that failed, its requests are *suspects*: each is computed again, from its first token and with nothing
-else in its steps, until it is past the place where that step was. So a request that makes every step fail fails
-alone, and the others lose time only.
+else in its steps, until it has passed the tokens of that step. So a request that makes every step fail fails
+alone, and the others only lose time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The queues of a node. One thread calls it, in turn `plan` and `update`; `add` and `finish` between the two.
+    """The queues of a node. One thread calls `plan` and `update` in turn, and `add` and `finish` in between.
 
     Args:
         connector: The scheduler half of the node's connector, if it has one.
@@ -78,7 +78,7 @@ class Scheduler:
 
         Raises:
             ConnectorError: its `kv_transfer_params` are malformed; it was not accepted.
-            Exception: whatever the connector raised; it was not accepted.
+            Exception: an error of the connector; the request was not accepted.
         """
         try:
             self.handoffs.on_new_request(request)
@@ -135,7 +135,7 @@ class Scheduler:
         draft = StepDraft(self._limits.max_num_batched_tokens, lost, suspect)
         self._plan_all(draft)
         if suspect is not None and not draft.scheduled:
-            # It waits for blocks, or for a load. The others go on meanwhile, or those blocks would never come free.
+            # The suspect waits for blocks or for a load. Let the others run meanwhile; otherwise no blocks would come free.
             draft.suspect = None
             self._plan_all(draft)
         finished, self._finished_ids = self._finished_ids, set()
@@ -156,12 +156,12 @@ class Scheduler:
         return request.request_id not in self._suspects
 
     def _plan_running(self, draft: StepDraft) -> None:
-        # A long prompt must not keep those waiting that need one token each.
+        # A long prompt must not delay requests that need one token each.
         decodes_first = sorted(self.running, key=lambda request: request.num_uncomputed_tokens > 1)
         for request in decodes_first:
             if draft.num_free_tokens == 0:
                 return
-            # It may have been preempted for one before it.
+            # An earlier request of this loop may have preempted it.
             if request.status is RequestStatus.RUNNING and self._admits(draft, request):
                 self._try_schedule(request, draft)
 
@@ -178,7 +178,7 @@ class Scheduler:
                     del draft.scheduled[request.request_id]
 
     def _try_schedule(self, request: Request, draft: StepDraft) -> bool:
-        """Schedule a request that holds blocks; takes blocks from newer ones if it must."""
+        """Schedule a request that holds blocks. If it needs more, take them from newer requests."""
         num_new_tokens = min(request.num_uncomputed_tokens, draft.num_free_tokens)
         while self._manager.allocate_slots(request, num_new_tokens) is None:
             draft.pool_is_full = True
@@ -203,7 +203,7 @@ class Scheduler:
         self._start_over(request)
 
     def _start_over(self, request: Request) -> None:
-        """Take a request's blocks, and let it wait for new ones."""
+        """Take a request's blocks away and queue it for new ones."""
         self._forget(request)
         self._manager.free(request.request_id)
         request.status = RequestStatus.WAITING
@@ -238,7 +238,7 @@ class Scheduler:
     def _start(
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft
     ) -> None:
-        """A request has its first blocks: it loads, if there is nothing to compute for it yet, or runs."""
+        """Start a request that has its first blocks: it loads if there is nothing to compute yet, otherwise it runs."""
         if not self._tell_allocated(request, num_external):
             self._run(request)  # until it is finished as failed, so that it is in a queue
             return
@@ -262,12 +262,12 @@ class Scheduler:
             return None, False  # it stays where it is until it is finished as failed
 
     def _tell_allocated(self, request: Request, num_external: int) -> bool:
-        """Tell the connector of a request's blocks; False when it failed to take them in."""
+        """Tell the connector a request's blocks. Return False if the connector raised."""
         try:
             block_ids = self._manager.get_block_ids(request.request_id)
             self.handoffs.on_allocated(request, block_ids, num_external)
         except Exception as error:  # noqa: BLE001 - logged there
-            # We take it that a load was not ordered then: the blocks go back to the pool.
+            # Assume that no load was ordered, and return the blocks to the pool.
             self._note_failure(request, "update_state_after_alloc", error)
             return False
         return True
@@ -283,7 +283,7 @@ class Scheduler:
     # -- what the step brought -----------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: ModelRunnerOutput) -> StepOutcome:
-        """Take in what came of a step: the tokens sampled, and what the connector's worker half reported."""
+        """Apply the result of a step: the sampled tokens, and the report of the connector's worker half."""
         outcome = StepOutcome(failed=self._take_failed())
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         report = result.kv_connector_output
@@ -291,7 +291,7 @@ class Scheduler:
         for item in plan.scheduled:
             request = item.request
             if request.request_id in cut:
-                continue  # it was computed on top of blocks that hold nothing
+                continue  # it was computed from blocks without valid contents
             request.num_computed_tokens += item.num_new_tokens
             # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine must end.
             self._manager.cache_blocks(request, request.num_computed_tokens)
@@ -301,7 +301,7 @@ class Scheduler:
             try:
                 self._take_in(request, sampled[request.request_id], outcome)
             except Exception as error:
-                logger.exception("%s: what a step brought cannot be taken in; the request fails", request)
+                logger.exception("failing %s: the result of a step could not be applied", request)
                 outcome.failed.append((request, reason_of(error)))
         return outcome
 
@@ -313,10 +313,10 @@ class Scheduler:
             outcome.new_tokens.append(request)
 
     def step_failed(self, plan: StepPlan, report: KVConnectorOutput | None, why: str) -> StepOutcome:
-        """Take in that a step computed nothing.
+        """Note that a step computed nothing.
 
-        A request that was alone in it fails. Several become suspects. They start over, since nothing is known of the
-        contents of their blocks; the prefix cache has only what earlier steps put there.
+        A request that was alone in the step fails. Several requests become suspects. They start over, because the
+        contents of their blocks are unknown; the prefix cache only has blocks of earlier steps.
 
         Args:
             report: What the connector's worker half reported, if anything.
@@ -345,7 +345,7 @@ class Scheduler:
             outcome.early_params.append((request, params))
 
     def _apply_report(self, report: KVConnectorOutput, outcome: StepOutcome) -> set[str]:
-        """Act on the worker half's report; return the running requests whose step is void."""
+        """Act on the report of the worker half; return the running requests whose step is void."""
         loading = {
             request_id: set().union(*self._manager.get_block_ids(request_id)) - {0}
             for request_id in self.handoffs.loading
@@ -363,7 +363,7 @@ class Scheduler:
     def _end_load(self, request: Request) -> None:
         request.num_computed_tokens += request.figures.num_loaded_tokens
         self._manager.cache_blocks(request, request.num_computed_tokens)
-        # Whatever was loaded, the next token comes from the last one's logits: that one is computed here.
+        # The next token needs the logits of the last known one, so compute that one here even if it was loaded.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._make_ready(request)
 
@@ -376,7 +376,7 @@ class Scheduler:
         if self._fails_on_load_error:
             outcome.failed.append((request, f"the KV cache of the prompt could not be loaded: {why}"))
         else:
-            logger.warning("%s: %s; its prompt is computed here instead", request.request_id, why)
+            logger.warning("%s: %s; computing its prompt here instead", request.request_id, why)
 
     def _make_ready(self, request: Request) -> None:
         request.status = RequestStatus.READY
@@ -385,7 +385,7 @@ class Scheduler:
     def _cut_running(
         self, report: KVConnectorOutput, valid_tokens: Mapping[str, int], outcome: StepOutcome
     ) -> set[str]:
-        """Requests that ran on synchronously loaded blocks whose load failed go back to their valid prefix."""
+        """Move requests that ran on synchronously loaded blocks whose load failed back to their valid prefix."""
         cut = {request.request_id: request for request in self.running if request.request_id in valid_tokens}
         for request_id, request in cut.items():
             request.num_computed_tokens = min(request.num_computed_tokens, valid_tokens[request_id])

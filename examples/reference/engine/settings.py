@@ -1,4 +1,4 @@
-"""What a user sets of an engine, checked before anything starts."""
+"""Settings of an engine, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class EngineSettings:
 
     Attributes:
         model: Folder of a Hugging Face model, or `DEFAULT_MODEL`.
-        served_model_name: What clients call it; empty: the last part of `model`.
-        dtype: Of weights and cache; `"auto"` is float32 on a CPU and bfloat16 on a GPU.
+        served_model_name: Its name for clients; empty for the last part of `model`.
+        dtype: Type of weights and cache; `"auto"` is float32 on a CPU and bfloat16 on a GPU.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         layout: `"uniform"` keeps one block of all layers in one run of bytes where connector and model admit
             it; `"per-layer"` has a buffer for each layer.
         page_order: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
         block_size: Tokens per block.
-        num_blocks: Blocks of the pool, the null block included; 0: as many as `memory_utilization` allows.
+        num_blocks: Blocks of the pool, including the null block; 0 for as many as `memory_utilization` allows.
         memory_utilization: Share of the device's memory for the pool when `num_blocks` is 0.
-        max_model_len: Longest sequence; 0: what the model was trained for, or as much of it as the pool holds.
-        max_num_batched_tokens: Tokens of one step, thus the prefill chunk.
-        max_num_seqs: Requests of one step.
+        max_model_len: Longest sequence; 0 for the length that the model was trained for, or less if the pool is smaller.
+        max_num_batched_tokens: Most tokens per step, which is also the size of a prefill chunk.
+        max_num_seqs: Most requests per step.
         enable_prefix_caching: Keep and reuse blocks of finished requests.
-        hash_seed: Seed of the block hashes; nodes that share it agree on them. Empty: random.
-        num_threads: Threads of PyTorch, in each process; 0: its own choice.
-        tensor_parallel_size: Worker processes over which each layer is spread; 1: none.
-        pipeline_parallel_size: Stages over which the layers are spread, each of `tensor_parallel_size` worker processes;
-            with 1 of either, the model runs in this process.
+        hash_seed: Seed of the block hashes; nodes with the same seed agree on them. Empty for a random seed.
+        num_threads: Threads of PyTorch in each process; 0 lets PyTorch choose.
+        tensor_parallel_size: Worker processes that share each layer; 1 for no worker process.
+        pipeline_parallel_size: Stages that share the layers, each with `tensor_parallel_size` worker processes. If both are
+            1, the model runs in this process.
         lora_modules: Name → folder of each LoRA adapter that requests can choose.
-        kv_transfer: The connector and its options; None on a node that hands nothing over.
+        kv_transfer: The connector and its options; None on a node that transfers nothing.
 
     Raises:
         ConfigurationError: a value is outside its range; `key` names it.
@@ -105,7 +105,7 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes over which the model is spread; 1: it runs in this process."""
+        """Worker processes that share the model; with 1 it runs in this process."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _require_cpu_for_workers(self) -> None:
@@ -127,7 +127,7 @@ class EngineSettings:
         taken = {"", self.model, self.served_model_name}
         if bad := taken & self.lora_modules.keys():
             raise ConfigurationError(
-                f"lora_modules: an adapter cannot be called {bad.pop()!r}, as the model is, or nothing",
+                f"lora_modules: an adapter cannot have the name {bad.pop()!r}: it is empty or the model's",
                 key="lora_modules",
             )
 

@@ -1,4 +1,4 @@
-"""What one step computes: made by the scheduler, read by connector, mixin and runner."""
+"""Describe what one step computes. The scheduler writes it; connector, mixin and runner read it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepPlan:
 
 @dataclass
 class StepDraft:
-    """A step while it is being put together.
+    """A step that is still being planned.
 
     Attributes:
         suspect: The only request that may be part of it; None: any that is not a suspect.
@@ -75,12 +75,12 @@ class StepDraft:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step brought.
+    """The result of a step.
 
     Attributes:
         new_tokens: Requests that have a new token, already appended.
-        early_params: Requests whose prompt is not computed yet, and what another node needs to begin with it.
-        failed: Requests that cannot go on, and why; they are still to be finished.
+        early_params: Requests whose prompt is not yet computed completely, and what another node needs to start loading it.
+        failed: Requests that failed, and why. The caller must still finish them.
     """
 
     new_tokens: list[Request] = field(default_factory=list)

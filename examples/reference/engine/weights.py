@@ -1,4 +1,4 @@
-"""Models from folders: loading one with clear errors, and telling whether two nodes have the same one."""
+"""Load models from folders with clear errors, and identify a model so that two nodes can compare theirs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What there is to know of a model without its weights.
+    """A model without its weights.
 
     Attributes:
         identity: What a peer compares, without adapters.
@@ -72,7 +72,7 @@ def model_folder(model: str) -> Path:
 
 
 def describe_model(folder: Path) -> ModelDescription:
-    """Read everything of a folder; of the weights only their digest is kept.
+    """Read a model's folder, but keep only a digest of the weights.
 
     Raises:
         ConfigurationError: the folder's files do not describe a decoder-only language model, or one cannot be
@@ -86,7 +86,7 @@ def describe_model(folder: Path) -> ModelDescription:
 def load_model(
     folder: Path, dtype: torch.dtype, device: torch.device, attn_implementation: str
 ) -> PreTrainedModel:
-    """Load the model of a folder; nothing is fetched from elsewhere.
+    """Load the model of a folder. This never downloads anything.
 
     Raises:
         ConfigurationError: the folder's files do not make a decoder-only language model; `key` is `"model"`.
@@ -102,19 +102,21 @@ def load_model(
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever a broken file makes of the loader, the user broke the folder
+    except (
+        Exception
+    ) as error:  # a broken file can make the loader raise anything; report it as a broken folder
         raise _broken(folder, f"its weights cannot be loaded: {_one_line(error)}") from error
     model, info = loaded
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
-        # transformers fills such weights with random numbers; an engine must not serve those.
+        # transformers fills missing weights with random numbers, which an engine must not serve.
         raise _broken(folder, f"{len(absent)} weights are missing or have another shape, e.g. {absent[0]}")
     placed: PreTrainedModel = model.eval().requires_grad_(False).to(device)
     return placed
 
 
 def model_identity(folder: Path) -> ModelIdentity:
-    """Hash what a folder's model is made of, every byte of its weights included.
+    """Hash a folder's model, including every byte of its weights.
 
     Where the files lie and which version of a library wrote the configuration makes no difference.
 
