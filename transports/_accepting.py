@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -45,10 +44,7 @@ class Acceptor(Generic[Connection]):
     a while; the peer stays in the backlog.
 
     Args:
-        call_at: Of the peer table, which then ends the rest. Without it the owner calls `resume` at `resumes_at`.
-
-    Attributes:
-        resumes_at: When to poll the listener again, in `time.monotonic` seconds; infinite while it is polled.
+        call_at: `PeerTable.call_at`, which ends such a pause.
     """
 
     def __init__(
@@ -56,15 +52,14 @@ class Acceptor(Generic[Connection]):
         listener: Listening[Connection],
         poller: Poller,
         take: Callable[[Connection], None],
-        call_at: Callable[[float, Callable[[], None]], int] | None = None,
+        call_at: Callable[[float, Callable[[], None]], int],
     ) -> None:
         self._listener = listener
         self._poller = poller
         self._take = take
         self._call_at = call_at
         self._log = LimitedLog(logger)
-        self.resumes_at = math.inf
-        poller.watch(listener, self._accept_all)
+        self._resume()
 
     def _accept_all(self) -> None:
         for _ in range(_MAX_ACCEPTED):
@@ -82,15 +77,10 @@ class Acceptor(Generic[Connection]):
     def _rest(self, error: OSError) -> None:
         self._log.warning("%s", typed(error, f"cannot accept a peer (next try in {_REST_S} s)"))
         self._poller.unwatch(self._listener)
-        self.resumes_at = time.monotonic() + _REST_S
-        if self._call_at is not None:
-            self._call_at(self.resumes_at, lambda: self.resume(time.monotonic()))
+        self._call_at(time.monotonic() + _REST_S, self._resume)
 
-    def resume(self, now: float) -> None:
-        """Poll the listener again as soon as `resumes_at` has passed."""
-        if self.resumes_at <= now:
-            self.resumes_at = math.inf
-            self._poller.watch(self._listener, self._accept_all)
+    def _resume(self) -> None:
+        self._poller.watch(self._listener, self._accept_all)
 
     def close(self) -> None:
         """Stop listening."""

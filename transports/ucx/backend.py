@@ -92,7 +92,7 @@ class UCXBackend(Backend[Connection]):
         else:
             host, ports = self._options.bind_host, self._options.ports()
         listener = Listener(self._options, host, ports)
-        self._acceptors.append(Acceptor(listener, self._poller, self._accept))
+        self._acceptors.append(Acceptor(listener, self._poller, self._accept, self._peers.call_at))
         return listener.address
 
     def _accept(self, channel: Channel) -> None:
@@ -296,14 +296,9 @@ class UCXBackend(Backend[Connection]):
         # Arming comes last before the wait: what happens to a worker between the two is reported by its descriptor.
         if self._poll_busily(timeout_s) or self._peers.has_events or not self._arm():
             timeout_s = 0.0
-        now = time.monotonic()
-        for acceptor in self._acceptors:
-            timeout_s = min(timeout_s, acceptor.resumes_at - now)
         self._poller.poll(timeout_s)
         # At once, not in the next turn: what has arrived by the deadline of a read counts as in time.
         self._settle()
-        for acceptor in self._acceptors:
-            acceptor.resume(time.monotonic())
 
     def _poll_busily(self, timeout_s: float) -> bool:
         """Poll for what comes next, as long as it is near; returns whether anything came.
