@@ -181,7 +181,7 @@ def test_libzmq_has_as_many_sockets_as_there_are_descriptors() -> None:
         if hard != resource.RLIM_INFINITY and hard < 4096:
             sys.exit(0)
         limit(4096)
-        world = World(lambda: create_transport(scheme, {"max_connecting": 1000}))
+        world = World(lambda: create_transport(scheme, {"max_connecting": 1000, "handshake_timeout_s": 60}))
         client = world.node(4096)
         mute = socket.create_server(("127.0.0.1", 0), backlog=4096)
         for _ in range(400):

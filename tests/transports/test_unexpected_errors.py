@@ -20,8 +20,8 @@ from kvferry.transports.shm.guards import PeerGuards
 from kvferry.transports.shm.pools import RemoteMemory, SharedPool
 from kvferry.transports.testing.harness import HELD, PAGE, Link, Node, World, pairs_of
 from kvferry.transports.ucx.library import Operation, Worker
+from kvferry.transports.zeromq.channel import Monitor
 from kvferry.transports.zeromq.frames import Frame
-from kvferry.transports.zeromq.links import Monitor
 
 #: What a call to the outside is, and who makes it. Each is made by every exchange, or when a peer connects.
 CALLS: dict[str, list[tuple[Any, str]]] = {
@@ -36,7 +36,7 @@ CALLS: dict[str, list[tuple[Any, str]]] = {
         *((Frame, name) for name in ("send", "received", "copy_of", "allocated")),
         *((zmq.Socket, name) for name in ("connect", "monitor", "close", "disable_monitor")),
         *((zmq.Context, name) for name in ("socket",)),
-        *((zmq.Poller, name) for name in ("poll", "register", "unregister")),
+        *((Poller, name) for name in ("poll", "watch", "unwatch")),
         (Monitor, "take"),
     ],
     "ucx": [

@@ -1,51 +1,52 @@
 """Accepted connections: one ROUTER for all of them, told apart by libzmq's routing ids.
 
-A ROUTER neither tells that a peer is gone nor drops one. Both go by the descriptor of the connection: libzmq's
-monitor names it when a connection comes and goes, and every message carries it; what is shut down at the operating
-system is gone for libzmq as well, and the peer notices at once.
+A ROUTER reports no end of a connection and cannot end one. Both are done by the descriptor of the connection. libzmq's
+monitor names it when a connection comes and goes, and every message carries it. A connection that is shut down at the
+operating system is gone for libzmq as well, and the peer notices at once.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 
 from .._descriptors import Reserve, remedy
 from .._limited_log import LimitedLog
 from .._tcp import bind_first, is_wildcard
 from ..errors import ConfigurationError, PeerLostError
-from .frames import Frame
-from .links import (
+from .channel import (
     RECEIVE_BATCH,
-    Arrival,
-    Broken,
+    Channel,
     Context,
-    Link,
-    Loss,
     Monitor,
+    Observer,
     Parts,
+    Port,
     Torn,
     configure,
     offer,
     receive,
 )
+from .frames import Frame
 from .options import Address, ZeroMQOptions
-from .security import CurveKeys
+from .security import ZAP_DOMAIN, CurveKeys
 
 _BACKLOG = 128
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
 def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
     """Listen on the first of `ports` that is free.
 
     Raises:
-        ConfigurationError: the host is not ours, no port is free, or the congestion control is not there.
+        ConfigurationError: the host is not ours, no port is free, or the congestion control is not available.
     """
 
     def prepare(bound: socket.socket) -> None:
@@ -55,60 +56,66 @@ def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
     return bind_first(host, ports, _BACKLOG, prepare)
 
 
-class AcceptedLink(Link):
-    """A connection that a peer made."""
+class AcceptedChannel(Channel):
+    """A connection that a peer made.
+
+    Attributes:
+        routing_id: How the ROUTER names it. None until its first message has come.
+    """
 
     def __init__(
-        self, peer_id: int, listener: Listener, routing_id: bytes, descriptor: int, on_broken: Broken
+        self, listener: Listener, descriptor: int, observer: Observer, on_used: Callable[[Channel], None]
     ) -> None:
-        super().__init__(peer_id, on_broken, incoming=True, is_encrypted=listener.is_encrypted)
-        self.is_dropped = False
-        self.routing_id: Final = routing_id
+        super().__init__(observer, on_used, is_encrypted=listener.is_encrypted)
         self.descriptor: Final = descriptor
+        self.routing_id: bytes | None = None
         self._listener = listener
 
+    @property
+    def port(self) -> Port:
+        return self._listener
+
     def _offer(self, parts: Parts) -> bool:
-        return self.is_dropped or self._listener.offer(self.routing_id, parts)
+        assert self.routing_id is not None, "a peer is answered after its first message"
+        return self._listener.offer(self.routing_id, parts)
 
     def _hang_up(self) -> None:
-        if not self.is_dropped:
-            self.is_dropped = True
-            self._listener.hang_up(self)
+        self._listener.hang_up(self)
 
 
-class Listener:
+class Listener(Port):
     """Accepts peers on one port. See the module.
 
     Args:
-        bound: A listening socket. The listener owns it, from when it is made.
-        make_peer_id: Gives each new connection its id.
-        reserve: Descriptors to refuse connections with when there are no others.
-        on_broken: See `Link`.
+        bound: A listening socket. The listener owns it as soon as it is made.
+        reserve: Descriptors with which connections can be refused when there are no others.
+        on_used: See `Channel`.
     """
+
+    failure = "cannot receive from accepted peers"
 
     def __init__(
         self,
         context: Context,
         bound: socket.socket,
-        keys: tuple[CurveKeys, ...],
+        keys: CurveKeys | None,
         options: ZeroMQOptions,
-        make_peer_id: Callable[[], int],
         reserve: Reserve,
-        on_broken: Broken,
+        observer: Observer,
+        on_used: Callable[[Channel], None],
         log: LimitedLog,
     ) -> None:
-        self.is_encrypted = bool(keys)
+        self.is_encrypted = keys is not None
         self._port: int = bound.getsockname()[1]
-        self._make_peer_id = make_peer_id
-        self._options = options
         self._reserve = reserve
-        self._on_broken = on_broken
+        self._observer = observer
+        self._on_used = on_used
         self._log = log
-        # By descriptor. A connection has no link until its first message has come, and is silent until then.
-        self._connections: dict[int, list[AcceptedLink]] = {}
-        self._silent: dict[int, float] = {}  # with the deadline; the oldest first
-        self._links: dict[bytes, AcceptedLink] = {}
-        self._gone: deque[AcceptedLink] = deque()
+        # By descriptor. Mostly one each. If a descriptor was reused before the messages of its first connection were
+        # received, the two connections cannot be told apart, and both end with the second.
+        self._connections: dict[int, list[AcceptedChannel]] = {}
+        self._channels: dict[bytes, AcceptedChannel] = {}  # by routing id, also those that were hung up on
+        self._gone: deque[AcceptedChannel] = deque()
         self._blank = os.eventfd(0, os.EFD_CLOEXEC)
         self._spare = os.dup(self._blank)
         try:
@@ -119,8 +126,8 @@ class Listener:
         try:
             configure(self._router, options)
             self._router.router_mandatory = True
-            for key in keys:
-                key.protect_server(self._router)
+            if keys is not None:
+                keys.protect_server(self._router)
             self._monitor = Monitor(context, self._router)
         except BaseException:
             self._close_spare()
@@ -135,9 +142,8 @@ class Listener:
             self.close()
             raise
 
-    def pump(self) -> Iterator[Arrival | Loss]:
+    def pump(self) -> bool:
         self._watch()
-        self._hang_up_on_the_silent()
         for _ in range(RECEIVE_BATCH):
             try:
                 frames = receive(self._router)
@@ -146,23 +152,24 @@ class Listener:
                 continue
             if frames is None:
                 break
-            link = self._link_of(frames[0])
-            if link is not None and not link.is_dropped:
-                yield Arrival(link, frames[1:])
+            channel = self._channel_of(frames[0])
+            if channel is not None:
+                self._observer.on_message(channel, frames[1:])
         else:
-            return  # a loss is told after the last message
+            return True
+        # Only when no message is left: what a peer sent before it went still counts.
         while self._gone:
-            link = self._gone.popleft()
-            self._links.pop(link.routing_id, None)
-            was_dropped, link.is_dropped = link.is_dropped, True
-            if not was_dropped:
-                yield Loss(link, PeerLostError("the peer's connection is gone"))
+            channel = self._gone.popleft()
+            if channel.routing_id is not None:
+                self._channels.pop(channel.routing_id, None)
+            self._observer.on_lost(channel, PeerLostError("the peer's connection is gone"))
+        return False
 
     def _lose_torn(self, torn: Torn) -> None:
-        """A message is lost, and whose it was is known: its peer must not wait for an answer."""
-        link = self._link_of(torn.frames[0])
-        if link is not None and not link.is_dropped:
-            self._on_broken(link, torn)
+        """Lose the peer whose message is lost, because it would wait for an answer."""
+        channel = self._channel_of(torn.frames[0])
+        if channel is not None:
+            self._observer.on_lost(channel, torn)
 
     def _watch(self) -> None:
         for event, value in self._monitor.take():
@@ -170,66 +177,56 @@ class Listener:
                 self._on_accepted(value)
             elif event == zmq.EVENT_ACCEPT_FAILED:
                 # Out of descriptors. The kernel keeps reporting the pending connection, and libzmq's thread would try
-                # again and again; with what is held back it can accept it, and then it is refused.
+                # again and again. With what is held back it can accept the connection, and then we refuse it.
                 self._reserve.spend()
-            elif event == zmq.EVENT_DISCONNECTED and value in self._connections:
-                self._silent.pop(value, None)
-                self._gone.extend(self._connections.pop(value))
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._gone.extend(self._connections.pop(value, ()))
 
     def _on_accepted(self, descriptor: int) -> None:
-        self._connections[descriptor] = []
-        if not self._reserve.refill():
+        if self._reserve.refill():
+            self._add(descriptor)
+        else:
             self._log.warning("refused a connection: no file descriptors are left; %s", remedy())
             self._shut_down(descriptor)
-            return
-        self._silent[descriptor] = time.monotonic() + self._options.handshake_timeout_s
-        if len(self._silent) > self._options.max_connecting:
-            # Peers say hello at once, so it is hardly one of them that has been silent for the longest time.
-            oldest = next(iter(self._silent))
-            del self._silent[oldest]
-            self._log.warning(
-                "dropped a connection: %d others have said nothing yet (option max_connecting)",
-                self._options.max_connecting,
-            )
-            self._shut_down(oldest)
 
-    def _hang_up_on_the_silent(self) -> None:
-        now = time.monotonic()
-        for descriptor, deadline in self._silent.items():
-            if deadline > now:
-                return
-            self._shut_down(descriptor)
+    def _add(self, descriptor: int) -> AcceptedChannel:
+        channel = AcceptedChannel(self, descriptor, self._observer, self._on_used)
+        # Entered first: to make room for it the observer may hang up on another one, which looks at the monitor again.
+        self._connections.setdefault(descriptor, []).append(channel)
+        self._observer.on_accepted(channel)
+        return channel
 
-    def _link_of(self, frame: Frame) -> AcceptedLink | None:
-        """The link that a message with this first frame came over, or None if it is gone before it was ever known."""
+    def _channel_of(self, frame: Frame) -> AcceptedChannel | None:
+        """The channel of a message with this first frame; None if its connection was refused or is gone already."""
         routing_id = bytes(frame)
-        known = self._links.get(routing_id)
+        known = self._channels.get(routing_id)
         if known is not None:
             return known
-        # Descriptors are used again, but the monitor told of this connection before its message came.
+        # Descriptors are reused, but the monitor reported this connection before its message came.
         self._watch()
-        # Of a connection by a ZMTP of before 2013 libzmq does not say it: to us, it stays silent.
+        # libzmq does not know it for a connection by a ZMTP of before 2013: to us, that one stays silent.
         descriptor = frame.descriptor
-        if (links := self._connections.get(descriptor)) is None:
+        connections = self._connections.get(descriptor)
+        if connections is None:
             return None
-        self._silent.pop(descriptor, None)
-        link = AcceptedLink(self._make_peer_id(), self, routing_id, descriptor, self._on_broken)
-        links.append(link)
-        self._links[link.routing_id] = link
-        return link
+        channel = connections[0] if connections[0].routing_id is None else self._add(descriptor)
+        channel.routing_id = routing_id
+        self._channels[routing_id] = channel
+        return channel
 
     def offer(self, routing_id: bytes, parts: Parts) -> bool:
         """Send to one peer; False if its queue is full."""
         return offer(self._router, [routing_id, *parts])
 
-    def hang_up(self, link: AcceptedLink) -> None:
+    def hang_up(self, channel: AcceptedChannel) -> None:
         """Shut a connection down. Its end arrives through the monitor."""
+        # First see whether it is gone: its descriptor may be another connection's by now.
         self._watch()
-        if link in self._connections.get(link.descriptor, ()):
-            self._shut_down(link.descriptor)
+        if channel in self._connections.get(channel.descriptor, ()):
+            self._shut_down(channel.descriptor)
 
     def _shut_down(self, descriptor: int) -> None:
-        # Over a descriptor that is there for this: connections most need to be closed when there is no other.
+        # Over a descriptor that is kept for this: connections most need to be closed when there is no other.
         try:
             os.dup2(descriptor, self._spare, inheritable=False)
             connection = socket.socket(fileno=self._spare)
@@ -261,15 +258,56 @@ def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
     """The host that peers connect to.
 
     Raises:
-        ConfigurationError: it was not said, and `bound` is on every interface.
+        ConfigurationError: `advertise_host` is not set, and `bound` is on every interface.
     """
     host: str = bound.getsockname()[0]
     if options.advertise_host:
         return options.advertise_host
     if is_wildcard(host):
         raise ConfigurationError(
-            f"listening on {host}, every interface: set advertise_host to the one that peers connect to",
+            f"cannot listen on {host}: that is every interface; set advertise_host to the one that peers connect to",
             key="advertise_host",
             value="",
         )
     return host
+
+
+class Authenticator(Port):
+    """Answers libzmq's requests to admit a peer (ZAP, ZeroMQ RFC 27), in the owner's loop.
+
+    Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and no other byte.
+    """
+
+    failure = "cannot answer which peers may connect"
+
+    def __init__(self, context: Context, allowed: frozenset[bytes], log: LimitedLog) -> None:
+        self._allowed = allowed
+        self._log = log
+        self._socket = context.socket(zmq.REP)
+        try:
+            self._socket.linger = 0
+            self._socket.bind(_ZAP_ENDPOINT)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.sockets = (self._socket,)
+
+    def pump(self) -> bool:
+        while self._socket.poll(0):
+            version, request_id, domain, address, _, mechanism, *credentials = self._socket.recv_multipart()
+            is_allowed = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._knows(credentials)
+            if not is_allowed:
+                self._log.warning("refused a peer from %s: its CURVE key is not allowed", address.decode())
+            status = (b"200", b"OK") if is_allowed else (b"400", b"this key is not allowed")
+            self._socket.send_multipart([version, request_id, *status, b"", b""])
+        return False
+
+    def _knows(self, credentials: list[bytes]) -> bool:
+        return (
+            len(credentials) == 1
+            and len(credentials[0]) == 32
+            and z85.encode(credentials[0]) in self._allowed
+        )
+
+    def close(self) -> None:
+        self._socket.close()

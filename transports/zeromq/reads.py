@@ -2,201 +2,185 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .._copy import copy_regions, scatter_regions
 from .._slices import SliceLimits, SlicePlan
-from ..base import Event, TransferEnded
-from ..errors import (
-    ChecksumError,
-    KVTransferError,
-    ProtocolError,
-    StaleRegionError,
-    TransferTimeoutError,
-)
-from ..regions import AddressArray, Guard, Int64Array, Pool, RegionPairs
-from .links import Link
+from ..endpoint import Read
+from ..errors import ChecksumError, KVTransferError, ProtocolError, StaleRegionError
+from ..regions import AddressArray, Int64Array
+from .channel import Channel
 from .options import ZeroMQOptions
 from .serving import checksum_of
-from .wire import MAX_ROWS, Fetch, Hello, Slice, Stale
+from .wire import MAX_ROWS, Fetch, Slice, Stale
 
 
-@dataclass
+def limits_of(options: ZeroMQOptions) -> SliceLimits:
+    """How reads are cut. No region needs a slice of its own: large ones share a slice, in a frame each."""
+    return SliceLimits(options.slice_bytes, options.slice_bytes + 1, MAX_ROWS)
+
+
+@dataclass(eq=False)
 class _Transfer:
-    transfer_id: int
+    """A read that has not ended, and how far it is.
+
+    Attributes:
+        is_settled: The guard held after the bytes of every slice so far had been copied, so none is left to be proved.
+        failure: A checksum that differed. It is reported only if the guard still holds.
+    """
+
+    read: Read[Any]
     plan: SlicePlan
-    guard: Guard
-    num_bytes: int
-    started: float
-    deadline: float
     num_fetched: int = 0
     num_arrived: int = 0
     is_settled: bool = True
-    failure: list[KVTransferError] = field(default_factory=list)
+    failure: ChecksumError | None = None
 
 
-@dataclass
-class Peer:
-    """A connection whose other side has said who he is.
+class Reader:
+    """The reads from one peer.
 
-    Attributes:
-        in_flight: (transfer_id, index) of what was fetched and has not come.
-        waiting: Transfers with slices left to fetch; they take turns.
+    Args:
+        end_read: Called when a read is over, with what went wrong, unless it was stopped before.
     """
 
-    link: Link
-    num_guards: int
-    pool: Pool
-    in_flight: set[tuple[int, int]] = field(default_factory=set)
-    waiting: deque[_Transfer] = field(default_factory=deque)
-    transfers: dict[int, _Transfer] = field(default_factory=dict)
+    def __init__(
+        self,
+        options: ZeroMQOptions,
+        channel: Channel,
+        end_read: Callable[[Read[Any], KVTransferError | None], None],
+    ) -> None:
+        self._window_slices = options.window_slices
+        self._checksums = options.checksums
+        self._channel = channel
+        self._end_read = end_read
+        self._transfers: dict[int, _Transfer] = {}
+        self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
+        # (transfer_id, index) of what was fetched and has not come, also of reads that were stopped.
+        self._in_flight: set[tuple[int, int]] = set()
 
-    @classmethod
-    def of(cls, link: Link, hello: Hello) -> Peer:
-        return cls(link, hello.num_guards, hello.pool())
-
-
-class Reads:
-    """Every read of this process. `events`: where to say that one ended."""
-
-    def __init__(self, options: ZeroMQOptions, events: list[Event]) -> None:
-        self._options = options
-        self._limits = SliceLimits(options.slice_bytes, options.slice_bytes + 1, MAX_ROWS)
-        self._ids = itertools.count(1)
-        self._events = events
-
-    def start(
-        self, peer: Peer, pairs: RegionPairs, targets: AddressArray, guard: Guard, timeout_s: float
-    ) -> int:
-        """Begin a read whose regions were checked. Returns its id."""
-        plan = SlicePlan.of(pairs, targets, self._limits)
-        now = time.monotonic()
-        transfer = _Transfer(next(self._ids), plan, guard, pairs.num_bytes, now, now + timeout_s)
-        peer.transfers[transfer.transfer_id] = transfer
+    def start(self, read: Read[Any], plan: SlicePlan) -> None:
+        """Begin a read whose regions were checked."""
+        transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
         if len(plan):
-            peer.waiting.append(transfer)
-            self._fetch(peer)
+            self._waiting.append(transfer)
+            self._fetch()
         else:
-            self._send_fetch(peer, transfer, 0)
-        return transfer.transfer_id
+            self._send_fetch(transfer, 0)
 
-    def _fetch(self, peer: Peer) -> None:
-        """Fill the window once half of it is free, one slice of each transfer in turn.
+    def stop(self, read: Read[Any]) -> None:
+        """Put nothing more into place for a read.
 
-        What is asked for together is answered together: fewer threads have to wake up for it.
+        Its slices in flight keep their places in the window until they come and are thrown away. So whatever ends reads
+        early, no more than one window is ever on its way from a peer.
         """
-        if len(peer.in_flight) > self._options.window_slices // 2:
+        self._transfers.pop(read.transfer_id, None)
+
+    def _fetch(self) -> None:
+        """Fill the window once half of it is free, one slice of each read in turn.
+
+        Slices that are fetched together are answered together, so fewer threads have to wake up. The reads take turns so
+        that a small one does not wait for a large one.
+        """
+        if len(self._in_flight) > self._window_slices // 2:
             return
-        while peer.waiting and len(peer.in_flight) < self._options.window_slices:
-            transfer = peer.waiting.popleft()
-            if transfer.transfer_id not in peer.transfers or transfer.failure:
+        while self._waiting and len(self._in_flight) < self._window_slices:
+            transfer = self._waiting.popleft()
+            if transfer.read.transfer_id not in self._transfers or transfer.failure is not None:
                 continue
-            self._send_fetch(peer, transfer, transfer.num_fetched)
+            self._send_fetch(transfer, transfer.num_fetched)
             transfer.num_fetched += 1
             if transfer.num_fetched < len(transfer.plan):
-                peer.waiting.append(transfer)
+                self._waiting.append(transfer)
 
-    def _send_fetch(self, peer: Peer, transfer: _Transfer, index: int) -> None:
-        """Fetch a slice; the one after the last is empty, and asks for the guard alone."""
-        rows = transfer.plan.rows_of(index) if index < len(transfer.plan) else transfer.plan.rows[:0]
-        is_whole = len(transfer.plan) == 1
-        fetch = Fetch(
-            transfer.transfer_id, index, transfer.guard, self._options.checksums, rows, is_whole=is_whole
-        )
-        peer.in_flight.add((transfer.transfer_id, index))
-        peer.link.send([fetch.head(), fetch.body()])
+    def _send_fetch(self, transfer: _Transfer, index: int) -> None:
+        """Fetch a slice; the one after the last is empty, and asks only whether the guard holds."""
+        read, plan = transfer.read, transfer.plan
+        rows = plan.rows_of(index) if index < len(plan) else plan.rows[:0]
+        fetch = Fetch(read.transfer_id, index, read.guard, self._checksums, rows, is_whole=len(plan) == 1)
+        # Entered before it is sent: an answer to what is not in flight costs the peer its connection.
+        self._in_flight.add((read.transfer_id, index))
+        self._channel.send([fetch.head(), fetch.body()])
 
-    def on_slice(self, peer: Peer, answer: Slice) -> None:
-        """Put bytes into place.
+    def on_slice(self, answer: Slice) -> None:
+        """Put bytes into place. They lie in libzmq's frames, which live as long as `answer`, so until this returns.
 
         Raises:
-            ProtocolError: nobody asked for them, or they are not as many as asked for. Nothing was written.
+            ProtocolError: they were not asked for, or are not as many as were asked for. Nothing was written.
         """
-        transfer = self._arrived(peer, answer)
+        transfer = self._take_arrived(answer)
         if transfer is not None and answer.index == len(transfer.plan):
             _require_whole(answer, transfer.plan.rows[:0, 1])
-            self._end(peer, transfer, *transfer.failure)
-        elif transfer is not None and not transfer.failure:
-            self._accept(peer, transfer, answer)
-        self._fetch(peer)
+            self._end(transfer, transfer.failure)
+        elif transfer is not None and transfer.failure is None:
+            self._accept(transfer, answer)
+        self._fetch()
 
-    def _accept(self, peer: Peer, transfer: _Transfer, answer: Slice) -> None:
+    def _accept(self, transfer: _Transfer, answer: Slice) -> None:
         lengths = transfer.plan.rows_of(answer.index)[:, 1]
+        # Before a byte is written: a slice of another size would write beyond the regions of this read.
         _require_whole(answer, lengths)
         transfer.num_arrived += 1
         transfer.is_settled &= answer.is_settled
-        if self._options.checksums and checksum_of(frame.view for frame in answer.frames) != answer.checksum:
-            transfer.failure.append(
-                ChecksumError(f"slice {answer.index} changed on its way: its checksum differs")
+        # Before the copy, so that corrupt bytes never reach the pool.
+        if self._checksums and checksum_of(frame.view for frame in answer.frames) != answer.checksum:
+            transfer.failure = ChecksumError(
+                f"slice {answer.index} was changed on its way: its checksum differs"
             )
         else:
             _place(answer, transfer.plan.targets_of(answer.index), lengths)
-        if transfer.num_arrived == len(transfer.plan) and transfer.is_settled and not transfer.failure:
-            self._end(peer, transfer)
-        elif transfer.num_arrived == len(transfer.plan) or transfer.failure:
-            # Also after a failure: bytes that changed because the guard was cleared are stale, not corrupt.
-            self._send_fetch(peer, transfer, len(transfer.plan))
+        if transfer.failure is None and transfer.num_arrived < len(transfer.plan):
+            return
+        if transfer.failure is None and transfer.is_settled:
+            self._end(transfer, None)
+        else:
+            # Ask once more whether the guard holds. The owner sends large regions by reference, so their bytes leave its
+            # pool after it has looked at the guard. Only an answer that it gives after the last slice has left proves
+            # that none of them was reused before. Ask after a failure as well: bytes that changed because the owner
+            # cleared the guard are stale, not corrupt.
+            self._send_fetch(transfer, len(transfer.plan))
 
-    def on_stale(self, peer: Peer, answer: Stale) -> None:
+    def on_stale(self, answer: Stale) -> None:
         """End a read whose guard did not hold.
 
         Raises:
-            ProtocolError: nobody asked.
+            ProtocolError: it was not asked for.
         """
-        transfer = self._arrived(peer, answer)
+        transfer = self._take_arrived(answer)
         if transfer is not None:
-            guard = transfer.guard
-            error = StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
-            self._end(peer, transfer, error)
-        self._fetch(peer)
+            guard = transfer.read.guard
+            self._end(transfer, StaleRegionError(f"guard {guard.index} no longer holds {guard.value}"))
+        self._fetch()
 
-    @staticmethod
-    def _arrived(peer: Peer, answer: Slice | Stale) -> _Transfer | None:
-        """The transfer of an answer; None when it ended before. Its place in the window is free again."""
+    def _take_arrived(self, answer: Slice | Stale) -> _Transfer | None:
+        """Free an answer's place in the window; return its transfer, or None if that has ended already."""
         key = (answer.transfer_id, answer.index)
-        if key not in peer.in_flight:
+        if key not in self._in_flight:
             raise ProtocolError(
-                f"the peer sent slice {answer.index} of transfer {answer.transfer_id} unasked"
+                f"the peer sent slice {answer.index} of transfer {answer.transfer_id}, which was not fetched"
             )
-        peer.in_flight.remove(key)
-        return peer.transfers.get(answer.transfer_id)
+        self._in_flight.remove(key)
+        return self._transfers.get(answer.transfer_id)
 
-    def expire(self, peer: Peer, now: float) -> None:
-        """End the reads whose time is up. What still comes for them is thrown away."""
-        for transfer in [t for t in peer.transfers.values() if t.deadline <= now]:
-            self._end(peer, transfer)
-
-    def end_all(self, peer: Peer, error: KVTransferError) -> None:
-        """End every read from a peer."""
-        for transfer in list(peer.transfers.values()):
-            self._end(peer, transfer, error)
-
-    def _end(self, peer: Peer, transfer: _Transfer, *errors: KVTransferError) -> None:
-        del peer.transfers[transfer.transfer_id]
-        now = time.monotonic()
-        late = [TransferTimeoutError("the read did not end in time")] if now >= transfer.deadline else []
-        error = next(iter([*errors, *late]), None)
-        seconds = now - transfer.started
-        mechanism = peer.link.mechanism
-        self._events.append(
-            TransferEnded(transfer.transfer_id, error, transfer.num_bytes, seconds, mechanism)
-        )
+    def _end(self, transfer: _Transfer, error: KVTransferError | None) -> None:
+        del self._transfers[transfer.read.transfer_id]
+        self._end_read(transfer.read, error)
 
 
 def _require_whole(answer: Slice, lengths: Int64Array) -> None:
-    """Check that a slice has the rows that were asked for, in a frame each or all in one.
+    """Check that a slice has the rows that were fetched, in one frame per row or all in one.
 
     Raises:
-        ProtocolError: they are not as many bytes.
+        ProtocolError: it has another number of bytes or frames.
     """
     sizes = [frame.num_bytes for frame in answer.frames]
     if sizes != [lengths.sum()] and sizes != lengths.tolist():
-        raise ProtocolError(f"slice {answer.index} has {sizes} bytes, {lengths.tolist()} were asked for")
+        raise ProtocolError(f"slice {answer.index} has {sizes} bytes, but {lengths.tolist()} were fetched")
 
 
 def _place(answer: Slice, targets: AddressArray, lengths: Int64Array) -> None:

@@ -1,8 +1,8 @@
-"""CURVE keys: which ones we have, when they are needed, and who may connect.
+"""CURVE keys: which ones we have, when they are needed, and which peers may connect.
 
-Both ways of giving keys end in the same thing: a key pair, and the set of public keys that we talk to, in either
-direction. With a shared secret all nodes have one key pair, derived from the secret, and that set is its public half.
-No secret is ever part of a message, a log line or a representation.
+Both ways to configure keys give a key pair, and the set of public keys that are allowed, in either direction. With a
+shared secret all nodes have one key pair, derived from the secret, and the set is its public half. No secret is ever
+part of a message, a log line or a representation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
-from .._limited_log import LimitedLog
 from .._tcp import is_loopback
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
 from .options import Address, ZeroMQOptions
 
 ZAP_DOMAIN = b"kvferry"
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MIN_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """This node's keys, and the keys of those it talks to; each 40 bytes of Z85."""
+    """This node's keys, and the public keys of its peers; each 40 bytes of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -40,15 +38,15 @@ class CurveKeys:
         return z85.decode(self.public)
 
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Let nobody in who is not authenticated."""
+        """Admit only peers that are authenticated."""
         socket.curve_server = True
         self._set(socket)
         socket.zap_domain = ZAP_DOMAIN
-        # Were the handler missing, libzmq would otherwise let everybody in.
+        # Without this libzmq would admit every peer if the handler were missing.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def protect_client(self, socket: zmq.Socket[bytes], server_key: bytes) -> None:
-        """Talk to the holder of `server_key` (32 bytes) alone."""
+        """Talk only to the node that holds `server_key` (32 bytes)."""
         socket.curve_serverkey = z85.encode(server_key)
         self._set(socket)
 
@@ -57,71 +55,75 @@ class CurveKeys:
 
 
 class Security:
-    """Decides whether a connection is encrypted. There is no third answer: what is not allowed is refused."""
+    """Decides whether a connection is encrypted, in plaintext, or refused."""
 
     def __init__(self, options: ZeroMQOptions) -> None:
         self._mode = options.curve
         self._allow_plaintext = options.allow_plaintext and options.curve == "off"
         self._keys = _load_keys(options)
 
-    def for_listening(self, host: str) -> tuple[CurveKeys, ...]:
-        """The keys to listen on `host` with; none: plaintext.
+    def for_listening(self, host: str) -> CurveKeys | None:
+        """The keys to listen on `host` with; None for plaintext.
 
         Raises:
-            ConfigurationError: keys are needed and not there, or plaintext is asked for where it is not allowed.
+            ConfigurationError: keys are needed and there are none, or plaintext is set where it is not allowed.
         """
         local = is_loopback(host)
         if self._mode == "on" or (self._mode == "auto" and not local):
-            if not self._keys:
+            if self._keys is None:
                 raise ConfigurationError(
-                    f"listening on {host} needs CURVE keys: set shared_secret_file, or curve_secret_key_file and "
-                    "curve_allowed_keys_file; or, in a network that you trust, curve='off' and allow_plaintext=true",
+                    f"cannot listen on {host}: that needs CURVE keys; set shared_secret_file, or curve_secret_key_file "
+                    "and curve_allowed_keys_file, or, in a network that you trust, curve='off' and allow_plaintext=true",
                     key="curve",
                     value=self._mode,
                 )
             return self._keys
         if not local and not self._allow_plaintext:
             raise ConfigurationError(
-                f"curve='off' on {host}, which is not loopback, needs allow_plaintext=true",
+                f"cannot listen on {host} with curve='off': it is not loopback; set allow_plaintext=true as well",
                 key="curve",
                 value=self._mode,
             )
-        return ()
+        return None
 
-    def for_connecting(self, address: Address) -> tuple[CurveKeys, ...]:
-        """The keys to connect to `address` with; none: plaintext.
+    def for_connecting(self, address: Address) -> CurveKeys | None:
+        """The keys to connect to `address` with; None for plaintext.
 
         Raises:
-            PeerRefusedError: the peer is not one we talk to, or not in that way. Nothing was sent to it.
+            PeerRefusedError: the peer's key is not allowed, or its kind of connection is not. Nothing was sent to it.
         """
         where = f"{address.host}:{address.port}"
         if not address.server_key:
             if self._mode == "on" or not (is_loopback(address.host) or self._allow_plaintext):
                 raise PeerRefusedError(
-                    f"{where} offers no encryption, which this node asks for (option curve)"
+                    f"refused to connect to {where}: it offers no encryption, and this node requires it (option curve)"
                 )
-            return ()
-        if self._mode == "off" or not self._keys:
+            return None
+        if self._mode == "off" or self._keys is None:
             raise PeerRefusedError(
-                f"{where} asks for CURVE, and this node has no keys, or has it switched off"
+                f"cannot connect to {where}: it requires CURVE, and this node has no keys or curve='off'"
             )
-        if z85.encode(address.server_key) not in self._keys[0].allowed:
-            raise PeerRefusedError(f"{where} has a key that this node does not know")
+        if z85.encode(address.server_key) not in self._keys.allowed:
+            raise PeerRefusedError(
+                f"refused to connect to {where}: its CURVE key is not one that this node allows"
+            )
         return self._keys
 
 
-def _load_keys(options: ZeroMQOptions) -> tuple[CurveKeys, ...]:
+def _load_keys(options: ZeroMQOptions) -> CurveKeys | None:
     files = (options.curve_secret_key_file, options.curve_allowed_keys_file)
     if options.curve == "off" or not (options.shared_secret_file or any(files)):
-        return ()
+        return None
     if not zmq.has("curve"):
-        raise BackendUnavailableError("this libzmq has no CURVE; the wheels of pyzmq on PyPI have it")
+        raise BackendUnavailableError(
+            "cannot use CURVE keys: this libzmq was built without CURVE; install pyzmq's wheel from PyPI"
+        )
     if options.shared_secret_file and any(files):
         raise ConfigurationError(
             "shared_secret_file and the CURVE key files exclude each other", key="shared_secret_file"
         )
     if options.shared_secret_file:
-        return (_derived_keys(_read("shared_secret_file", options.shared_secret_file)),)
+        return _derived_keys(_read("shared_secret_file", options.shared_secret_file))
     if not all(files):
         raise ConfigurationError(
             "curve_secret_key_file and curve_allowed_keys_file go together", key="curve_allowed_keys_file"
@@ -131,7 +133,7 @@ def _load_keys(options: ZeroMQOptions) -> tuple[CurveKeys, ...]:
     for key, values in (("curve_secret_key_file", [secret]), ("curve_allowed_keys_file", allowed)):
         if not all(_is_key(value) for value in values):
             raise ConfigurationError(f"{key}: a key is 40 characters of Z85", key=key)
-    return (CurveKeys(zmq.curve_public(secret), secret, frozenset(allowed)),)
+    return CurveKeys(zmq.curve_public(secret), secret, frozenset(allowed))
 
 
 def _derived_keys(shared: bytes) -> CurveKeys:
@@ -158,10 +160,10 @@ def _read(key: str, name: str) -> bytes:
 
 
 def _require_private(key: str, name: str, status: os.stat_result) -> None:
-    """Check that only this user and root can know, or choose, what is in a file.
+    """Check that only this user and root can read or change a file.
 
     Raises:
-        ConfigurationError: others can.
+        ConfigurationError: others can, too.
     """
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
@@ -189,40 +191,3 @@ def _is_key(value: bytes) -> bool:
         return len(value) == 40 and len(z85.decode(value)) == 32
     except (ValueError, KeyError):
         return False
-
-
-class Authenticator:
-    """Answers libzmq's question who may connect (ZAP, ZeroMQ RFC 27), in the owner's loop.
-
-    Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and no other byte.
-    """
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes], log: LimitedLog
-    ) -> None:
-        self._allowed = allowed
-        self._log = log
-        self.socket = context.socket(zmq.REP)
-        try:
-            self.socket.linger = 0
-            self.socket.bind(_ZAP_ENDPOINT)
-        except BaseException:
-            self.socket.close()
-            raise
-
-    def answer(self) -> None:
-        """Answer every request that waits."""
-        while self.socket.poll(0):
-            version, request_id, domain, address, _, mechanism, *credentials = self.socket.recv_multipart()
-            is_allowed = mechanism == b"CURVE" and domain == ZAP_DOMAIN and self._knows(credentials)
-            if not is_allowed:
-                self._log.warning("refused a peer from %s: its CURVE key is not allowed", address.decode())
-            status = (b"200", b"OK") if is_allowed else (b"400", b"this key is not allowed")
-            self.socket.send_multipart([version, request_id, *status, b"", b""])
-
-    def _knows(self, credentials: list[bytes]) -> bool:
-        return (
-            len(credentials) == 1
-            and len(credentials[0]) == 32
-            and z85.encode(credentials[0]) in self._allowed
-        )

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-import logging
 import time
-from collections.abc import Iterator
+from functools import partial
 
 import zmq
 
 from .._descriptors import Reserve, descriptor_limit, warn_if_few
 from .._limited_log import LimitedLog
 from .._lookups import Found
-from .._outside import outside, survived, typed, unexpected
+from .._outside import outside, survived, typed
 from .._poller import Poller
 from ..errors import ConfigurationError
-from .links import Arrival, Context, DialedLink, Link, Loss, Port
-from .listener import Listener, advertised_host, bind
+from .channel import Channel, Context, DialedChannel, Observer, Port
+from .listener import Authenticator, Listener, advertised_host, bind
 from .options import SCHEME, Address, ZeroMQOptions
-from .security import Authenticator, CurveKeys, Security
-
-logger = logging.getLogger(__name__)
+from .security import CurveKeys, Security
 
 #: A connection that we make takes two sockets of libzmq and a monitor's end, an eventfd each, and one of TCP.
 _PER_CONNECTION = 4
 
-#: Held back: as many refused connections can be on their way out at a time.
+#: Descriptors that are held back: as many refused connections can be on their way out at a time.
 _NUM_HELD = 8
 
-#: How long to wait where libzmq cannot: the owner's loop must not spin.
+#: libzmq does not say reliably when a peer's queue has room again: while something is queued here, look this often.
+_RETRY_S = 0.002
+
+#: How long to pause if waiting fails, so that the owner's loop does not spin.
 _REST_S = 0.01
 
 #: The largest block that glibc lets raise its thresholds, less what it needs itself.
@@ -37,38 +36,45 @@ _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 
 
 class Sockets:
-    """Opens connections and tells what arrives over them.
+    """Opens connections, and has what arrives over them reported.
 
     Args:
-        waker: What ends a `wait`.
+        poller: Waits for the sockets; its owner closes it.
     """
 
-    def __init__(self, options: ZeroMQOptions, security: Security, waker: Poller) -> None:
+    def __init__(
+        self,
+        options: ZeroMQOptions,
+        security: Security,
+        poller: Poller,
+        observer: Observer,
+        log: LimitedLog,
+    ) -> None:
         self._options = options
         self._security = security
-        self._waker = waker
-        self._ids = itertools.count(1)
-        self.log = LimitedLog(logger)
-        self._broken: list[Loss] = []
+        self._poller = poller
+        self._observer = observer
+        self._log = log
         warn_if_few(SCHEME, _NUM_HELD, options.max_connecting, _PER_CONNECTION)
         _let_malloc_keep_messages()
         self._reserve = Reserve(_NUM_HELD)
         self._context = self._make_context()
-        self._poller = zmq.Poller()
-        self._poller.register(waker, zmq.POLLIN)
-        self._ports: list[Port] = []
-        self._authenticators: list[Authenticator] = []
+        self._authenticator: Authenticator | None = None
+        self._ports: set[Port] = set()
+        # Ports that may have something to pump: their descriptor was reported, or we called their sockets.
+        self._active: dict[Port, None] = {}
+        self._congested: set[Channel] = set()
 
     def _make_context(self) -> Context:
-        """A context whose threads run.
+        """Make a context whose threads run.
 
-        libzmq starts them with the first socket, and aborts the process if it finds no descriptor for one of them:
-        so that socket is made here, where there are enough for certain.
+        libzmq starts them with the first socket, and aborts the process if it finds no descriptor for one of them. So
+        open that socket here, where there certainly are enough.
         """
         num_threads = self._options.io_threads
         context: Context = zmq.Context(io_threads=num_threads)
         try:
-            # Each socket takes a descriptor at least, so the limit on those is the only one that is left.
+            # Each socket takes at least one descriptor, so the limit on those is the only one that is left.
             context.set(zmq.MAX_SOCKETS, max(1023, min(descriptor_limit(), context.get(zmq.SOCKET_LIMIT))))
             with self._reserve.lent(2 * num_threads + 6, "cannot start libzmq"):
                 context.socket(zmq.PAIR).close()
@@ -78,9 +84,7 @@ class Sockets:
             raise
         return context
 
-    def next_id(self) -> int:
-        """A peer id that was not used before."""
-        return next(self._ids)
+    # -- connections -----------------------------------------------------------------------------------
 
     def listen(self, host: str, ports: range) -> str:
         """Accept peers on the first free port; returns the address to give to them.
@@ -91,27 +95,23 @@ class Sockets:
         bound = bind(self._options, host, ports)
         try:
             keys = self._security.for_listening(bound.getsockname()[0])
-            server_key = b"".join(key.public_bytes for key in keys)
+            server_key = keys.public_bytes if keys is not None else b""
             address = Address(advertised_host(self._options, bound), bound.getsockname()[1], server_key)
             with outside(f"cannot listen on {address}", ConfigurationError):
-                if keys and not self._authenticators:
-                    self._authenticators.append(Authenticator(self._context, keys[0].allowed, self.log))
-                    self._poller.register(self._authenticators[0].socket, zmq.POLLIN)
+                if keys is not None and self._authenticator is None:
+                    self._authenticator = Authenticator(self._context, keys.allowed, self._log)
+                    self._add(self._authenticator)
                 listener = Listener(
                     *(self._context, bound, keys, self._options),
-                    *(self.next_id, self._reserve, self.report, self.log),
+                    *(self._reserve, self._observer, self._on_used, self._log),
                 )
+                self._add(listener)
         except BaseException:
             bound.close()
             raise
-        self._add(listener)
         return str(address)
 
-    def keys_for(self, address: Address) -> tuple[CurveKeys, ...]:
-        """See `Security.for_connecting`."""
-        return self._security.for_connecting(address)
-
-    def dial(self, peer_id: int, address: Address, found: Found, keys: tuple[CurveKeys, ...]) -> DialedLink:
+    def dial(self, address: Address, found: Found, keys: CurveKeys | None) -> DialedChannel:
         """Begin to connect.
 
         Raises:
@@ -119,93 +119,106 @@ class Sockets:
             TransportError: libzmq does not connect there.
         """
         what = f"cannot connect to {address.host}:{address.port}"
-        # libzmq opens the connection later, and says nothing if it finds no descriptor for it.
+        # libzmq opens the connection later, and does not report that it found no descriptor for it.
         self._reserve.require(_PER_CONNECTION, what)
         try:
-            link = DialedLink(self._context, peer_id, address, found, keys, self._options, self.report)
+            channel = DialedChannel(
+                *(self._context, address, found, keys, self._options),
+                *(self._observer, self._on_used),
+            )
         except Exception as error:
-            # That there is no room for another socket has the same errno as a lack of descriptors.
+            # libzmq reports too many sockets by the errno that also means a lack of descriptors.
             limit = f"or libzmq's limit of {self._context.get(zmq.MAX_SOCKETS)} sockets"
             raise typed(error, what, limit=limit) from error
         try:
-            self._add(link)
+            self._add(channel)
         except Exception as error:
-            self.hang_up(link)
+            self.hang_up(channel)
             raise typed(error, what) from error
-        return link
-
-    def report(self, link: Link, error: Exception) -> None:
-        """Have `pump` tell that a connection is lost."""
-        self._broken.append(Loss(link, unexpected(error, f"lost peer {link.peer_id}", self.log)))
-
-    @property
-    def has_broken(self) -> bool:
-        """Whether `pump` has something to report that no socket signals."""
-        return bool(self._broken)
+        return channel
 
     def _add(self, port: Port) -> None:
-        self._ports.append(port)
+        self._ports.add(port)
+        # It was called while it was set up, so look at it once before its descriptors are relied on.
+        self._activate(port)
         for socket in port.sockets:
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.watch(socket, partial(self._activate, port))
 
-    def hang_up(self, link: Link) -> None:
+    def hang_up(self, channel: Channel) -> None:
         """Close one connection."""
-        if isinstance(link, DialedLink) and link in self._ports:
-            self._ports.remove(link)
-            for socket in link.sockets:
-                with survived("cannot stop waiting for a connection", self.log):
-                    self._poller.unregister(socket)
-        with survived("cannot close a connection", self.log):
-            link.drop()
+        self._congested.discard(channel)
+        if isinstance(channel, DialedChannel) and channel in self._ports:
+            self._ports.remove(channel)
+            self._active.pop(channel, None)
+            for socket in channel.sockets:
+                with survived("cannot stop waiting for a connection", self._log):
+                    self._poller.unwatch(socket)
+        with survived("cannot close a connection", self._log):
+            channel.hang_up()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until something may have happened."""
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def _activate(self, port: Port) -> None:
+        if port in self._ports:  # it may have been closed since
+            self._active[port] = None
+
+    def _on_used(self, channel: Channel) -> None:
+        self._activate(channel.port)
+        if channel.is_congested:
+            self._congested.add(channel)
+        else:
+            self._congested.discard(channel)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait until something happens, at most `timeout_s`, and have it reported.
+
+        The cost does not depend on the number of connections, only on the number of those with something to do.
+        """
+        # First the ports that were used since the last turn: what happened to them meanwhile is not reported again.
+        self._pump()
+        if self._active:
+            timeout_s = 0.0
+        elif self._congested:
+            timeout_s = min(timeout_s, _RETRY_S)
         try:
-            self._poller.poll(max(0, round(timeout_s * 1000)))
-        except Exception as error:
-            self.log.warning("cannot wait for ZeroMQ's sockets: %r", error, exc_info=error)
+            self._poller.poll(timeout_s)
+        except Exception as error:  # noqa: BLE001 - the owner's loop goes on
+            self._log.warning("cannot wait for ZeroMQ's sockets: %r", error, exc_info=error)
             time.sleep(min(max(timeout_s, 0.0), _REST_S))
-        self._waker.poll(0.0)
+        self._pump()
+        for channel in list(self._congested):
+            channel.flush()
 
-    def pump(self) -> Iterator[Arrival | Loss]:
-        """Take what happened on every connection; never blocks."""
-        for authenticator in self._authenticators:
+    def _pump(self) -> None:
+        for port in list(self._active):
             try:
-                authenticator.answer()
-            except Exception as error:
-                self.log.warning("cannot answer who may connect: %r", error, exc_info=error)
-        for port in list(self._ports):
-            try:
-                yield from port.pump()
-            except Exception as error:
-                if isinstance(port, Link):
-                    self.report(port, error)
+                if not port.pump():
+                    self._active.pop(port, None)
+            except Exception as error:  # noqa: BLE001 - it costs at most one connection
+                # The port stays active: what it has not taken is not reported again.
+                if isinstance(port, Channel):
+                    self._observer.on_lost(port, error)
                 else:
-                    self.log.warning("cannot receive from accepted peers: %r", error, exc_info=error)
-        while self._broken:
-            yield self._broken.pop(0)
+                    self._log.warning("%s: %r", port.failure, error, exc_info=error)
 
     def close(self) -> None:
         """Close everything. Takes no longer than libzmq's linger period, whatever the peers do."""
         for port in self._ports:
-            try:
+            with survived("cannot close a connection cleanly", self._log):
                 port.close()
-            except zmq.ZMQError as error:
-                logger.warning("cannot close a connection cleanly: %s", error)
         self._ports.clear()
-        for authenticator in self._authenticators:
-            authenticator.socket.close()
+        self._active.clear()
+        self._congested.clear()
         # Closes what could not be closed before: an open socket would keep the context from ever terminating.
         self._context.destroy(linger=0)
         self._reserve.close()
-        self.log.flush()
 
 
 def _let_malloc_keep_messages() -> None:
-    """Have freed messages used again, not given back to the system and taken anew, which costs as much as a copy.
+    """Have freed messages reused. To give them back to the system and get new ones costs as much as a copy.
 
-    How much freed memory glibc keeps, it derives from the largest block that was freed so far. With another C
-    library this does nothing.
+    glibc derives how much freed memory it keeps from the largest block that was freed so far. With another C library
+    this does nothing.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

@@ -1,24 +1,32 @@
-"""`ZeroMQTransport`: the contract of `transports.base`, by the pieces of this package."""
+"""`ZeroMQTransport`: options, keys, guards and memory; `backend` does the rest."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import ClassVar
 
-from .._network import NetworkTransport
+from .._limited_log import LimitedLog
+from .._memory import WordTable, private_arena, require_host
 from .._options import parse_options
+from .._outside import outside
+from ..base import Arena, Endpoint
+from ..endpoint import HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport
+from ..errors import ConfigurationError
 from ..regions import Pool
-from .node import Node
-from .options import SCHEME, Address, ZeroMQOptions
+from .backend import ZeroMQBackend
+from .options import SCHEME, ZeroMQOptions
 from .security import Security
-from .sockets import Sockets
+from .serving import PoolServer
+
+logger = logging.getLogger(__name__)
 
 
-class ZeroMQTransport(NetworkTransport[Node]):
+class ZeroMQTransport(PeerTransport):
     """Peers over TCP, on this host or another. See the package for how a read works.
 
-    The owner's thread does all work but libzmq's own (`io_threads`). In an asyncio program give it a thread of its own, or
-    `await loop.run_in_executor(owner, transport.wait_events, 0.1)` with an executor of one thread.
+    The owner's thread does all work except libzmq's own (`io_threads`). In an asyncio program give it an executor of one
+    thread: `await loop.run_in_executor(owner, endpoint.wait_events, 0.1)`.
 
     Args:
         options: See `ZeroMQOptions`.
@@ -30,32 +38,25 @@ class ZeroMQTransport(NetworkTransport[Node]):
 
     scheme: ClassVar[str] = SCHEME
     options_type = ZeroMQOptions
+    guards: WordTable
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__()
         self._options = parse_options(ZeroMQOptions, options, SCHEME)
         self._security = Security(self._options)
-        super().__init__(self._options.num_guards)
+        with outside("cannot open a transport", ConfigurationError):
+            self.guards = WordTable.anonymous(self._options.num_guards)
 
-    def _make_node(self, pool: Pool) -> Node:
-        sockets = Sockets(self._options, self._security, self._poller)
-        try:
-            return Node(self._options, sockets, pool, self.guards, self._poller.interrupt)
-        except BaseException:
-            sockets.close()
-            raise
+    def _allocate(self, num_bytes: int) -> Arena:
+        return private_arena(num_bytes)
 
-    def listen(self, address: str) -> str:
-        """Accept peers on `zeromq://host:port`; port 0 lets the system choose, an empty address the options.
-
-        Raises:
-            ConfigurationError: the address is malformed, taken or not ours to bind; CURVE is needed and there
-                are no keys; or the address is a wildcard and `advertise_host` is not set.
-        """
-        node = self._node()
-        if not address:
-            return node.listen(self._options.bind_host, self._options.ports())
-        parsed = Address.parse(address)
-        return node.listen(parsed.host, range(parsed.port, parsed.port + 1))
-
-    def start_connect(self, address: str, *, timeout_s: float) -> int:
-        return self._node().connect(Address.parse(address), timeout_s)
+    def _open(self, pool: Pool) -> Endpoint:
+        require_host(pool, SCHEME)
+        options = self._options
+        source = PoolServer(pool, self.guards)
+        table = PeerTable(
+            lambda peers: ZeroMQBackend(peers, options, self._security, source),
+            HandshakeLimits(options.handshake_timeout_s, options.max_connecting),
+            log=LimitedLog(logger),
+        )
+        return PeerEndpoint(SCHEME, table)

@@ -1,4 +1,4 @@
-"""One connection each, and how connections are watched."""
+"""The two kinds of channels, one per peer: those that we dial here, those that we accept in `listener`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import struct
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import zmq
@@ -15,13 +14,7 @@ import zmq
 from .._lookups import Found
 from .._tcp import authority
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import (
-    KVTransferError,
-    PeerLostError,
-    PeerRefusedError,
-    TransportError,
-    mapped,
-)
+from ..errors import KVTransferError, PeerLostError, PeerRefusedError, TransportError, mapped
 from .frames import Frame
 from .options import Address, ZeroMQOptions
 from .security import CurveKeys
@@ -33,13 +26,13 @@ Parts = Sequence[bytes | Frame]
 
 _SEND_ERRORS: Final[Mapping[type[BaseException], type[KVTransferError]]] = {zmq.ZMQError: TransportError}
 
-#: Messages in each of libzmq's queues. Low: only the count is bounded there, and a message may have 4 MiB.
+#: Messages in each of libzmq's queues. Low, because libzmq bounds only their number, and a message may have 4 MiB.
 _QUEUE_LENGTH = 16
 
-#: For how long libzmq tries to get rid of what was sent before a connection is closed.
+#: How long libzmq tries to send what is queued when a channel is closed.
 _LINGER_MS = 100
 
-#: Messages taken from one connection before the others get their turn.
+#: Messages that are taken from one port before the others get their turn.
 RECEIVE_BATCH = 64
 
 _EVENT = struct.Struct("=HI")
@@ -56,93 +49,115 @@ _WATCHED = (
 _monitor_ids = itertools.count(1)
 
 
-class Link(ABC):
-    """A connection to one peer. What libzmq's queue has no room for waits here, in order.
+class Observer(Protocol):
+    """What channels report to. None of these raises; each may hang up on any channel, also on the one that reports."""
 
-    Args:
-        on_broken: Told once if libzmq does not take a message. A link then takes everything and sends nothing: the loss
-            is reported by the owner's loop, and not raised where a message of this peer's happened to be sent.
+    def on_accepted(self, channel: Channel) -> None:
+        """A peer has connected."""
+
+    def on_message(self, channel: Channel, frames: list[Frame]) -> None:
+        """A message came."""
+
+    def on_lost(self, channel: Channel, error: Exception) -> None:
+        """The channel is of no more use. It may be reported more than once."""
+
+
+class Port(ABC):
+    """libzmq's sockets that messages come from: a listener's for many channels, or those of one dialled channel.
+
+    The descriptor of a socket (`ZMQ_FD`) reports that *something* happened to it, once, and any call on the socket may
+    take that report away. So after a call a port has to be pumped before its descriptor can be relied on again. See
+    `Sockets.turn`.
     """
 
-    def __init__(self, peer_id: int, on_broken: Broken, *, incoming: bool, is_encrypted: bool) -> None:
-        self.peer_id = peer_id
-        self._on_broken = on_broken
-        self._is_broken = False
-        self.incoming = incoming
+    #: What becomes ready when there is something to pump.
+    sockets: tuple[Socket, ...]
+
+    #: For the log, if `pump` fails.
+    failure = "cannot receive"
+
+    @abstractmethod
+    def pump(self) -> bool:
+        """Take what has arrived and report it; never blocks. Returns whether there may be more.
+
+        When it returns False, the last call on each socket found nothing. From then on the descriptors report.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the sockets. What was sent still leaves within libzmq's linger period."""
+
+
+class Channel(ABC):
+    """A connection to one peer. Messages for which libzmq's queue has no room wait here, in order.
+
+    Args:
+        on_used: Called with this channel after each message that is sent or queued.
+    """
+
+    def __init__(self, observer: Observer, on_used: Callable[[Channel], None], *, is_encrypted: bool) -> None:
+        self._observer = observer
+        self._on_used = on_used
         self.mechanism = "tcp+curve" if is_encrypted else "tcp"
         self.queued_bytes = 0
         self._queue: deque[Parts] = deque()
+        self._is_closed = False
+
+    @property
+    @abstractmethod
+    def port(self) -> Port:
+        """The port that it belongs to."""
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether messages wait for `flush`."""
+        return bool(self._queue)
 
     def send(self, parts: Parts) -> None:
-        """Send a message, or keep it for `flush`."""
+        """Send a message, or queue it for `flush`.
+
+        A failure is reported to the observer and not raised: the call that sends is often about another peer. After a
+        failure, and after `hang_up`, messages are dropped.
+        """
         if self._queue or not self._is_taken(parts):
             self._queue.append(parts)
             self.queued_bytes += _num_bytes(parts)
+        self._on_used(self)
 
     def flush(self) -> None:
-        """Send what was kept, as far as there is room."""
+        """Send what is queued, as far as there is room."""
         while self._queue and self._is_taken(self._queue[0]):
-            self.queued_bytes -= _num_bytes(self._queue.popleft())
+            if self._queue:  # a failure empties it
+                self.queued_bytes -= _num_bytes(self._queue.popleft())
+        self._on_used(self)
 
     def _is_taken(self, parts: Parts) -> bool:
-        if self._is_broken:
+        if self._is_closed:
             return True
         try:
             return self._offer(parts)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this link alone
-            self._is_broken = True
-            self._on_broken(self, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this channel alone
+            self._is_closed = True
+            self._observer.on_lost(self, error)
             return True
 
     @abstractmethod
     def _offer(self, parts: Parts) -> bool:
         """Give a message to libzmq; False if its queue is full."""
 
-    def drop(self) -> None:
-        """Close the connection and forget what was kept."""
+    def hang_up(self) -> None:
+        """Close the connection and drop what is queued."""
         self.forget()
         self._hang_up()
 
     def forget(self) -> None:
-        """Let go of what was kept."""
+        """Drop what is queued, and whatever is sent from now on."""
+        self._is_closed = True
         self._queue.clear()
         self.queued_bytes = 0
 
     @abstractmethod
     def _hang_up(self) -> None: ...
-
-
-#: How a link says that it cannot send, and why.
-Broken = Callable[[Link, Exception], None]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A message came."""
-
-    link: Link
-    frames: list[Frame]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A connection is gone, and every message that came over it has been seen."""
-
-    link: Link
-    error: KVTransferError
-
-
-class Port(Protocol):
-    """Where connections come from: a listener has many, a dialled link is its own."""
-
-    @property
-    def sockets(self) -> tuple[Socket, ...]:
-        """What becomes readable when `pump` has something to do."""
-
-    def pump(self) -> Iterator[Arrival | Loss]:
-        """Take what happened; never blocks."""
-
-    def close(self) -> None: ...
 
 
 class Monitor:
@@ -162,7 +177,7 @@ class Monitor:
             raise
 
     def take(self) -> Iterator[tuple[int, int]]:
-        while (frames := receive(self.socket)) is not None:
+        while not self.socket.closed and (frames := receive(self.socket)) is not None:
             event, value = _EVENT.unpack(bytes(frames[0]))
             yield event, value
 
@@ -173,20 +188,20 @@ class Monitor:
             self.socket.close()
 
 
-class DialedLink(Link):
-    """A connection that this side made. It connects once: a lost one does not come back as another."""
+class DialedChannel(Channel, Port):
+    """A connection that this side made. It is made once: libzmq does not reconnect."""
 
     def __init__(
         self,
         context: Context,
-        peer_id: int,
         address: Address,
         found: Found,
-        keys: tuple[CurveKeys, ...],
+        keys: CurveKeys | None,
         options: ZeroMQOptions,
-        on_broken: Broken,
+        observer: Observer,
+        on_used: Callable[[Channel], None],
     ) -> None:
-        super().__init__(peer_id, on_broken, incoming=False, is_encrypted=bool(keys))
+        super().__init__(observer, on_used, is_encrypted=keys is not None)
         self._where = f"{address.host}:{address.port}"
         self._is_gone = False
         self._error: KVTransferError = PeerLostError(f"cannot connect to {self._where}")
@@ -194,32 +209,38 @@ class DialedLink(Link):
         try:
             configure(self._socket, options)
             self._socket.reconnect_ivl = -1
-            for key in keys:
-                key.protect_client(self._socket, address.server_key)
+            if keys is not None:
+                keys.protect_client(self._socket, address.server_key)
             self._monitor = Monitor(context, self._socket)
         except BaseException:
             self._socket.close(linger=0)
             raise
         self.sockets = (self._socket, self._monitor.socket)
         try:
-            # An IP address: a name would be looked up by libzmq's I/O thread, which then moves nothing for any peer.
+            # An IP address. libzmq would look up a name in its I/O thread, which then moves no bytes for any peer.
             self._socket.connect(f"tcp://{authority(found.host, address.port)}")
         except BaseException:
             self.close()
             raise
 
-    def pump(self) -> Iterator[Arrival | Loss]:
+    @property
+    def port(self) -> Port:
+        return self
+
+    def pump(self) -> bool:
         self._watch()
         for _ in range(RECEIVE_BATCH):
             if self._socket.closed:
-                return
+                return False
             if (frames := receive(self._socket)) is None:
                 break
-            yield Arrival(self, frames)
+            self._observer.on_message(self, frames)
         else:
-            return  # a loss is told after the last message
+            return True
+        # Only when no message is left: what the peer sent before it went still counts.
         if self._is_gone:
-            yield Loss(self, self._error)
+            self._observer.on_lost(self, self._error)
+        return False
 
     def _watch(self) -> None:
         for event, _ in self._monitor.take():
@@ -232,7 +253,7 @@ class DialedLink(Link):
                 self._is_gone = True
 
     def _offer(self, parts: Parts) -> bool:
-        return self._socket.closed or offer(self._socket, parts)
+        return offer(self._socket, parts)
 
     def _hang_up(self) -> None:
         self.close()
@@ -253,7 +274,7 @@ _REFUSALS: Final[dict[int, tuple[type[TransportError], str]]] = {
     ),
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
         PeerRefusedError,
-        "hung up during the handshake: it is none of ours, or has other keys",
+        "hung up during the handshake: it is not a kvferry node, or it has other keys",
     ),
 }
 
@@ -261,9 +282,8 @@ _REFUSALS: Final[dict[int, tuple[type[TransportError], str]]] = {
 def configure(socket: Socket, options: ZeroMQOptions) -> None:
     """Set what both kinds of sockets have in common.
 
-    libzmq's I/O threads answer its heartbeats, so a peer whose own threads are busy is not taken for lost. A
-    stopped one is noticed within `peer_timeout_s`: a quarter of it until the next heartbeat leaves, the rest until
-    nothing has come back.
+    libzmq's I/O threads answer heartbeats, so a peer whose own threads are busy is not lost. A peer that stopped is
+    noticed within `peer_timeout_s`: a quarter of it passes until the next heartbeat, and the rest without an answer.
     """
     interval_ms = int(options.peer_timeout_s * 250)
     socket.linger = _LINGER_MS
@@ -309,7 +329,7 @@ def receive(socket: Socket) -> list[Frame] | None:
 
 
 def _skip_rest(socket: Socket) -> None:
-    """Or the rest would be taken for the beginning of another peer's message."""
+    """Throw away the rest of a message, which would otherwise be taken for the beginning of another peer's."""
     try:
         while socket.getsockopt(zmq.RCVMORE) and Frame.received(socket) is not None:
             pass
@@ -324,7 +344,7 @@ def offer(socket: Socket, parts: Parts) -> bool:
         TransportError: libzmq refuses it.
     """
     with mapped(_SEND_ERRORS, "cannot send"):
-        # All copies before the first frame leaves: there may be no memory for the last one.
+        # Copy everything before the first frame is sent: there may be no memory for the last one.
         frames = [part if isinstance(part, Frame) else Frame.copy_of(part) for part in parts]
         num_sent = 0
         try:
@@ -333,7 +353,7 @@ def offer(socket: Socket, parts: Parts) -> bool:
                     return False
                 num_sent += 1
         except zmq.ZMQError as error:
-            # A peer that is gone takes everything: the monitor tells of its loss.
+            # Messages to a peer that is gone are dropped; the monitor reports its loss.
             if error.errno != zmq.EHOSTUNREACH:
                 _end_message(socket, num_sent)
                 raise
@@ -344,7 +364,7 @@ def offer(socket: Socket, parts: Parts) -> bool:
 
 
 def _end_message(socket: Socket, num_sent: int) -> None:
-    """End a message of which some frames have left, or the next peer's would continue it."""
+    """End a message of which some frames were sent, because the next peer's message would continue it."""
     if num_sent:
         try:
             Frame.copy_of(b"").send(socket, is_last=True)
