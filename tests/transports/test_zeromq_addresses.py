@@ -9,27 +9,26 @@ from typing import Any
 
 import pytest
 
-from kvferry.transports import Connected, Pool
+from kvferry.transports import Connected, Endpoint, Pool
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import available_transports, create_transport
 from kvferry.transports.zeromq import ZeroMQOptions, ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 
-Make = Callable[..., ZeroMQTransport]
+Make = Callable[..., Endpoint]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes transports with a registered pool."""
+    """Makes endpoints."""
     with ExitStack() as stack:
 
-        def make_one(**options: Any) -> ZeroMQTransport:
+        def make_one(**options: Any) -> Endpoint:
             transport = ZeroMQTransport(options)
             stack.callback(transport.close)
             arena = transport.allocate(4096)
             stack.callback(lambda: arena)  # the memory outlives the transport
-            transport.register(Pool([arena.segment]))
-            return transport
+            return transport.register(Pool([arena.segment]))
 
         yield make_one
 
@@ -43,7 +42,7 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def meet(server: ZeroMQTransport, client: ZeroMQTransport, address: str) -> bool:
+def meet(server: Endpoint, client: Endpoint, address: str) -> bool:
     peer_id = client.start_connect(address, timeout_s=5)
     while not (events := client.wait_events(0.02)):
         server.wait_events(0.02)

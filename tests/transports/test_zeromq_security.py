@@ -13,29 +13,28 @@ from typing import Any
 import pytest
 import zmq
 
-from kvferry.transports import Connected, Event, Pool
+from kvferry.transports import Connected, Endpoint, Event, Pool
 from kvferry.transports.base import PeerLost
 from kvferry.transports.errors import ConfigurationError, PeerLostError, PeerRefusedError
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.wire import Hello
 
-Make = Callable[..., ZeroMQTransport]
+Make = Callable[..., Endpoint]
 Options = dict[str, Any]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes transports with a registered pool."""
+    """Makes endpoints."""
     with ExitStack() as stack:
 
-        def make_one(options: Options) -> ZeroMQTransport:
+        def make_one(options: Options) -> Endpoint:
             transport = ZeroMQTransport(options)
             stack.callback(transport.close)
             arena = transport.allocate(4096)
             stack.callback(lambda: arena)  # the memory outlives the transport
-            transport.register(Pool([arena.segment]))
-            return transport
+            return transport.register(Pool([arena.segment]))
 
         yield make_one
 
@@ -70,7 +69,7 @@ def keys(tmp_path: Path) -> Keys:
     return Keys(tmp_path)
 
 
-def outcome(server: ZeroMQTransport, client: ZeroMQTransport, address: str) -> tuple[Event, list[Event]]:
+def outcome(server: Endpoint, client: Endpoint, address: str) -> tuple[Event, list[Event]]:
     """What a client sees when it connects, and all that its server sees."""
     client.start_connect(address, timeout_s=3)
     seen: list[Event] = []
@@ -265,7 +264,7 @@ class TestFiles:
         address = server.listen("")
         outcome(server, make(keys.own("stranger", "producer")), address)
         secret = keys.pairs["producer"][1].decode()
-        assert secret not in caplog.text + address + repr(server) + repr(server._security._keys)
+        assert secret not in caplog.text + address + repr(server) + repr(server._backend._security._keys)
 
 
 def test_a_client_that_says_nothing_is_hung_up_on(make: Make, keys: Keys) -> None:
