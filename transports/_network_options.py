@@ -9,20 +9,7 @@ from ._options import require_valid
 from ._tcp import ports_of
 from .base import MAX_MESSAGE_BYTES
 from .checked import integer, seconds
-from .errors import BackpressureError, ConfigurationError
-
-
-def require_room(num_connecting: int, max_connecting: int) -> None:
-    """Check that one more connection may be started.
-
-    Raises:
-        BackpressureError: too many are in progress.
-    """
-    if num_connecting >= max_connecting:
-        raise BackpressureError(
-            f"cannot connect: {num_connecting} connections are in progress already, as many as max_connecting allows; try "
-            "again when some of them have succeeded or failed, or raise max_connecting"
-        )
+from .errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

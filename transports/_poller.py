@@ -14,14 +14,13 @@ class HasFileno(Protocol):
 
 
 class Poller:
-    """Calls a handler for each socket that is ready. One thread owns it; any thread may call `wake` and `interrupt`."""
+    """Calls a handler for each socket that is ready. One thread owns it; any thread may call `interrupt`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._signal, selectors.EVENT_READ, self._clear)
         self._lock = threading.Lock()  # the signal must not go to a file that reuses the closed descriptor
-        self._is_woken = False
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -57,16 +56,6 @@ class Poller:
         with self._lock:
             if not self.is_closed:
                 os.eventfd_write(self._signal, 1)
-
-    def wake(self) -> None:
-        """Like `interrupt`, but `take_woken` returns True once."""
-        self._is_woken = True
-        self.interrupt()
-
-    def take_woken(self) -> bool:
-        """Return whether `wake` was called since the previous call of this."""
-        woken, self._is_woken = self._is_woken, False
-        return woken
 
     def _clear(self) -> None:
         os.eventfd_read(self._signal)
