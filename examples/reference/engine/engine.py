@@ -93,7 +93,7 @@ class Engine:
             EngineDeadError: the engine was started before.
         """
         if self._core is not None or self._closing:
-            raise EngineDeadError("cannot start the engine again: it was started before")
+            raise EngineDeadError("cannot start the engine again: an engine starts only once")
         self._core = EngineCore(self.settings, lambda stats: self.on_handoffs(stats))
         self._stats = self._core.stats()
         self._thread = threading.Thread(target=self._run, args=(self._core,), name="kvferry-engine")
