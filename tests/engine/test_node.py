@@ -179,7 +179,7 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         assert await health(client) == (503, {"status": "draining"})
         refused = await ask(client, "b")
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
-        assert "told to stop" in (await refused.json())["error"]["message"]
+        assert "node is stopping" in (await refused.json())["error"]["message"]
         streamed, whole = await asyncio.gather(*begun)
         assert token_ids(events_of(await streamed.text())) == expected
         assert (await whole.json())["choices"][0]["token_ids"] == expected
