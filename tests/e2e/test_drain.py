@@ -81,7 +81,7 @@ def retry_after(client: Client) -> str | None:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "too late"}))
         with connection.getresponse() as response:
             assert response.status == 503
-            assert "told to stop" in json.loads(response.read())["error"]["message"]
+            assert "node is stopping" in json.loads(response.read())["error"]["message"]
             return response.headers["Retry-After"]
     finally:
         connection.close()
