@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..transports.registry import check_options, create_transport, load_transport
 from .base import KVConnectorBase, KVConnectorRole
-from .factory import connector_name
 from .options import ConnectorOptions
 from .scheduler_half import HandoffScheduler
 from .worker_half import HandoffWorker
@@ -117,7 +116,7 @@ def connector_over(scheme: str) -> type[PeerToPeerConnector]:
     if scheme in _BY_SCHEME:
         return _BY_SCHEME[scheme]
     transport = load_transport(scheme)
-    name = connector_name(f":{transport.__name__}")
+    name = transport.__name__.removesuffix("Transport") + "Connector"
     body = {
         "__doc__": f"Hand over by transport {scheme!r}.",
         "__module__": __name__,
