@@ -196,7 +196,9 @@ class ZeroMQBackend(Backend[Connection]):
     def turn(self, timeout_s: float) -> None:
         if self._lookups:
             self._dial_found()
-        self._sockets.turn(0.0 if self._peers.has_events else timeout_s)
+        self._sockets.pump()
+        # Looked at after the pump: what it reports must not wait for the next thing to happen.
+        self._sockets.wait(0.0 if self._peers.has_events else timeout_s)
 
     def interrupt(self) -> None:
         self._poller.interrupt()

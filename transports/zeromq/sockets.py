@@ -155,6 +155,9 @@ class Sockets:
                     self._poller.unwatch(socket)
         with survived("cannot close a connection", self._log):
             channel.hang_up()
+        # To hang up on an accepted connection its listener reads its monitor, and that may have told of other
+        # connections as well: they are reported by the next `pump`.
+        self._activate(channel.port)
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -169,13 +172,12 @@ class Sockets:
         else:
             self._congested.discard(channel)
 
-    def turn(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until something happens, at most `timeout_s`, and have it reported.
 
-        The cost does not depend on the number of connections, only on the number of those with something to do.
+        Call `pump` first: sockets that were used since they were last pumped report nothing that happened before. The
+        cost does not depend on the number of connections, only on the number of those with something to do.
         """
-        # First the ports that were used since the last turn: what happened to them meanwhile is not reported again.
-        self._pump()
         if self._active:
             timeout_s = 0.0
         elif self._congested:
@@ -185,11 +187,12 @@ class Sockets:
         except Exception as error:  # noqa: BLE001 - the owner's loop goes on
             self._log.warning("cannot wait for ZeroMQ's sockets: %r", error, exc_info=error)
             time.sleep(min(max(timeout_s, 0.0), _REST_S))
-        self._pump()
+        self.pump()
         for channel in list(self._congested):
             channel.flush()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
+        """Report what has arrived at the ports that were used or reported; never blocks."""
         for port in list(self._active):
             try:
                 if not port.pump():
