@@ -1,4 +1,4 @@
-"""Where the `zeromq` transport listens, what it tells peers, and which settings it refuses."""
+"""Where the `zeromq` transport listens, which address it advertises, and which settings it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[..., Endpoint]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes endpoints."""
+    """A function that opens endpoints; all of them are closed at the end."""
     with ExitStack() as stack:
 
         def make_one(**options: Any) -> Endpoint:
@@ -35,7 +35,7 @@ def make() -> Iterator[Make]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which someone else listens."""
+    """A port on which another socket listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

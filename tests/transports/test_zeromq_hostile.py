@@ -1,4 +1,4 @@
-"""Peers of the `zeromq` transport that lie, stall, or talk nonsense: dropped with a typed error, and others served."""
+"""Hostile peers of the `zeromq` transport are dropped with a typed error, and the other peers are still served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELD = Guard(5, 77)
 HELLO = Hello(64, (POOL_BYTES,))
 ROWS = np.array([(0, POOL_BYTES)], dtype=np.int64)
 
-#: What a peer of the oldest version says: an identity of no bytes, then messages; a greeting is optional there.
+#: What a peer of the oldest ZMTP sends: an empty identity, then messages. That version needs no handshake.
 ZMTP_1 = b"\x01\x00" + b"\x05\x01\x01kvf\x02\x00x" * 50
 
 Parts = list[bytes]
@@ -48,7 +48,7 @@ def next_version() -> Parts:
 
 
 def still_serves(world: World, address: str) -> None:
-    """Somebody decent can connect and read."""
+    """Check that a well-behaved peer can connect and read."""
     server, node = world.nodes[0], world.node(POOL_BYTES)
     peer_id = node.endpoint.start_connect(address, timeout_s=20)
     world.serve(lambda: bool(node.of_type(Connected)))
@@ -59,7 +59,7 @@ def still_serves(world: World, address: str) -> None:
 
 
 class TestStrangers:
-    """Who connects, and is none of ours."""
+    """Connections that do not come from a kvferry node."""
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -67,7 +67,7 @@ class TestStrangers:
         st.booleans(),
     )
     def test_frames_of_garbage(self, fuzzed: World, raw: Any, messages: list[Parts], greets: bool) -> None:
-        """They end in a drop, or in nothing, and what they cost is given back."""
+        """The node drops or ignores the peer, and frees what the peer cost."""
         server = fuzzed.nodes[0]
         client = raw.dial(server.endpoint.listen("zeromq://127.0.0.1:0"))
         for message in [greeting(), *messages] if greets else messages:
@@ -97,7 +97,7 @@ class TestStrangers:
         assert not [event for event in server.history if isinstance(event, Connected)][1:]
 
     def test_silence_is_hung_up_on(self, raw: Any, make_world: MakeWorld) -> None:
-        """A proper ZeroMQ peer that never says hello."""
+        """A correct ZeroMQ peer that never sends a hello."""
         world = make_world(handshake_timeout_s=0.3)
         server = world.node(POOL_BYTES)
         client = raw.dial(server.endpoint.listen(""))
@@ -127,7 +127,7 @@ class TestStrangers:
         assert server.history == []
 
     def test_a_port_that_is_none_of_ours(self, world: World) -> None:
-        """It accepts, and hangs up."""
+        """The peer accepts our connection and closes it."""
         node = world.node(POOL_BYTES)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -148,7 +148,7 @@ class TestStrangers:
 
 
 class TestReaders:
-    """Peers that say hello, and then ask for what they must not."""
+    """Peers that complete the handshake and then send requests that are not allowed."""
 
     @pytest.mark.parametrize(
         "parts",
@@ -196,7 +196,7 @@ class TestReaders:
         assert decode([Frame.copy_of(part) for part in raw.receive(world, client)]) == Stale(1, 0)
 
     def test_a_peer_that_fetches_and_does_not_take(self, world: World, raw: Any) -> None:
-        """It is dropped before much is queued for it."""
+        """The peer is dropped before much is queued for it."""
         server = world.node(POOL_BYTES)
         server.transport.guards.set(HELD.index, HELD.value)
         address = server.endpoint.listen("")
@@ -209,7 +209,7 @@ class TestReaders:
         still_serves(world, address)
 
     def test_a_peer_that_takes_no_message_is_dropped_in_time(self, raw: Any, make_world: MakeWorld) -> None:
-        """What waits for it is bounded, and so is for how long it waits."""
+        """Both the queue for the peer and the time that it may stall are bounded."""
         world = make_world(peer_timeout_s=0.5)
         server = world.node(POOL_BYTES)
         client = raw.dial(server.endpoint.listen(""), rcvhwm=1)
@@ -225,8 +225,8 @@ def send_for_ever(node: Node, peer_id: int) -> None:
         node.endpoint.send(peer_id, bytes(1 << 20))
 
 
-def test_a_stalled_reader_starves_nobody(raw: Any, world: World) -> None:
-    """While one peer does not take its slices, another reads."""
+def test_a_stalled_reader_does_not_starve_others(raw: Any, world: World) -> None:
+    """While one peer does not receive its slices, another one reads."""
     server = world.node(POOL_BYTES)
     server.transport.guards.set(HELD.index, HELD.value)
     address = server.endpoint.listen("")
@@ -239,7 +239,7 @@ def test_a_stalled_reader_starves_nobody(raw: Any, world: World) -> None:
 
 
 def test_a_new_connection_never_pays_for_an_old_one(world: World, raw: Any) -> None:
-    """Descriptors are used again at once; each drop hits the connection that it is meant for."""
+    """Descriptors are reused at once, and each drop closes the connection that it is meant for."""
     server = world.node(POOL_BYTES)
     address = server.endpoint.listen("")
     for number in range(1, 31):

@@ -1,4 +1,4 @@
-"""Owners that answer the fetches of the `zeromq` transport as they must not: a typed error, and no wrong byte."""
+"""An owner that answers a fetch of the `zeromq` transport wrongly causes a typed error, and no wrong byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeWorld = Callable[..., World]
 
 
 class Owner:
-    """A raw owner of a pool of zeros, which answers as a test tells it."""
+    """An owner of a pool of zeros that answers as the test wants."""
 
     def __init__(self, raw: Any, world: World) -> None:
         self._raw, self._world = raw, world
@@ -111,7 +111,7 @@ def test_a_wrong_checksum(owner: Owner, world: World) -> None:
 
 
 def test_a_wrong_checksum_of_a_stale_offer_is_stale(owner: Owner) -> None:
-    """The owner wrote to the memory, as he may: the guard says so, and it counts."""
+    """The owner cleared the guard and wrote to the memory: the read is stale, whatever the checksum says."""
     owner.start_read()
     owner.give(owner.hear(), checksum=1)
     while (fetch := owner.hear()).rows.size:
@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_found_by_its_checksum(checksums: bool, make_world: Mak
 def test_a_slice_comes_whole_or_by_regions(
     raw: Any, world: World, sizes: list[float], is_right: bool
 ) -> None:
-    """In any other number of frames, or in frames of other sizes, it is none."""
+    """A slice with another number of frames, or with frames of other sizes, is refused."""
     owner = Owner(raw, world)
     rows = pairs_of((0, POOL_BYTES // 2, 1 << 20), (3 << 20, 0, 1 << 20))
     owner.node.endpoint.start_read(owner.peer_id, rows, HELD, timeout_s=20)
@@ -178,7 +178,7 @@ def test_a_slice_comes_whole_or_by_regions(
 
 
 def test_regions_by_reference_share_a_slice(make_world: MakeWorld) -> None:
-    """Large regions, several a slice and several slices, come to lie where they belong."""
+    """A read of several slices with several large regions each puts every region into its place."""
     world = make_world(slice_bytes=1 << 20)
     link = world.link(world.node(POOL_BYTES), world.node(POOL_BYTES))
     link.producer.fill(1)

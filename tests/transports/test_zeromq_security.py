@@ -1,4 +1,4 @@
-"""CURVE: who has the right keys is served, and nobody else gets a byte of ours."""
+"""CURVE: a node with the right keys is served, and no other peer gets a byte of the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Options = dict[str, Any]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes endpoints."""
+    """A function that opens endpoints; all of them are closed at the end."""
     with ExitStack() as stack:
 
         def make_one(options: Options) -> Endpoint:
@@ -40,7 +40,7 @@ def make() -> Iterator[Make]:
 
 
 class Keys:
-    """Writes key files, as a user would."""
+    """Writes key files as a user would."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class Keys:
         return {"curve": "on", "shared_secret_file": self._write(f"shared {hash(secret)}", secret.encode())}
 
     def own(self, name: str, *allowed: str) -> Options:
-        lines = [b"# who may connect", *(self.pairs[other][0] for other in allowed), b""]
+        lines = [b"# nodes that may connect", *(self.pairs[other][0] for other in allowed), b""]
         return {
             "curve": "on",
             "curve_secret_key_file": self._write(f"{name}.key", self.pairs[name][1] + b"\n"),
@@ -70,7 +70,7 @@ def keys(tmp_path: Path) -> Keys:
 
 
 def outcome(server: Endpoint, client: Endpoint, address: str) -> tuple[Event, list[Event]]:
-    """What a client sees when it connects, and all that its server sees."""
+    """Connect, and return what the client sees and everything that its server sees."""
     client.start_connect(address, timeout_s=3)
     seen: list[Event] = []
     while not (events := client.wait_events(0.02)):
@@ -84,7 +84,7 @@ def test_a_shared_secret_lets_its_holders_in(make: Make, keys: Keys) -> None:
     assert isinstance(event, Connected)
 
 
-def test_key_files_let_in_whom_they_name(make: Make, keys: Keys) -> None:
+def test_key_files_admit_the_nodes_that_they_list(make: Make, keys: Keys) -> None:
     server = make(keys.own("producer", "stranger", "consumer"))
     event, _ = outcome(server, make(keys.own("consumer", "producer")), server.listen(""))
     assert isinstance(event, Connected)
@@ -102,7 +102,7 @@ def test_a_key_that_is_not_allowed_is_refused(
 
 
 def test_an_imposter_is_refused_before_anything_is_sent(make: Make, keys: Keys) -> None:
-    """An address comes over a path that nobody authenticated: a key in it proves nothing."""
+    """An address comes over a path that is not authenticated, so a key in it proves nothing."""
     server = make(keys.own("stranger", "consumer"))
     event, seen = outcome(server, make(keys.own("consumer", "producer")), server.listen(""))
     assert isinstance(event, PeerLost)
@@ -111,7 +111,7 @@ def test_an_imposter_is_refused_before_anything_is_sent(make: Make, keys: Keys) 
 
 
 def test_a_wrong_server_key_never_connects(make: Make, keys: Keys) -> None:
-    """The address names a node that we know, and another one answers there."""
+    """The address contains the key of an allowed node, but another node answers there."""
     address = Address.parse(make(keys.own("producer", "consumer")).listen(""))
     other = make(keys.own("stranger", "consumer"))
     there = Address.parse(other.listen(""))
@@ -142,7 +142,7 @@ def test_plaintext_to_an_encrypted_node_gets_nothing(make: Make, keys: Keys, has
 
 
 def test_a_downgrade_is_refused(make: Make, keys: Keys) -> None:
-    """Someone took the key out of the address."""
+    """The key was removed from the address."""
     server = make({})
     event, seen = outcome(server, make(keys.shared()), server.listen(""))
     assert isinstance(event, PeerLost)
@@ -151,7 +151,7 @@ def test_a_downgrade_is_refused(make: Make, keys: Keys) -> None:
 
 
 def test_without_the_right_key_not_one_byte_of_ours_is_received(make: Make, keys: Keys) -> None:
-    """A raw client with a valid CURVE handshake, but a key of its own, says hello and fetches."""
+    """A client whose CURVE handshake is valid, but whose key is not allowed, sends a hello and a fetch."""
     server = make(keys.own("producer", "consumer"))
     address = Address.parse(server.listen(""))
     hello = Hello(1, (4096,))
@@ -187,7 +187,7 @@ def test_beyond_loopback_encryption_is_on_by_itself(make: Make, keys: Keys) -> N
     assert isinstance(event, Connected)
 
 
-def test_nobody_connects_beyond_loopback_without_encryption(make: Make) -> None:
+def test_no_peer_connects_beyond_loopback_without_encryption(make: Make) -> None:
     client = make({})
     peer_id = client.start_connect("zeromq://192.0.2.1:5555", timeout_s=3)
     (lost,) = client.wait_events(1)

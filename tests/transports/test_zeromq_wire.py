@@ -1,4 +1,4 @@
-"""The decoder of the `zeromq` transport: what was encoded is decoded, and all else is a typed error."""
+"""The decoder of the `zeromq` transport decodes what was encoded, and raises a typed error for anything else."""
 
 from __future__ import annotations
 

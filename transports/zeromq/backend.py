@@ -28,7 +28,7 @@ from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
 
 class ZeroMQBackend(Backend[Connection]):
-    """One process among its peers. One thread calls it. `channel.Observer` says what the `on_…` methods are."""
+    """The backend of one endpoint. One thread calls it. `channel.Observer` describes the `on_…` methods."""
 
     def __init__(
         self, peers: PeerTable[Connection], options: ZeroMQOptions, security: Security, source: PoolServer
@@ -206,8 +206,8 @@ class ZeroMQBackend(Backend[Connection]):
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_serving(self) -> None:
-        # libzmq may still send from the pool until its context is closed. But only an answer that this thread gives can
-        # vouch for those bytes, and there is none any more.
+        # libzmq may still send from the pool until its context is closed. But a reader accepts
+        # those bytes only after an answer of this thread, and this thread gives no more answers.
         self._source.guards.clear_all()
         self._is_closing = True
 

@@ -1,7 +1,8 @@
-"""Frames without a copy made for them: sent from where the bytes lie, received where libzmq put them.
+"""Frames that are sent and received without a copy.
 
-pyzmq lends libzmq Python's memory, and has a thread of its own hear, by a message a frame, when it may be freed. These
-frames lend what needs no such word: a pool, which outlives every connection, or libzmq's own memory, which it frees.
+pyzmq sends Python's memory without a copy as well, but then needs a message per frame, and a thread, to learn when it
+may free the memory. A frame here needs neither: its bytes lie either in a pool, which outlives every connection, or in
+memory of libzmq, which frees it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Self
 import zmq
 from zmq.backend.cython import _zmq
 
-# None of these calls waits or calls back, so the GIL is kept: to get it again takes longer than they do.
+# None of these calls blocks or calls back, so keep the GIL: releasing and taking it takes longer than the calls.
 _libzmq = ctypes.PyDLL(_zmq.__file__, use_errno=True)
 _libzmq.zmq_msg_init.argtypes = (ctypes.c_void_p,)
 _libzmq.zmq_msg_init_size.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -42,11 +43,11 @@ _DONTWAIT, _SNDMORE, _SRCFD = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.SRCFD
 
 
 class Frame:
-    """One frame of a message: made to be sent once, or received.
+    """One frame of a message, either to be sent once or received.
 
     Attributes:
-        address: Where the bytes are, until the frame is sent or nobody refers to it any more.
-        num_bytes: How many.
+        address: Where the bytes are. Valid until the frame is sent or garbage-collected.
+        num_bytes: Number of bytes.
     """
 
     def __init__(self, message: ctypes.Array[ctypes.c_uint64], address: int, num_bytes: int) -> None:
@@ -56,26 +57,29 @@ class Frame:
 
     @classmethod
     def borrowed(cls, address: int, num_bytes: int) -> Self:
-        """Bytes that stay where they are until the context is terminated. What they are may change."""
+        """Make a frame of bytes elsewhere, without a copy.
+
+        The memory must stay mapped until the context is terminated. Its contents may change before they are sent.
+        """
         message = _Message()
         _libzmq.zmq_msg_init_data(message, address, num_bytes, None, None)
         return cls(message, address, num_bytes)
 
     @classmethod
     def allocated(cls, num_bytes: int) -> Self:
-        """Bytes to be written at `address`.
+        """Make a frame whose bytes the caller writes at `address`.
 
         Raises:
-            MemoryError: there is no room for them.
+            MemoryError: there is not enough memory.
         """
         message = _Message()
         if _libzmq.zmq_msg_init_size(message, num_bytes) != 0:
-            raise MemoryError(f"no room for a frame of {num_bytes} bytes")
+            raise MemoryError(f"cannot allocate a frame of {num_bytes} bytes: out of memory")
         return cls(message, _libzmq.zmq_msg_data(message), num_bytes)
 
     @classmethod
     def copy_of(cls, data: bytes) -> Self:
-        """Bytes like these. Raises MemoryError: see `allocated`."""
+        """Make a frame with a copy of `data`. Raises MemoryError: see `allocated`."""
         frame = cls.allocated(len(data))
         ctypes.memmove(frame.address, data, len(data))
         return frame
@@ -97,7 +101,7 @@ class Frame:
         raise _error()
 
     def send(self, socket: zmq.Socket[bytes], *, is_last: bool) -> bool:
-        """Give the frame to libzmq; False if there is no room.
+        """Give the frame to libzmq. Returns False if its queue is full.
 
         Raises:
             zmq.ZMQError: it was not taken.
@@ -111,17 +115,17 @@ class Frame:
 
     @property
     def is_last(self) -> bool:
-        """Whether what was received has no other frame after this one."""
+        """Whether a received frame is the last one of its message."""
         return not _libzmq.zmq_msg_more(self._message)
 
     @property
     def descriptor(self) -> int:
-        """Of the connection that a received frame came over; -1 if libzmq does not know."""
+        """The file descriptor of the connection that a received frame came over; -1 if libzmq does not know it."""
         return int(_libzmq.zmq_msg_get(self._message, _SRCFD))
 
     @property
     def view(self) -> memoryview:
-        """The bytes, for as long as `address` holds."""
+        """The bytes, valid as long as `address`."""
         return memoryview((ctypes.c_ubyte * self.num_bytes).from_address(self.address)).cast("B")
 
     def __bytes__(self) -> bytes:

@@ -1,8 +1,8 @@
-"""Accepted connections: one ROUTER for all of them, told apart by libzmq's routing ids.
+"""Accepted connections: one ROUTER socket for all of them, which distinguishes them by libzmq's routing ids.
 
-A ROUTER reports no end of a connection and cannot end one. Both are done by the descriptor of the connection. libzmq's
-monitor names it when a connection comes and goes, and every message carries it. A connection that is shut down at the
-operating system is gone for libzmq as well, and the peer notices at once.
+A ROUTER neither reports the end of a connection nor can it close one. So both go by the file descriptor of the
+connection: libzmq's monitor reports it when a connection begins and ends, and every message carries it. If we shut the
+connection down by its descriptor, libzmq sees it end, and the peer notices at once.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
 
 
 class AcceptedChannel(Channel):
-    """A connection that a peer made.
+    """A connection that a peer opened.
 
     Attributes:
-        routing_id: How the ROUTER names it. None until its first message has come.
+        routing_id: Its id at the ROUTER. None until its first message has arrived.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class AcceptedChannel(Channel):
 
 
 class Listener(Port):
-    """Accepts peers on one port. See the module.
+    """Accepts peers on one port. The module explains how.
 
     Args:
         bound: A listening socket. The listener owns it as soon as it is made.
-        reserve: Descriptors with which connections can be refused when there are no others.
+        reserve: Descriptors that are kept so that connections can still be refused when no others are left.
         on_used: See `Channel`.
     """
 
@@ -111,10 +111,10 @@ class Listener(Port):
         self._observer = observer
         self._on_used = on_used
         self._log = log
-        # By descriptor. Mostly one each. If a descriptor was reused before the messages of its first connection were
-        # received, the two connections cannot be told apart, and both end with the second.
+        # By descriptor, usually one each. If a descriptor was reused before the messages of its first connection were
+        # received, the two connections cannot be distinguished, and both end with the second.
         self._connections: dict[int, list[AcceptedChannel]] = {}
-        self._channels: dict[bytes, AcceptedChannel] = {}  # by routing id, also those that were hung up on
+        self._channels: dict[bytes, AcceptedChannel] = {}  # by routing id, including those that we hung up on
         self._gone: deque[AcceptedChannel] = deque()
         self._blank = os.eventfd(0, os.EFD_CLOEXEC)
         self._spare = os.dup(self._blank)
@@ -157,7 +157,7 @@ class Listener(Port):
                 self._observer.on_message(channel, frames[1:])
         else:
             return True
-        # Only when no message is left: what a peer sent before it went still counts.
+        # Only when no message is left: what a peer sent before it left still counts.
         while self._gone:
             channel = self._gone.popleft()
             if channel.routing_id is not None:
@@ -166,7 +166,7 @@ class Listener(Port):
         return False
 
     def _lose_torn(self, torn: Torn) -> None:
-        """Lose the peer whose message is lost, because it would wait for an answer."""
+        """Lose the peer whose message was lost, because it would wait for an answer in vain."""
         channel = self._channel_of(torn.frames[0])
         if channel is not None:
             self._observer.on_lost(channel, torn)
@@ -176,8 +176,8 @@ class Listener(Port):
             if event == zmq.EVENT_ACCEPTED:
                 self._on_accepted(value)
             elif event == zmq.EVENT_ACCEPT_FAILED:
-                # Out of descriptors. The kernel keeps reporting the pending connection, and libzmq's thread would try
-                # again and again. With what is held back it can accept the connection, and then we refuse it.
+                # Out of descriptors. The kernel keeps reporting the pending connection, and libzmq's thread would retry
+                # in a busy loop. Free a descriptor of the reserve: libzmq accepts the connection, and we refuse it.
                 self._reserve.spend()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._gone.extend(self._connections.pop(value, ()))
@@ -191,20 +191,20 @@ class Listener(Port):
 
     def _add(self, descriptor: int) -> AcceptedChannel:
         channel = AcceptedChannel(self, descriptor, self._observer, self._on_used)
-        # Entered first: to make room for it the observer may hang up on another one, which looks at the monitor again.
+        # Entered first: to make room for it the observer may hang up on another one, which reads the monitor again.
         self._connections.setdefault(descriptor, []).append(channel)
         self._observer.on_accepted(channel)
         return channel
 
     def _channel_of(self, frame: Frame) -> AcceptedChannel | None:
-        """The channel of a message with this first frame; None if its connection was refused or is gone already."""
+        """Return the channel of a message with this first frame; None if its connection was refused or is gone."""
         routing_id = bytes(frame)
         known = self._channels.get(routing_id)
         if known is not None:
             return known
         # Descriptors are reused, but the monitor reported this connection before its message came.
         self._watch()
-        # libzmq does not know it for a connection by a ZMTP of before 2013: to us, that one stays silent.
+        # libzmq does not know the descriptor if the peer speaks ZMTP from before 2013. We treat that peer as silent.
         descriptor = frame.descriptor
         connections = self._connections.get(descriptor)
         if connections is None:
@@ -215,25 +215,25 @@ class Listener(Port):
         return channel
 
     def offer(self, routing_id: bytes, parts: Parts) -> bool:
-        """Send to one peer; False if its queue is full."""
+        """Send to one peer. Returns False if its queue is full."""
         return offer(self._router, [routing_id, *parts])
 
     def hang_up(self, channel: AcceptedChannel) -> None:
-        """Shut a connection down. Its end arrives through the monitor."""
-        # First see whether it is gone: its descriptor may be another connection's by now.
+        """Shut a connection down. The monitor reports its end later."""
+        # First look whether it is gone: its descriptor may belong to another connection by now.
         self._watch()
         if channel in self._connections.get(channel.descriptor, ()):
             self._shut_down(channel.descriptor)
 
     def _shut_down(self, descriptor: int) -> None:
-        # Over a descriptor that is kept for this: connections most need to be closed when there is no other.
+        # By a descriptor that is kept for this: connections have to be closed above all when no other is left.
         try:
             os.dup2(descriptor, self._spare, inheritable=False)
             connection = socket.socket(fileno=self._spare)
         except OSError:
             return
         try:
-            # libzmq may have closed it just now: then the number may already stand for something else.
+            # libzmq may have closed it just now, and the number may belong to another file already.
             if connection.getsockname()[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -255,7 +255,7 @@ class Listener(Port):
 
 
 def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
-    """The host that peers connect to.
+    """Return the host that peers connect to.
 
     Raises:
         ConfigurationError: `advertise_host` is not set, and `bound` is on every interface.
@@ -265,7 +265,7 @@ def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
         return options.advertise_host
     if is_wildcard(host):
         raise ConfigurationError(
-            f"cannot listen on {host}: that is every interface; set advertise_host to the one that peers connect to",
+            f"cannot listen on {host}: that is every interface; set advertise_host to the address that peers connect to",
             key="advertise_host",
             value="",
         )
@@ -275,7 +275,7 @@ def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
 class Authenticator(Port):
     """Answers libzmq's requests to admit a peer (ZAP, ZeroMQ RFC 27), in the owner's loop.
 
-    Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and no other byte.
+    Until it answers, the peer's handshake waits; a peer that is not allowed gets a refusal and nothing else.
     """
 
     failure = "cannot answer which peers may connect"

@@ -1,4 +1,4 @@
-"""What a user may set, and the addresses of the transport."""
+"""The options and the addresses of the transport."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class ZeroMQOptions(NetworkOptions):
     """Options of the transport, beside those of `NetworkOptions`.
 
     Attributes:
-        curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which is on but for loopback.
-        allow_plaintext: Accept `curve="off"` beyond loopback. Whoever reaches the port can then read the pool.
+        curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
+        allow_plaintext: Accept `curve="off"` beyond loopback. Anyone who can reach the port can then read the pool.
         curve_secret_key_file: This node's CURVE secret key, 40 characters of Z85.
-        curve_allowed_keys_file: The public keys of the nodes to talk to, one a line, Z85; `# ` begins a comment.
+        curve_allowed_keys_file: The public keys of the nodes to talk to, one per line, Z85; `# ` begins a comment.
         shared_secret_file: At least 16 bytes that all nodes share, instead of the two files above.
         checksums: Have the owner hash each slice (xxh3), and verify it before it is accepted.
-        slice_bytes: Most bytes of one region that travel as one frame; regions share a slice up to about as many bytes.
-        window_slices: Slices that may be on their way from one peer; more are asked for when half of them are here.
-            Half should be what a long fast link carries in a round trip; fewer stay in the processor's cache.
-        io_threads: Threads in which ZeroMQ moves bytes.
-        congestion_control: TCP congestion control for accepted connections; empty keeps the system's.
+        slice_bytes: Largest frame in bytes. Longer regions are cut; shorter ones share a slice of about this size.
+        window_slices: Slices that may be in flight from one peer; more are fetched when half of them have arrived.
+            Half of them should be what the link carries in a round trip; fewer slices stay in the processor's cache.
+        io_threads: Number of threads in which ZeroMQ moves bytes.
+        congestion_control: TCP congestion control for accepted connections; empty keeps the system's default.
     """
 
     MAX_SLICE_BYTES: ClassVar[int] = 4 << 20
@@ -49,9 +49,9 @@ class ZeroMQOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class Address:
-    """`zeromq://host:port`, and `?curve=` the listener's public key in hex when it wants CURVE.
+    """`zeromq://host:port`, and `?curve=` with the listener's public key in hex if it requires CURVE.
 
-    The key is no secret, and nothing is trusted because an address says so: see `security`.
+    The key is not secret, and nothing is trusted because an address contains it: see `security`.
     """
 
     host: str
@@ -85,7 +85,7 @@ class Address:
 
     @property
     def endpoint(self) -> str:
-        """The same, as libzmq writes it."""
+        """The address in libzmq's notation, without the key."""
         return f"tcp://{self._authority}"
 
     @property

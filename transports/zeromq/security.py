@@ -1,7 +1,7 @@
-"""CURVE keys: which ones we have, when they are needed, and which peers may connect.
+"""CURVE keys: which ones this node has, when it needs them, and which peers may connect.
 
-Both ways to configure keys give a key pair, and the set of public keys that are allowed, in either direction. With a
-shared secret all nodes have one key pair, derived from the secret, and the set is its public half. No secret is ever
+Both ways to configure keys give a key pair and the set of public keys that are allowed, in both directions. With
+a shared secret all nodes have the same key pair, derived from the secret, and the set contains only its public key. No secret is ever
 part of a message, a log line or a representation.
 """
 
@@ -38,7 +38,7 @@ class CurveKeys:
         return z85.decode(self.public)
 
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Admit only peers that are authenticated."""
+        """Make a listening socket admit only authenticated peers."""
         socket.curve_server = True
         self._set(socket)
         socket.zap_domain = ZAP_DOMAIN
@@ -46,7 +46,7 @@ class CurveKeys:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def protect_client(self, socket: zmq.Socket[bytes], server_key: bytes) -> None:
-        """Talk only to the node that holds `server_key` (32 bytes)."""
+        """Make a connecting socket talk only to the node that holds `server_key` (32 bytes)."""
         socket.curve_serverkey = z85.encode(server_key)
         self._set(socket)
 
@@ -63,10 +63,10 @@ class Security:
         self._keys = _load_keys(options)
 
     def for_listening(self, host: str) -> CurveKeys | None:
-        """The keys to listen on `host` with; None for plaintext.
+        """Return the keys to listen on `host` with; None means plaintext.
 
         Raises:
-            ConfigurationError: keys are needed and there are none, or plaintext is set where it is not allowed.
+            ConfigurationError: keys are needed but not configured, or plaintext is configured where it is not allowed.
         """
         local = is_loopback(host)
         if self._mode == "on" or (self._mode == "auto" and not local):
@@ -87,10 +87,10 @@ class Security:
         return None
 
     def for_connecting(self, address: Address) -> CurveKeys | None:
-        """The keys to connect to `address` with; None for plaintext.
+        """Return the keys to connect to `address` with; None means plaintext.
 
         Raises:
-            PeerRefusedError: the peer's key is not allowed, or its kind of connection is not. Nothing was sent to it.
+            PeerRefusedError: this node does not allow the peer's key, or plaintext. Nothing was sent to the peer.
         """
         where = f"{address.host}:{address.port}"
         if not address.server_key:
@@ -142,7 +142,7 @@ def _derived_keys(shared: bytes) -> CurveKeys:
             f"shared_secret_file: at least {_MIN_SECRET_BYTES} bytes, e.g. `openssl rand -hex 32`",
             key="shared_secret_file",
         )
-    # Slow on purpose: the key pair must not make a weak secret easier to guess.
+    # Slow on purpose: an attacker sees the public key, and must not be able to try many secrets against it.
     raw = hashlib.scrypt(shared, salt=b"kvferry zeromq curve 1", n=1 << 14, r=8, p=1, dklen=32)
     secret = z85.encode(raw)
     public = zmq.curve_public(secret)
@@ -163,7 +163,7 @@ def _require_private(key: str, name: str, status: os.stat_result) -> None:
     """Check that only this user and root can read or change a file.
 
     Raises:
-        ConfigurationError: others can, too.
+        ConfigurationError: others can as well.
     """
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
@@ -182,7 +182,7 @@ def _require_private(key: str, name: str, status: os.stat_result) -> None:
 
 
 def _without_comments(lines: Iterable[bytes]) -> list[bytes]:
-    # A comment is a line of its own: `#` is a digit of Z85.
+    # A comment must be a line of its own, because `#` is a digit of Z85.
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(b"# ")]
 
 

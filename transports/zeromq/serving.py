@@ -1,4 +1,4 @@
-"""The owner's side of reads: each fetch is answered from the pool, and forgotten."""
+"""The owner's side of reads: it answers each fetch from its pool, and keeps no state about it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .channel import Channel
 from .frames import Frame
 from .wire import Fetch, Slice, Stale
 
-#: Regions at least this large go out by reference, a frame each; smaller ones are gathered first, since a frame costs
-#: more than copying them does.
+#: Regions of at least this size are sent by reference, in one frame each. Smaller ones are gathered into one frame
+#: first, because a frame costs more than the copy.
 _ZERO_COPY_BYTES: Final = 256 << 10
 
-#: A peer for which more is queued does not receive what it fetches, and is dropped.
+#: If more is queued for a peer, it does not receive what it fetches, and is dropped.
 _MAX_QUEUED_BYTES = 128 << 20
 
 
@@ -31,16 +31,17 @@ class PoolServer:
         self.guards = guards
 
     def answer(self, channel: Channel, fetch: Fetch) -> None:
-        """Send a slice, or say that the guard does not hold.
+        """Answer with a slice, or with `Stale` if the guard does not hold.
 
         Raises:
-            ProtocolError: the peer asks for what does not exist, or for more than it receives. Nothing was sent.
+            ProtocolError: the peer asks for regions or a guard that do not exist, or fetches more than it receives.
+                Nothing was sent.
         """
         try:
             addresses = self.pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
             require_guard(fetch.guard, self.guards.num_guards)
         except RegionError as error:
-            raise ProtocolError(f"the peer fetches what it may not: {error}") from error
+            raise ProtocolError(f"the peer fetches what does not exist: {error}") from error
         if channel.queued_bytes > _MAX_QUEUED_BYTES:
             raise ProtocolError(
                 f"the peer fetches slices but does not receive them: {channel.queued_bytes} bytes are queued"
@@ -50,8 +51,8 @@ class PoolServer:
         elif fetch.is_whole or not len(fetch.rows) or fetch.rows[:, 1].min() < _ZERO_COPY_BYTES:
             self._send_gathered(channel, fetch, addresses)
         else:
-            # By reference: the bytes leave later, so only a later answer can vouch for them. A read of one slice is
-            # copied instead, because to ask again would take longer.
+            # By reference: libzmq reads the bytes after we looked at the guard, so only a later answer can confirm them.
+            # A read of a single slice is copied instead, because another round trip would take longer than the copy.
             rows = zip(addresses.tolist(), fetch.rows[:, 1].tolist(), strict=True)
             _send_slice(channel, fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
 
@@ -59,7 +60,7 @@ class PoolServer:
         lengths = fetch.rows[:, 1]
         frame = Frame.allocated(int(lengths.sum()))
         gather_regions(frame.address, addresses, lengths)
-        # Once more, after the copy: what was reused meanwhile must not be taken for what was promised.
+        # Look again after the copy: blocks that were reused in the meantime must not pass for the promised ones.
         if self._holds(fetch):
             _send_slice(channel, fetch, [frame], is_settled=True)
         else:
@@ -70,7 +71,7 @@ class PoolServer:
 
 
 def checksum_of(frames: Iterable[memoryview | bytes]) -> int:
-    """xxh3, 64 bits, of all frames end to end."""
+    """Return the 64-bit xxh3 of all frames, end to end."""
     digest = xxhash.xxh3_64()
     for frame in frames:
         digest.update(frame)

@@ -1,4 +1,4 @@
-"""Every socket of a process: opened, waited for, and closed here."""
+"""All sockets of an endpoint: opens them, waits for them, and closes them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from .listener import Authenticator, Listener, advertised_host, bind
 from .options import SCHEME, Address, ZeroMQOptions
 from .security import CurveKeys, Security
 
-#: A connection that we make takes two sockets of libzmq and a monitor's end, an eventfd each, and one of TCP.
+#: Descriptors of a connection that we make: an eventfd for each of its three sockets of libzmq (one of them inside the
+#: monitor), and the TCP connection.
 _PER_CONNECTION = 4
 
-#: Descriptors that are held back: as many refused connections can be on their way out at a time.
+#: Descriptors that are held back. At most this many refused connections can be closing at a time.
 _NUM_HELD = 8
 
-#: libzmq does not say reliably when a peer's queue has room again: while something is queued here, look this often.
+#: libzmq does not reliably signal that a peer's queue has room again. While messages are queued here, look this often.
 _RETRY_S = 0.002
 
 #: How long to pause if waiting fails, so that the owner's loop does not spin.
 _REST_S = 0.01
 
-#: The largest block that glibc lets raise its thresholds, less what it needs itself.
+#: The largest block that raises the thresholds of glibc, less what it adds itself.
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
 
 
 class Sockets:
-    """Opens connections, and has what arrives over them reported.
+    """Opens connections, and reports to the observer what arrives over them.
 
     Args:
         poller: Waits for the sockets; its owner closes it.
@@ -66,15 +67,15 @@ class Sockets:
         self._congested: set[Channel] = set()
 
     def _make_context(self) -> Context:
-        """Make a context whose threads run.
+        """Make a context whose threads are running.
 
-        libzmq starts them with the first socket, and aborts the process if it finds no descriptor for one of them. So
-        open that socket here, where there certainly are enough.
+        libzmq starts them with the first socket, and aborts the process if it has no descriptor for one of them. So
+        open that socket here, where the reserve lends enough.
         """
         num_threads = self._options.io_threads
         context: Context = zmq.Context(io_threads=num_threads)
         try:
-            # Each socket takes at least one descriptor, so the limit on those is the only one that is left.
+            # Each socket takes at least one descriptor, so the limit of descriptors is then the only limit.
             context.set(zmq.MAX_SOCKETS, max(1023, min(descriptor_limit(), context.get(zmq.SOCKET_LIMIT))))
             with self._reserve.lent(2 * num_threads + 6, "cannot start libzmq"):
                 context.socket(zmq.PAIR).close()
@@ -87,7 +88,7 @@ class Sockets:
     # -- connections -----------------------------------------------------------------------------------
 
     def listen(self, host: str, ports: range) -> str:
-        """Accept peers on the first free port; returns the address to give to them.
+        """Accept peers on the first free port; return the address to give to them.
 
         Raises:
             ConfigurationError: see `bind`, `Security.for_listening` and `advertised_host`. Nothing is open.
@@ -155,8 +156,8 @@ class Sockets:
                     self._poller.unwatch(socket)
         with survived("cannot close a connection", self._log):
             channel.hang_up()
-        # To hang up on an accepted connection its listener reads its monitor, and that may have told of other
-        # connections as well: they are reported by the next `pump`.
+        # To hang up on an accepted connection its listener reads its monitor, and that may have reported the end
+        # of other connections as well. The next `pump` passes it on.
         self._activate(channel.port)
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Sockets:
             self._congested.discard(channel)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something happens, at most `timeout_s`, and have it reported.
+        """Wait until something happens, at most `timeout_s`, and report it.
 
         Call `pump` first: sockets that were used since they were last pumped report nothing that happened before. The
         cost does not depend on the number of connections, only on the number of those with something to do.
@@ -218,10 +219,10 @@ class Sockets:
 
 
 def _let_malloc_keep_messages() -> None:
-    """Have freed messages reused. To give them back to the system and get new ones costs as much as a copy.
+    """Make glibc keep freed messages. Returning pages to the system and getting new ones costs as much as a copy.
 
-    glibc derives how much freed memory it keeps from the largest block that was freed so far. With another C library
-    this does nothing.
+    glibc decides how much freed memory it keeps by the largest block that was freed so far. With another C library this
+    has no effect.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

@@ -1,15 +1,18 @@
-"""What goes over a connection: messages of a head and a body, one frame each but for slices, and their strict decoder.
+"""The messages between two nodes, and a strict decoder for them.
+
+A message has a head and a body, which are one frame each. Only the body of a slice may have several frames.
 
 | kind | head, little-endian | body |
 |---|---|---|
 | hello | kind, magic, version, num_guards | segment sizes of the pool, int64 |
 | message | kind | one control message |
 | fetch | kind, transfer_id, index, guard index, guard value, with_checksum, is_whole | (remote offset, num_bytes) int64 rows |
-| slice | kind, transfer_id, index, is_settled, checksum | the rows' bytes, end to end, or each row in a frame of its own |
+| slice | kind, transfer_id, index, is_settled, checksum | the bytes of the rows, all in one frame or each row in its own |
 | stale | kind, transfer_id, index | empty |
 
-Every connection begins with a hello from the side that connected, answered by one from the other. A fetch of no rows
-asks only whether the guard holds. A *settled* slice was still guarded after its bytes had been copied.
+The side that connected begins with a hello, and the other side answers with its own. A fetch without rows asks only
+whether the guard holds. A slice is *settled* if the guard still held after its bytes had been copied, so that no later
+answer has to confirm them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from .frames import Frame
 
 PROTOCOL_VERSION = 4
 
-#: Limits of one fetch. A slice is at most `slice_bytes` (4 MiB) and one region.
+#: Limits of one fetch. A slice has fewer than `slice_bytes` (at most 4 MiB) before its last region, which has at most
+#: as many.
 MAX_ROWS = 4096
 MAX_SLICE_BYTES = 8 << 20
 
@@ -55,7 +59,11 @@ _STALE = struct.Struct("<BQI")
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself first. `num_bytes`: its pool's segments."""
+    """The first message of each side.
+
+    Attributes:
+        num_bytes: Sizes of the segments of its pool.
+    """
 
     num_guards: int
     num_bytes: tuple[int, ...]
@@ -67,7 +75,7 @@ class Hello:
         return np.array(self.num_bytes, dtype="<i8").tobytes()
 
     def pool(self) -> Pool:
-        """The peer's run of offsets. Its addresses mean nothing here."""
+        """Return the peer's pool, for its offsets. Its addresses mean nothing in this process."""
         return Pool(Segment(0, size) for size in self.num_bytes)
 
 
@@ -84,11 +92,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Send me these regions, as one slice, if the guard holds.
+    """A request for some regions, to be answered by one slice if the guard holds.
 
     Attributes:
-        rows: `(num_rows, 2)`: offset, num_bytes.
-        is_whole: The read has no other slice: a settled answer ends it.
+        rows: Offset and number of bytes per region, shape `(num_rows, 2)`.
+        is_whole: The read has only this slice, so a settled answer ends it.
     """
 
     transfer_id: int
@@ -110,7 +118,11 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Slice:
-    """Bytes that were fetched. `checksum`: of all frames, end to end; 0 when none was asked for."""
+    """Bytes that were fetched.
+
+    Attributes:
+        checksum: Of all frames, end to end; 0 if the fetch did not ask for it.
+    """
 
     transfer_id: int
     index: int
@@ -124,7 +136,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Stale:
-    """The guard did not hold; no bytes."""
+    """The answer to a fetch whose guard did not hold."""
 
     transfer_id: int
     index: int
@@ -140,54 +152,59 @@ def decode(frames: Sequence[Frame]) -> Incoming:
     """Decode one message from a peer.
 
     Raises:
-        ProtocolError: it is none. What follows from the same peer means nothing.
-        VersionMismatchError: it is the hello of another version of the protocol.
+        ProtocolError: it is malformed. Nothing that the same peer sends after it can be trusted.
+        VersionMismatchError: it is a hello of another version of the protocol.
     """
     if len(frames) < 2 or not len(frames[0]):
-        raise ProtocolError(f"a message has a head and a body, got {len(frames)} frames")
+        raise ProtocolError(f"malformed message: it has a head and a body, got {len(frames)} frames")
     head, kind = bytes(frames[0]), bytes(frames[0])[0]
     try:
         if kind == _Kind.SLICE:
             return _decode_slice(head, frames[1:])
         if len(frames) > 2:
-            raise ProtocolError(f"a message of kind {kind} has 2 frames, got {len(frames)}")
+            raise ProtocolError(f"malformed message: kind {kind} has 2 frames, got {len(frames)}")
         return _DECODERS[kind](head, bytes(frames[1]))
     except KeyError:
-        raise ProtocolError(f"no message has kind {kind}") from None
+        raise ProtocolError(f"malformed message: unknown kind {kind}") from None
     except struct.error:
-        raise ProtocolError(f"the head of a message of kind {kind} has {len(head)} bytes") from None
+        raise ProtocolError(f"malformed message: the head of kind {kind} has {len(head)} bytes") from None
 
 
 def _decode_hello(head: bytes, body: bytes) -> Hello:
     _, magic, version = _GREETING.unpack_from(head)
     if magic != _MAGIC:
-        raise ProtocolError("the peer does not speak kvferry")
+        raise ProtocolError("malformed hello: the peer is not a kvferry node")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
     *_, num_guards = _HELLO.unpack(head)
     if len(body) % 8 or not 8 <= len(body) <= 8 * _MAX_SEGMENTS:
-        raise ProtocolError(f"a hello lists 1 to {_MAX_SEGMENTS} segments, got {len(body)} bytes")
+        raise ProtocolError(f"malformed hello: it lists 1 to {_MAX_SEGMENTS} segments, got {len(body)} bytes")
     sizes = tuple(np.frombuffer(body, dtype="<i8").tolist())
     if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
-        raise ProtocolError("a hello lists segments of at least one byte each, and a pool of at most 2**60")
+        raise ProtocolError("malformed hello: a segment has at least 1 byte, and a pool at most 2**60")
     return Hello(num_guards, sizes)
 
 
 def _decode_message(head: bytes, body: bytes) -> Message:
     _MESSAGE.unpack(head)
     if len(body) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a control message has at most {MAX_MESSAGE_BYTES} bytes, got {len(body)}")
+        raise ProtocolError(f"malformed message: it has at most {MAX_MESSAGE_BYTES} bytes, got {len(body)}")
     return Message(body)
 
 
 def _decode_fetch(head: bytes, body: bytes) -> Fetch:
     _, transfer_id, index, guard_index, guard_value, with_checksum, is_whole = _FETCH.unpack(head)
     if len(body) % 16 or len(body) > 16 * MAX_ROWS:
-        raise ProtocolError(f"a fetch has at most {MAX_ROWS} rows of 16 bytes, got {len(body)} bytes")
+        raise ProtocolError(
+            f"malformed fetch: it has at most {MAX_ROWS} rows of 16 bytes, got {len(body)} bytes"
+        )
     rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2).astype(np.int64)
     lengths = rows[:, 1]
+    # Each length is checked before the sum, which could overflow.
     if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
-        raise ProtocolError(f"a fetch is for 1 to {MAX_SLICE_BYTES} bytes a row and in total")
+        raise ProtocolError(
+            f"malformed fetch: a row has at least 1 byte, and all rows together at most {MAX_SLICE_BYTES}"
+        )
     return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows, is_whole)
 
 
@@ -199,7 +216,7 @@ def _decode_slice(head: bytes, frames: Sequence[Frame]) -> Slice:
 def _decode_stale(head: bytes, body: bytes) -> Stale:
     _, transfer_id, index = _STALE.unpack(head)
     if len(body):
-        raise ProtocolError("a stale answer has no body")
+        raise ProtocolError("malformed stale answer: it has no body")
     return Stale(transfer_id, index)
 
 
