@@ -157,7 +157,7 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
         params = next(events)["kv_transfer_params"]
         os.kill(last_rank, signal.SIGSTOP)  # it is asked, and never answers
         answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
-        wait_until(lambda: decode.metric("kvferry_loading_requests") == 1)
+        wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
         reply = answer.result()
         # The stream's own end may have come before the rank was stopped.

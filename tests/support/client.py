@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Return the ids of a process's children, sorted."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+    children: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end after it was listed.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            children.update(map(int, (task / "children").read_text().split()))
+    return sorted(children)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
