@@ -267,10 +267,11 @@ class UCXBackend(Backend[Connection]):
         link = self._links[peer]
         targets = require_transfer(self._source.pool, link.pool, link.num_guards, read.pairs, read.guard)
         read.mechanism = link.mechanism
-        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
-        self._busy_poll.extend(num_steps=2)
         link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
         self._touched(peer, link)
+        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
+        # The period starts when the fetch has left: preparing it takes as long as a good part of the period.
+        self._busy_poll.extend(num_steps=2)
 
     def stop_read(self, read: Read[Connection]) -> bool:
         link = self._links.get(read.peer)
