@@ -60,7 +60,7 @@ def test_a_peer_that_left_before_another_one_was_dropped(world: World) -> None:
     world.serve_quietly()
     world.forget(leaves)
     signalled(producer)
-    # To drop the other peer, the node looks at what its monitor told of both.
+    # To drop the other peer, the node reads the monitor, which may report the loss of either peer.
     producer.endpoint.disconnect(ids[1])
     began = time.monotonic()
     (lost,) = producer.endpoint.wait_events(WAIT_S)
