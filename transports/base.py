@@ -170,6 +170,8 @@ class Transport(ABC):
     def allocate(self, num_bytes: int) -> Arena:
         """Allocate memory that peers can read without a staging buffer.
 
+        It stays mapped until `close`, and after that as long as the arena or a view of it exists.
+
         Raises:
             ConfigurationError: `num_bytes` is not positive, or more than this machine can give.
         """
@@ -178,7 +180,7 @@ class Transport(ABC):
     def register(self, pool: Pool) -> Endpoint:
         """Make `pool` the memory that peers may read and that our reads write into. Call it once per transport.
 
-        The caller keeps the memory alive until `close` has returned.
+        The caller keeps memory that did not come from `allocate` alive until `close` has returned.
 
         Raises:
             KVTransferStateError: a pool is registered already.

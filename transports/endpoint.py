@@ -685,6 +685,9 @@ class PeerTransport(Transport):
     def __init__(self) -> None:
         self._endpoint: Endpoint | None = None
         self._is_closed = False
+        # Reads write to plain addresses, which keep nothing mapped. A caller that drops an arena early would otherwise
+        # crash the process in the middle of a copy.
+        self._arenas: list[Arena] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}{', closed' if self._is_closed else ''}>"
@@ -703,7 +706,9 @@ class PeerTransport(Transport):
     def allocate(self, num_bytes: int) -> Arena:
         self._require_open()
         with outside(f"cannot allocate {num_bytes} bytes", ConfigurationError):
-            return self._allocate(num_bytes)
+            arena = self._allocate(num_bytes)
+        self._arenas.append(arena)
+        return arena
 
     def register(self, pool: Pool) -> Endpoint:
         self._require_open()
@@ -724,3 +729,4 @@ class PeerTransport(Transport):
         if self._endpoint is not None:
             self._endpoint.close()
         self._free()
+        self._arenas.clear()

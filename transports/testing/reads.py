@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,12 @@ from .harness import DEADLINE_S, HELD, PAGE, POOL_BYTES, Link, World, pairs_of
 Create = Callable[[Mapping[str, object]], Transport]
 
 
+def _is_mapped(address: int) -> bool:
+    """Return whether a virtual address of this process is mapped."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
 class MemoryPromises:
     """`allocate`, `register`, and the guard table."""
 
@@ -32,6 +40,16 @@ class MemoryPromises:
             assert arena.segment.address % PAGE == 0
             assert not any(np.frombuffer(arena.buffer, dtype=np.uint8))
             arena.buffer[-1] = 255
+
+    def test_memory_stays_mapped_until_the_transport_is_closed(self, create: Create) -> None:
+        transport = create({})
+        try:
+            # A reference to the arena may be dropped early: reads are still written to its address.
+            address = transport.allocate(3 << 20).segment.address
+            gc.collect()
+            assert _is_mapped(address), "allocate: the memory was unmapped before the transport was closed"
+        finally:
+            transport.close()
 
     def test_impossible_allocations_are_refused(self, world: World) -> None:
         transport = world.node(PAGE).transport
