@@ -211,9 +211,9 @@ def _edit(folder: Path, rename: Callable[[str], str]) -> None:
         ({"r": 0}, None, "plain LoRA only"),
         ({}, _truncate_weights, "adapter_model.safetensors cannot be read"),
         ({}, _rename_layer, "no layer model.layers.9.self_attn.q_proj"),
-        ({}, _aim_at_the_output, "lm_head is no linear layer inside the model"),
-        ({}, _drop_half, "alone: base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"),
-        ({}, _swap_layers, "model.layers.0.mlp.down_proj has weights of another shape"),
+        ({}, _aim_at_the_output, "lm_head is not a linear layer inside the model"),
+        ({}, _drop_half, "nothing else: base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"),
+        ({}, _swap_layers, "the weights of model.layers.0.mlp.down_proj do not have the shape"),
     ],
 )
 def test_a_broken_adapter_names_itself_and_what_is_wrong(

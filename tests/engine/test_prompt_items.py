@@ -109,8 +109,8 @@ def test_a_prompt_with_items_is_handed_over(make_node: Any, expected: Any, drive
         ((PromptItem(-1, 2, vectors(0, 2)),), "tokens -1 to 1"),
         ((PromptItem(40, 4, vectors(0, 4)),), "tokens 40 to 44"),
         ((PromptItem(3, 0, b""),), "tokens 3 to 3"),
-        ((PromptItem(3, 3, vectors(0, 3)), PromptItem(5, 1, vectors(0, 1))), "item 1 .* 6 to 43"),
-        ((PromptItem(3, 3, vectors(0, 2)),), "512 bytes; 3 vectors of 64 float32 are 768"),
+        ((PromptItem(3, 3, vectors(0, 3)), PromptItem(5, 1, vectors(0, 1))), "item 1 .* between 6 and 43"),
+        ((PromptItem(3, 3, vectors(0, 2)),), "512 bytes: 3 vectors of 64 float32 values need 768"),
         ((PromptItem(3, 3, vectors(0, 2), (True, False)),), "3 tokens, but is_embed has 2"),
         ((PromptItem(3, 3, vectors(0, 2), (True, False, False)),), "1 vectors"),
         ((PromptItem(3, 1, np.full(HIDDEN, np.nan, "<f4").tobytes()),), "not finite"),
@@ -152,13 +152,13 @@ def as_json(item: PromptItem) -> dict[str, Any]:
         ({"prompt_items": [{**as_json(items()[0]), "length": True}]}, "must be integers"),
         (
             {"prompt_items": [{**as_json(items()[0]), "vectors": "?"}]},
-            r"\[0\].vectors must be a text in base64",
+            r"\[0\].vectors must be a base64 string",
         ),
         (
             {"prompt_items": [{**as_json(items()[0]), "vectors": 5}]},
-            r"\[0\].vectors must be a text in base64",
+            r"\[0\].vectors must be a base64 string",
         ),
-        ({"prompt_items": [{**as_json(items()[0]), "is_embed": [1]}]}, "true and false"),
+        ({"prompt_items": [{**as_json(items()[0]), "is_embed": [1]}]}, "list of booleans"),
         ({"prompt": "text"}, "list of token ids"),
     ],
 )

@@ -1,6 +1,6 @@
 """A reference engine: continuous batching over a paged KV cache that a connector can hand to another node.
 
-    Engine (engine.py)              asyncio on one side, the step thread on the other
+    Engine (engine.py)              connects asyncio clients to the thread that runs the steps
     └─ EngineCore (core.py)         takes requests and returns outputs, step by step
        ├─ Scheduler (scheduler.py)  chooses the next tokens; takes blocks from KVCacheManager
        │  └─ Handoffs               the scheduler half of the connector
@@ -10,7 +10,7 @@
        │     └─ attention.py           paged attention under transformers' attention interface
        └─ Answer (answers.py)       tokens to text, stop texts, end of the answer
 
-`assembly.py` makes the parts from `EngineSettings`; `types.py` has the types of requests and outputs.
+`assembly.py` makes the parts from `EngineSettings`. `types.py` has the types of requests and outputs.
 """
 
 import os

@@ -41,7 +41,7 @@ class Parts:
     Attributes:
         config: The configuration derived from the settings.
         connector_name: Class of the connector; empty if there is none.
-        resources: Closing it shuts the connector down, and ends what the executor started.
+        resources: Closing it shuts the connector down, and stops the executor's processes.
     """
 
     model: ModelDescription
@@ -59,7 +59,7 @@ def assemble(settings: EngineSettings) -> Parts:
     """Make everything that a step needs.
 
     Raises:
-        ConfigurationError: a setting, the model or a connector option cannot work. Nothing is left over.
+        ConfigurationError: a setting, the model or a connector option cannot work. All that was started has ended.
         KVTransferStateError: this process runs an engine with a connector already.
     """
     device = _device(settings.device)
@@ -142,7 +142,8 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
         ),
         cache=CacheConfig(
             block_size=settings.block_size,
-            # The ranks share one machine's memory; the stages together have one pool, as a single one would.
+            # The ranks of a stage share the machine's memory, so each gets an equal part. The stages need no division: each
+            # rank plans the pool of the whole model, and allocates only its stage's part of it.
             memory_utilization=settings.memory_utilization / stage_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             hash_seed=settings.hash_seed,
@@ -164,7 +165,7 @@ def _engine_config(settings: EngineSettings, model: ModelDescription, dtype: tor
 def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
     trained: int | None = getattr(model.text_config, "max_position_embeddings", None)
     if trained is None:
-        return _untold_model_len(settings)
+        return _required_model_len(settings)
     if settings.max_model_len > trained:
         raise ConfigurationError(
             f"max_model_len={settings.max_model_len}: the model was trained for {trained} tokens",
@@ -174,8 +175,8 @@ def _max_model_len(settings: EngineSettings, model: ModelDescription) -> int:
     return settings.max_model_len or trained
 
 
-def _untold_model_len(settings: EngineSettings) -> int:
-    """A recurrent model has no longest sequence of its own."""
+def _required_model_len(settings: EngineSettings) -> int:
+    """Return the length that the user set. A recurrent model's configuration may have no limit."""
     if settings.max_model_len == 0:
         raise ConfigurationError(
             "max_model_len=0: the model does not say how long a sequence it was trained for; set max_model_len",
@@ -189,7 +190,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigurationError(f"device={name!r} is no device", key="device", value=name) from error
+        raise ConfigurationError(f"device={name!r} is not a device", key="device", value=name) from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"device={name!r}; allowed: cpu, cuda", key="device", value=name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -1,7 +1,7 @@
 """Register paged attention as an attention implementation of transformers.
 
-No mask function is registered beside it: transformers then builds no mask at all, and the paged attention knows
-from the step's metadata which token sees which.
+No mask function is registered with it, so transformers builds no mask. The paged attention knows from the step's metadata
+which tokens each token attends to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.runner_mixin.forward_context import get_forward_context
 from kvferry.runner_mixin.hooks import maybe_transfer_kv_layer
 from kvferry.transports.errors import ConfigurationError
 
-#: The name under which transformers knows it.
+#: The implementation's name in transformers.
 IMPLEMENTATION = "kvferry_paged"
 
 #: Kinds of layers that keep a state (see `recurrent.py`) or nothing.
@@ -31,14 +31,13 @@ _NOT_SUPPORTED = {"s_aux": "sinks", "position_bias": "a bias by position"}
 
 @dataclass
 class PagedLayer:
-    """One attention layer's cache, and what attends over it.
+    """One attention layer's cache, and the backend that attends over it.
 
-    A layer that shares another's cache writes nothing: what it attends to was written, and is handed over, under
-    its owner's name.
+    A layer that shares another layer's cache writes nothing and transfers nothing: its owner does both.
 
     Attributes:
         kv_cache: Empty until the pool is bound, then one tensor.
-        num_calls: Steps in which the model used it.
+        num_calls: The number of steps in which the model used the layer.
     """
 
     config: AttentionLayerConfig
@@ -49,7 +48,7 @@ class PagedLayer:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """Write the step's keys and values into the cache, unless it is another layer's, and attend over it.
+        """Write the step's keys and values into the cache, unless another layer owns it, and attend over it.
 
         Args:
             query: `(num_tokens, num_heads, head_size)`, the tokens of all requests one after the other.
@@ -75,7 +74,7 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
     """Describe the attention layers of a decoder.
 
     Raises:
-        ConfigurationError: a layer is of a kind that this engine cannot run; the message names it.
+        ConfigurationError: this engine cannot run one of the layers; the message names it.
     """
     targets = _sharing_targets(config)
     try:
@@ -86,14 +85,14 @@ def attention_layers(config: PretrainedConfig) -> tuple[AttentionLayerConfig, ..
         )
     except AttributeError as error:
         raise ConfigurationError(
-            f"the layers of this {config.model_type} model are not described in a way that this engine knows: {error}",
+            f"this engine cannot read the layers from the configuration of this {config.model_type} model: {error}",
             key="model",
             value=config.model_type,
         ) from error
 
 
 def _attention_layer(config: PretrainedConfig, index: int, kind: str, target: str) -> AttentionLayerConfig:
-    """One layer, from the configuration as it is for this layer."""
+    """Describe one layer, from the configuration of this layer."""
     num_heads: int = config.num_attention_heads
     return AttentionLayerConfig(
         _layer_name(index),
@@ -112,13 +111,13 @@ def _layer_name(index: int) -> str:
 def _layer_types(config: PretrainedConfig) -> list[str]:
     if kinds := getattr(config, "layer_types", None):
         return list(kinds)
-    # Older configurations describe all layers at once: a window means that every layer has it.
+    # Older configurations describe all layers at once. If they have a window, every layer has it.
     has_window = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
 
 
 def _sharing_targets(config: PretrainedConfig) -> dict[int, str]:
-    """Layer → the layer whose cache it reads: the last one of its kind that has its own."""
+    """Map each layer without a cache of its own to the layer whose cache it reads: the last of its kind that has one."""
     modes = getattr(config, "kv_sharing_modes", [])
     stores = {
         config.layer_types[index]: _layer_name(index) for index, mode in enumerate(modes) if mode == "store"
@@ -149,7 +148,7 @@ def _paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it.
+    """Compute one layer's attention, with transformers' signature.
 
     Args:
         query: `(1, num_heads, num_tokens, head_size)`, the tokens of all requests one after the other.
@@ -157,11 +156,11 @@ def _paged_attention(
         value: `(1, num_kv_heads, num_tokens, head_size)`.
 
     Returns:
-        `(1, num_tokens, num_heads, head_size)`, and no weights.
+        `(1, num_tokens, num_heads, head_size)`, and None instead of attention weights.
     """
     for name, meaning in _NOT_SUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise ConfigurationError(f"this engine has no attention with {meaning}", key="model")
+            raise ConfigurationError(f"this engine does not support attention with {meaning}", key="model")
     layer = get_forward_context().layers[_layer_name(int(module.layer_idx))]  # type: ignore[arg-type]
     assert isinstance(layer, PagedLayer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

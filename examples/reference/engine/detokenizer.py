@@ -11,7 +11,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenDecoder(Protocol):
-    """The part of a tokenizer that is used here."""
+    """The part of a tokenizer that this module uses."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
 

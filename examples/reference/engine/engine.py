@@ -25,37 +25,37 @@ from .types import EngineStats, GenerationRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-#: While nothing can be computed, because transfers pend: the first pause between two looks at them, which then
-#: doubles; the longest while a request waits for one, and while only other nodes do.
+#: Seconds between two steps that can compute nothing because transfers are in flight. The pause doubles with each such step.
+#: It stays shorter while a request of this node waits for a load than while other nodes load this node's offers.
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
-#: Seconds between two checks, while idle, that the worker processes are still there.
+#: Seconds between two checks, while idle, that the worker processes still run.
 _CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """Where a request's outputs go: an asyncio queue of some event loop."""
+    """The receiver of a request's outputs: a queue that belongs to an asyncio event loop."""
 
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Deliver from any thread. If the loop is closed, nothing waits for the output any more."""
+        """Deliver an output, from any thread. If the loop is closed, drop it: nothing waits for it any more."""
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
             return
         except Exception:
-            logger.exception("cannot deliver an output; its client will not get it")
+            logger.exception("cannot deliver an output: it is lost to its client")
 
 
 class Engine:
     """A model, its KV cache pool, its connector halves, and the thread that runs the steps.
 
-    Life: construct (cheap) → `start` → any number of `generate` → `close`. `generate` belongs to an asyncio
-    loop, any loop; every other method may be called from any thread.
+    Lifecycle: construct (cheap) → `start` → any number of `generate` → `close`. Call `generate` on an asyncio loop; any loop
+    will do. Every other method may be called from any thread.
 
     An engine that cannot continue ends every request, reports the reason in `stats`, and calls `on_death`. It cannot be
     started again; its process should exit.
@@ -64,7 +64,7 @@ class Engine:
         on_death: Called once, in the engine's thread, after every request has ended; not called after `close`.
 
     Attributes:
-        settings: As given.
+        settings: The settings that were given.
         model_name: Name of the model for clients.
         on_handoffs: Called in the engine's thread with the connector's stats of a step in which handoffs ended. Set it
             before the first request.
@@ -85,10 +85,12 @@ class Engine:
         self._stats = EngineStats(healthy=False, error="the engine was not started")
 
     def start(self) -> None:
-        """Load the model, allocate the pool, start connector and step thread. Blocks; call it off the event loop.
+        """Load the model, allocate the pool, and start the connector and the step thread.
+
+        This blocks for seconds, so do not call it on an event loop.
 
         Raises:
-            ConfigurationError: a setting, the model folder or a connector option cannot work; nothing is left over.
+            ConfigurationError: a setting, the model folder or a connector option cannot work; nothing was started.
             KVTransferStateError: this process runs an engine with a connector already.
             EngineDeadError: the engine was started before.
         """
@@ -106,7 +108,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and answer together, in tokens."""
+        """The longest sequence, prompt and answer together, in tokens."""
         return self._started().max_model_len
 
     def _started(self) -> EngineCore:
@@ -121,7 +123,7 @@ class Engine:
         request with `finish_reason` `"error"` and does not affect others.
 
         Raises:
-            InvalidRequestError: a field is wrong, the id is in use; nothing was allocated.
+            InvalidRequestError: a field is wrong, or the id is in use; nothing was allocated.
             PromptTooLongError: the prompt is longer than the model or the pool allows; nothing was allocated.
             ConnectorError: `kv_transfer_params` are malformed; nothing was allocated.
             EngineDeadError: the engine is not running; also raised in the middle of an answer.
@@ -149,13 +151,12 @@ class Engine:
             self._submit(lambda core: self._deliver(core.abort(request_id)))
 
     def decline(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Release what another node holds for a request that was refused. Malformed params are ignored."""
-
+        """Release another node's offer for a request that was refused. Malformed parameters are ignored."""
         with contextlib.suppress(EngineDeadError):
             self._submit(lambda core: _decline(core, kv_transfer_params))
 
     def stats(self) -> EngineStats:
-        """The engine's figures as of its latest step. Works before `start` and after `close`, too."""
+        """Return the engine's figures after its latest step. This also works before `start` and after `close`."""
         return self._stats
 
     def close(self) -> None:
@@ -193,17 +194,17 @@ class Engine:
             self._loop(core)
             error = EngineDeadError("the engine was closed")
         except EngineDeadError as cause:
-            logger.error("%s; every request fails", cause)
+            logger.error("the engine ends, and all its requests fail: %s", cause)
             error = cause
         except Exception as cause:
-            logger.exception("the step loop died; every request fails")
-            error = EngineDeadError(f"the step loop died: {type(cause).__name__}: {cause}")
+            logger.exception("the step loop failed; the engine ends, and all its requests fail")
+            error = EngineDeadError(f"the step loop failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
         with self._changed:
             self._stats = replace(self._stats, healthy=False, error=str(error))
             self._inbox.clear()
-        # Before the connector shuts down, which can take seconds: clients learn the reason at once, and the process may
-        # end as soon as `on_death` was called.
+        # Report the end before the connector shuts down, which can take seconds. Clients then learn the reason at once, and
+        # the process may start to exit as soon as `on_death` is called.
         for client in list(self._listening):
             client.put(error)
         try:
@@ -219,7 +220,8 @@ class Engine:
             for order in orders:
                 order(core)
             if is_last:
-                # Carry out the orders first: one of these requests may name an offer that must be released.
+                # The orders above were carried out before this, because a new request among them may name another node's
+                # offer, which only its abort releases.
                 self._deliver(core.abort_all())
                 core.settle()
                 return
@@ -235,7 +237,7 @@ class Engine:
                 pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), longest)
 
     def _take_orders(self, timeout_s: float) -> tuple[list[Callable[[EngineCore], None]], bool]:
-        """Take what other threads asked for; wait for it up to `timeout_s`. The second value: nothing will follow."""
+        """Wait up to `timeout_s` for orders of other threads, and take them. The second value is True if no more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s)
             orders, self._inbox = self._inbox, []
@@ -247,7 +249,7 @@ class Engine:
         except (InvalidRequestError, ConnectorError) as refusal:
             client.put(refusal)
         except Exception as error:
-            logger.exception("request %s cannot be admitted; it fails", request.request_id)
+            logger.exception("cannot admit request %s; it fails", request.request_id)
             if request.kv_transfer_params is not None:
                 _decline(core, request.kv_transfer_params)
             client.put(failed_answer(request, reason_of(error)))
@@ -274,4 +276,6 @@ def _decline(core: EngineCore, kv_transfer_params: Mapping[str, Any]) -> None:
     except ConnectorError:
         return  # malformed params name no offer
     except Exception:
-        logger.exception("an offer of another node could not be declined; it holds until its lease runs out")
+        logger.exception(
+            "cannot decline another node's offer: that node keeps its blocks until the lease ends"
+        )

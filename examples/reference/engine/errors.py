@@ -5,7 +5,7 @@
     │  └─ PromptTooLongError             names the lengths
     ├─ RequestFailedError                one request cannot go on; the engine goes on
     ├─ StepFailedError                   a step computed nothing, but the model still runs
-    └─ EngineDeadError(RuntimeError)     the engine is closed, its step loop died, or a worker process did
+    └─ EngineDeadError(RuntimeError)     the engine was closed, or its step loop or a worker process ended
 
 A setting that cannot work is a `ConfigurationError`; malformed `kv_transfer_params` are a `ConnectorError`.
 """
@@ -32,7 +32,7 @@ class InvalidRequestError(EngineError, ValueError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """Prompt and answer do not fit into what one sequence may hold.
+    """The prompt and the answer are longer than one sequence may be.
 
     Attributes:
         num_prompt_tokens: Length of the prompt.
@@ -62,9 +62,9 @@ class StepFailedError(EngineError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The engine no longer runs: it was closed, its step loop died of the error given as cause, or a worker is gone."""
+    """The engine no longer runs: it was closed, its step loop ended with the error given as cause, or a worker ended."""
 
 
 def reason_of(error: Exception) -> str:
-    """Say in one line, for a client, what an unexpected error was."""
+    """Describe an unexpected error in one line, for a client."""
     return f"{type(error).__name__}: {error}"

@@ -1,14 +1,14 @@
-"""Executors run the steps: a model in this process, or (`parallel/`) one that is spread over several.
+"""Executors run the steps, on a model in this process or (`parallel/`) on one that is spread over several processes.
 
 A step fails when the computation raises. What that means depends on whether the model still runs:
 
-- It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and only a request that fails
-  alone fails. See `Scheduler.step_failed`.
-- It does not (the device is lost, a worker process is gone), or the connector's worker half raised: any other error.
+- It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and ends only those that fail
+  alone. See `Scheduler.step_failed`.
+- It does not (the device is lost, a worker process has ended), or the connector's worker half raised: any other error.
   The engine ends, and its process exits so that a supervisor can start it again.
 
-With worker processes, every failed step ends the engine: the other ranks wait in the middle of a collective operation
-for the rank that failed, and cannot be called back from there.
+With worker processes, every failed step ends the engine. The other ranks wait in a collective operation for the rank that
+failed, and that wait cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from .types import TransferHealth
 
 
 class Executor(Protocol):
-    """Runs the model over its pool, with the worker halves of the connector. One thread calls it."""
+    """Runs the model over its pool, with the worker halves of the connector. Only one thread may call it."""
 
     @property
     def handshake_metadata(self) -> Mapping[int, KVConnectorHandshakeMetadata]:
-        """What the connector's worker halves say of themselves, by rank; empty without a connector."""
+        """The handshake metadata of the connector's worker halves, by rank; empty without a connector."""
 
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
-        """Run one step on every rank: the tokens, and one report of all connectors.
+        """Run one step on every rank; return the tokens, and one report of all worker halves.
 
         Raises:
-            StepFailedError: nothing was computed, and the next step can be run.
-            EngineDeadError: a worker process is gone, or the model no longer runs; there will be no further step.
+            StepFailedError: nothing was computed; the next step can run.
+            EngineDeadError: a worker process has ended, or the model no longer runs; no further step is possible.
         """
 
     def check(self) -> TransferHealth:
-        """Make sure, between two steps, that everything is still there; say how the connector is.
+        """Check, between two steps, that all workers still run; return the connector's health.
 
         Raises:
-            EngineDeadError: a worker process is gone; there will be no further step.
+            EngineDeadError: a worker process has ended; no further step is possible.
         """
 
     def close(self) -> None:
-        """Shut the connector down, and end what was started. Idempotent."""
+        """Shut the connector down, and stop the worker processes. Idempotent."""
 
 
 class SingleProcessExecutor:
-    """The whole model in this process.
+    """Runs the whole model in this process.
 
     Args:
-        model: Loaded with the paged attention as its attention implementation.
+        model: A model that was loaded with the paged attention as its attention implementation.
         layout: See `ModelRunner.initialize_kv_cache`.
 
     Raises:
-        ConfigurationError: the model or a connector option cannot work. Nothing is left over.
+        ConfigurationError: the model or a connector option cannot work. The connector was shut down.
         KVTransferStateError: this process has a connector already.
     """
 
@@ -87,20 +87,19 @@ class SingleProcessExecutor:
             raise
 
     def _require_working_model(self, failure: StepFailedError) -> None:
-        """Tell a step that cannot be computed from a model, or a device, that cannot compute anything any more.
+        """Check that the model still runs, on a few test tokens. If it does, the step's own requests caused the failure.
 
         Raises:
-            EngineDeadError: the model fails on a few tokens of no request as well.
+            EngineDeadError: the test tokens fail as well, because the model or the device no longer works.
         """
         try:
             self.runner.warm_up()
             if self.runner.device.type == "cuda":
-                torch.cuda.synchronize(
-                    self.runner.device
-                )  # a kernel's error shows only when it is waited for
+                # A kernel reports its error only when it is waited for.
+                torch.cuda.synchronize(self.runner.device)
         except Exception as error:
             raise EngineDeadError(
-                f"the model no longer runs: {failure}; then, on a few tokens of no request, {reason_of(error)}"
+                f"the model no longer runs: {failure}; a test step then failed as well: {reason_of(error)}"
             ) from error
 
     def check(self) -> TransferHealth:
@@ -111,7 +110,7 @@ class SingleProcessExecutor:
 
 
 def own_transfer_health() -> TransferHealth:
-    """How this process's worker half is; well without one."""
+    """Return the health of this process's worker half. Without one, nothing is wrong."""
     if not state.has_kv_transfer_group():
         return TransferHealth()
     connector = state.get_kv_transfer_group()
@@ -121,7 +120,10 @@ def own_transfer_health() -> TransferHealth:
 def start_runner(
     config: EngineConfig, pool: KVCacheConfig, model: PreTrainedModel, layout: Layout, resources: ExitStack
 ) -> ModelRunner:
-    """Make a runner with its pool, and install the worker half of the connector; `resources` shuts that down.
+    """Make a runner with its pool, and install the worker half of the connector.
+
+    Args:
+        resources: Its `close` shuts the connector down.
 
     Raises:
         ConfigurationError: the model or a connector option cannot work.

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EndedLoads:
-    """What one step's report of the worker half means for the scheduler.
+    """The loads and offers that one step's report of the worker half has ended.
 
     Attributes:
-        loaded: Requests whose tokens are in place.
+        loaded: Requests whose tokens were loaded.
         failed: Requests whose load failed, and why.
-        invalid_block_ids: Blocks whose contents are undefined; nothing writes there any more.
+        invalid_block_ids: Blocks whose contents are undefined. No transfer writes to them any more.
         released: Ids of finished requests whose blocks are no longer needed.
     """
 
@@ -48,10 +48,11 @@ class TransferState(Enum):
 
 @dataclass
 class _Transfer:
-    """A transfer that is under way.
+    """A transfer in progress.
 
     Attributes:
-        is_offered: Of a `DRAINING` one: the connector offers the blocks all the same, so both ends are waited for.
+        is_offered: True if the connector offers the blocks of a `DRAINING` request. They are then released only after both
+            the load and the offer have ended.
     """
 
     request: Request
@@ -147,7 +148,7 @@ class Handoffs:
         return None if self._connector is None else self._connector.request_progressed(request, block_ids)
 
     def take_metadata(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """Take what the worker half must do in this step."""
+        """Take the connector's orders for the worker half in this step."""
         if self._connector is None:
             return None
         try:
@@ -189,7 +190,7 @@ class Handoffs:
         return request.request_id in self._transfers, params, None
 
     def apply(self, report: KVConnectorOutput, block_ids_of: Mapping[str, Iterable[int]]) -> EndedLoads:
-        """Take in what the worker half reported.
+        """Apply the worker half's report of a step.
 
         Args:
             block_ids_of: The blocks of each request in `loading`.

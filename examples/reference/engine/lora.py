@@ -1,6 +1,6 @@
-"""LoRA adapters: low-rank changes to a model's linear layers, of which each request chooses one, or none.
+"""LoRA adapters: low-rank changes to a model's linear layers. Each request chooses one adapter or none.
 
-An adapter is a folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
+An adapter is a folder in PEFT's format, with `adapter_config.json` and `adapter_model.safetensors`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .step import StepPlan
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-#: What an adapter may also want; all of it would change the answer, so it is refused rather than left out.
+#: Features of PEFT that this engine lacks. An adapter that uses one is refused: without it, its answers would be wrong.
 _NOT_SUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -37,13 +37,13 @@ _NOT_SUPPORTED = (
     "lora_bias",
 )
 
-#: Of the current step: where an adapter's tokens begin and end, and its name.
+#: For each request of the current step that has an adapter: where its tokens begin and end, and the adapter's name.
 _runs: ContextVar[tuple[tuple[int, int, str], ...]] = ContextVar("kvferry_adapter_runs", default=())
 
 
 @contextmanager
 def set_step_adapters(plan: StepPlan) -> Iterator[None]:
-    """Let each request of a step have its adapter, in this thread, for the length of a `with`."""
+    """Apply each request's adapter to its tokens of a step, in this thread, inside the block."""
     runs, start = [], 0
     for item in plan.scheduled:
         end = start + item.num_new_tokens
@@ -58,10 +58,10 @@ def set_step_adapters(plan: StepPlan) -> Iterator[None]:
 
 
 def adapters_identity(folders: Mapping[str, str]) -> str:
-    """Hash the names of adapters and every byte of their two files; `"none"` without adapters.
+    """Hash the names of the adapters and every byte of their two files; `"none"` without adapters.
 
     Raises:
-        ConfigurationError: a folder lacks a file of an adapter.
+        ConfigurationError: a file of an adapter cannot be read.
     """
     if not folders:
         return "none"
@@ -74,14 +74,14 @@ def adapters_identity(folders: Mapping[str, str]) -> str:
 
 
 def install_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
-    """Let the linear layers of a model add what the adapters change, for the tokens of requests that chose one.
+    """Make a model's linear layers apply the adapters, to the tokens of requests that chose one.
 
     Args:
         folders: Name → folder.
 
     Raises:
-        ConfigurationError: a folder is no LoRA adapter, wants what this engine has not, or does not fit the model.
-            The message names it.
+        ConfigurationError: a folder is not a LoRA adapter, uses a feature that this engine lacks, or does not fit the
+            model. The message names the folder.
     """
     layers: dict[str, _AdaptedLinear] = {}
     for name, folder in folders.items():
@@ -96,11 +96,11 @@ def install_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None
 
 @dataclass(frozen=True)
 class _Change:
-    """One adapter's change to one layer: `up @ down` is added to its weight.
+    """One adapter's change to one layer. It has the effect of adding `up @ down` to the weight.
 
     Attributes:
         down: `(rank, in_features)`.
-        up: `(out_features, rank)`, scaled.
+        up: `(out_features, rank)`, multiplied by the adapter's scale.
     """
 
     down: torch.Tensor
@@ -109,10 +109,10 @@ class _Change:
 
 @dataclass
 class _AdaptedLinear:
-    """What a linear layer computes once there are adapters.
+    """A linear layer that also applies the adapters of the current step.
 
     Attributes:
-        changes: Adapter → its change to this layer.
+        changes: Name of the adapter → its change to this layer.
     """
 
     weight: torch.Tensor
@@ -129,24 +129,24 @@ class _AdaptedLinear:
 
 
 def _load(folder: Path, model: PreTrainedModel) -> dict[str, _Change]:
-    """The changes of one adapter, by name of the model's layer."""
+    """Read the changes of one adapter, by name of the model's layer."""
     config = _config(folder)
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise _broken(folder, f"{_WEIGHTS} cannot be read: {error}") from error
+        raise _refusal(folder, f"{_WEIGHTS} cannot be read: {error}") from error
     names = {key.removeprefix(_PREFIX).removesuffix(_DOWN) for key in weights if key.endswith(_DOWN)}
     expected = {f"{_PREFIX}{name}{part}" for name in names for part in (_DOWN, _UP)}
     if not names or expected != weights.keys():
         odd = min(expected ^ weights.keys(), default="no weights")
-        raise _broken(folder, f"it is not of pairs of {_DOWN} and {_UP} alone: {odd}")
+        raise _refusal(folder, f"{_WEIGHTS} must have pairs of {_DOWN} and {_UP}, and nothing else: {odd}")
     changes = {}
     for name in sorted(names):
         linear = _target(folder, model, name)
         down, up = (weights[f"{_PREFIX}{name}{part}"].to(linear.weight) for part in (_DOWN, _UP))
         if (up.shape[0], down.shape[1], up.shape[1]) != (*linear.weight.shape, down.shape[0]):
-            raise _broken(folder, f"{name} has weights of another shape than the model's")
+            raise _refusal(folder, f"the weights of {name} do not have the shape of the model's layer")
         changes[name] = _Change(down, up * scale)
     return changes
 
@@ -156,12 +156,12 @@ def _config(folder: Path) -> Mapping[str, Any]:
         config = json.loads(_read(folder / _CONFIG))
         is_lora = config["peft_type"] == "LORA" and config["r"] > 0 and config["lora_alpha"] > 0
     except (ValueError, TypeError, KeyError) as error:
-        raise _broken(folder, f"{_CONFIG} does not describe an adapter: {error!r}") from error
+        raise _refusal(folder, f"{_CONFIG} does not describe an adapter: {error!r}") from error
     wants = [name for name in _NOT_SUPPORTED if config.get(name)]
     if config.get("bias", "none") != "none":
         wants.append("bias")
     if not is_lora or wants:
-        raise _broken(
+        raise _refusal(
             folder, f"this engine runs plain LoRA only, not {', '.join(wants) or config['peft_type']}"
         )
     checked: Mapping[str, Any] = config
@@ -169,13 +169,16 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _target(folder: Path, model: PreTrainedModel, name: str) -> torch.nn.Linear:
-    """The layer that an adapter changes: one that sees all tokens of a step."""
+    """Return the layer that an adapter changes.
+
+    The output layer is refused: it gets only some tokens of a step, so `_runs` does not apply to it.
+    """
     try:
         layer = model.get_submodule(name)
     except AttributeError:
-        raise _broken(folder, f"this model has no layer {name}") from None
+        raise _refusal(folder, f"this model has no layer {name}") from None
     if not isinstance(layer, torch.nn.Linear) or layer is model.get_output_embeddings():  # type: ignore[no-untyped-call]
-        raise _broken(folder, f"{name} is no linear layer inside the model")
+        raise _refusal(folder, f"{name} is not a linear layer inside the model")
     return layer
 
 
@@ -183,8 +186,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _broken(path.parent, f"{path.name} cannot be read: {error.strerror}") from error
+        raise _refusal(path.parent, f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def _broken(folder: Path, why: str) -> ConfigurationError:
+def _refusal(folder: Path, why: str) -> ConfigurationError:
     return ConfigurationError(f"LoRA adapter {str(folder)!r}: {why}", key="lora_modules", value=str(folder))

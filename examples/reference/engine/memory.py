@@ -1,4 +1,4 @@
-"""How large the pool is, and how long a sequence it can hold."""
+"""Choose the size of the pool, and the longest sequence that it can hold."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ from kvferry.runner_mixin.memory import MemorySnapshot, request_memory
 
 logger = logging.getLogger(__name__)
 
-#: A prompt and an answer of one token each.
+#: Tokens of the shortest useful sequence: a prompt and an answer of one token each.
 _SHORTEST_SEQUENCE = 2
 
 
 def plan_pool(
     config: EngineConfig, device: torch.device, *, may_shorten: bool
 ) -> tuple[EngineConfig, KVCacheConfig]:
-    """Lay out the pool: as many blocks as were asked for, or as the node's share of the memory holds.
+    """Plan the pool: the number of blocks that the user set, or else as many as fit into the node's share of the memory.
 
     Args:
-        may_shorten: Lower `max_model_len` to what the pool holds; otherwise it is the user's, and must fit.
+        may_shorten: Lower `max_model_len` to what the pool holds. If False, the user has set it, and it must fit.
 
     Returns:
-        The configuration, with `max_model_len` settled, and the pool.
+        The configuration with its final `max_model_len`, and the pool.
 
     Raises:
-        ValueError: the share is not free, or does not hold one sequence of maximum length; the message says how
-            long a sequence it would hold.
+        ValueError: the share of the memory is not free, or does not hold one sequence of maximum length; the message
+            says how long a sequence it would hold.
     """
     specs = get_kv_cache_spec(config, resolve_kv_cache_dtype(config))
     if not _can_share_blocks(specs):
-        logger.warning("layers differ in how they look back and in size: all keep the whole sequence")
+        logger.warning(
+            "the layers' attention windows and page sizes differ, so their blocks cannot be shared; "
+            "all layers keep the whole sequence"
+        )
         config = replace(config, scheduler=replace(config.scheduler, enable_hybrid_kv_cache_manager=False))
     if config.cache.num_blocks_override:
         available = config.cache.num_blocks_override * sum(spec.page_size_bytes for spec in specs.values())
@@ -57,7 +60,8 @@ def plan_pool(
         longest = max(_SHORTEST_SEQUENCE, estimate_max_model_len(config, specs, available))
         config = replace(config, model=replace(config.model, max_model_len=longest))
     check_enough_kv_cache_memory(config, specs, available)
-    # Ranks that brought pools of their own would be made one; here each plans the whole model's, and keeps its part.
+    # `unify_kv_cache_configs` can unify the plans of several ranks. Here each rank plans the pool of the whole model and
+    # keeps its part, so there is one plan.
     (pool,) = unify_kv_cache_configs([get_kv_cache_config(config, specs, available)])
     logger.info(
         "%d blocks of %d tokens hold %.1f requests of %d tokens (%.1f MiB each) at once",
@@ -71,5 +75,5 @@ def plan_pool(
 
 
 def _can_share_blocks(specs: Mapping[str, KVCacheSpec]) -> bool:
-    """Whether one block table serves all layers, or a block of one table fits the layers of another."""
+    """Say whether all layers can use one block table, or blocks of one table have the right size for every layer."""
     return UniformTypeKVCacheSpecs.is_uniform_type(specs.values()) or is_kv_cache_page_size_uniform(specs)

@@ -1,4 +1,4 @@
-"""Parts of a prompt that are vectors rather than tokens: what an encoder, elsewhere, made of an image or a sound."""
+"""Parts of a prompt that are vectors rather than tokens, such as the output of an encoder for an image or a sound."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _ELEMENT_BYTES = 4
 
 
 def check_items(source: GenerationRequest, hidden_size: int) -> None:
-    """Make sure that the items of a request fit its prompt and the model.
+    """Check that the items of a request fit its prompt and the model.
 
     Raises:
-        InvalidRequestError: one is outside the prompt, or in front of the end of the one before, or has more or
-            fewer vectors than places for them, or one that is not finite.
+        InvalidRequestError: an item is outside the prompt, overlaps the item before it, has more or fewer vectors than
+            places for them, or has a value that is not finite.
     """
     end = 0
     for index, item in enumerate(source.items):
         where = f"item {index} of the prompt"
         if item.length < 1 or item.offset < end or item.offset + item.length > len(source.prompt_token_ids):
             raise _refusal(
-                f"{where} has tokens {item.offset} to {item.offset + item.length}: they must lie within {end} to "
-                f"{len(source.prompt_token_ids)}, after the item before it and inside the prompt"
+                f"{where} has tokens {item.offset} to {item.offset + item.length}: they must lie between {end} and "
+                f"{len(source.prompt_token_ids)}, inside the prompt and after the items before it"
             )
         if item.is_embed and len(item.is_embed) != item.length:
             raise _refusal(f"{where} has {item.length} tokens, but is_embed has {len(item.is_embed)} entries")
         num_vectors = sum(item.is_embed) if item.is_embed else item.length
         if len(item.vectors) != num_vectors * hidden_size * _ELEMENT_BYTES:
             raise _refusal(
-                f"{where} has {len(item.vectors)} bytes; {num_vectors} vectors of {hidden_size} float32 are "
+                f"{where} has {len(item.vectors)} bytes: {num_vectors} vectors of {hidden_size} float32 values need "
                 f"{num_vectors * hidden_size * _ELEMENT_BYTES}"
             )
         if not np.isfinite(np.frombuffer(item.vectors, "<f4")).all():
-            raise _refusal(f"{where} has vectors that are not finite")
+            raise _refusal(f"{where} has vectors with values that are not finite")
         end = item.offset + item.length
 
 
 def embed_step(plan: StepPlan, input_ids: torch.Tensor, embedding: torch.nn.Module) -> torch.Tensor | None:
-    """Make a step's input vectors, or None if tokens are all that it has.
+    """Make a step's input vectors. None if the step has tokens only.
 
     Args:
         input_ids: `(1, num_tokens)`, the tokens of all requests one after the other.
-        embedding: From these to the vectors of tokens.
+        embedding: The model's embedding of tokens.
 
     Returns:
         `(1, num_tokens, hidden_size)`.
@@ -69,7 +69,7 @@ def embed_step(plan: StepPlan, input_ids: torch.Tensor, embedding: torch.nn.Modu
 
 @dataclass(frozen=True)
 class _Part:
-    """Placeholders `[first, end)` of an item, which a step computes; the first of them is row `row` of the step."""
+    """The placeholders `[first, end)` of an item that a step computes. The first is row `row` of the step's input."""
 
     item: PromptItem
     first: int
@@ -77,7 +77,7 @@ class _Part:
     row: int
 
     def tensors(self, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The vectors of these placeholders, and which of them take one; None: all."""
+        """Return the vectors of these placeholders, and which placeholders take a vector; None means all."""
         is_embed = torch.tensor(self.item.is_embed) if self.item.is_embed else None
         vectors = torch.from_numpy(np.frombuffer(self.item.vectors, "<f4").reshape(-1, hidden_size).copy())
         part = slice(self.first, self.end)

@@ -1,7 +1,7 @@
-"""Recurrent layers of transformers' models, over states that lie in the pool.
+"""Run the recurrent layers of transformers' models with states that lie in the pool.
 
-All mixers of transformers, of whichever family, keep their states through one interface, `cache_params`. Here each
-request's share of a step gets a cache whose tensors are views of the request's page, and is computed by itself.
+The mixers of all model families in transformers keep their states through one interface, `cache_params`. Here each
+request's tokens of a step are computed on their own, with a cache whose tensors are views of the request's page.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from kvferry.transports.errors import ConfigurationError
 from .errors import InvalidRequestError
 from .types import GenerationRequest
 
-#: Kinds of layers, as transformers calls them, that keep a state instead of a cache or in addition to one.
+#: Transformers' names for the kinds of layers that keep a state, instead of a KV cache or in addition to one.
 RECURRENT_KINDS = frozenset({"linear_attention", "hybrid"})
 
-#: The number of tokens does not change a state's shape, but mixers treat a single token in another way.
+#: A state's shape does not depend on the number of tokens, but mixers have a special path for a single token.
 _PROBE_TOKENS = 2
-#: The order in a page. The recurrent part, whose elements may be the wider ones, comes first, so that both are aligned.
+#: The order in a page. The recurrent part comes first because its elements may be wider; so both parts are aligned.
 _KINDS = ("recurrent_states", "conv_states")
 
 
 def without_last_prompt_token(source: GenerationRequest) -> GenerationRequest:
-    """Return the request to compute so that another node can continue a model with recurrent layers.
+    """Drop the prompt's last token from a request whose cache another node will load.
 
-    The other node computes the prompt's last token itself, and a state cannot be rolled back by a token. So this node leaves
-    that token out. The one token of its answer then follows the shorter prompt, and is not used. For a prompt of one token,
-    there is nothing to hand over.
+    The other node computes the prompt's last token itself, and a recurrent state cannot be rolled back by one token, so this
+    node must not compute it. The single token of this node's answer then follows the shorter prompt, and is not used. For a
+    prompt of one token, there is nothing to hand over.
 
     Raises:
         InvalidRequestError: the answer may have more than one token, which would advance the state.
@@ -61,7 +61,7 @@ def without_last_prompt_token(source: GenerationRequest) -> GenerationRequest:
 
 @dataclass(frozen=True)
 class _StateTensor:
-    """One tensor of a layer's state: which of transformers' it is, and how it looks for one request."""
+    """One tensor of a layer's state: transformers' kind and index of it, and its shape and type for one request."""
 
     kind: str
     index: int
@@ -70,13 +70,13 @@ class _StateTensor:
 
 
 def find_mixers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The model's recurrent layers by name, in the order in which they run."""
+    """Return the model's recurrent layers by name, in the order in which they run."""
     takers = {
         name: module
         for name, module in model.named_modules()
         if hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
     }
-    # In some families the block around a mixer takes the cache too, only to pass it on.
+    # In some families the block around a mixer also takes the cache, only to pass it on. Keep the innermost module.
     return {
         name: module
         for name, module in takers.items()
@@ -85,13 +85,13 @@ def find_mixers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[RecurrentLayerConfig, ...]:
-    """Describe the recurrent layers of a model: each is tried without weights, to see what it keeps.
+    """Describe the recurrent layers of a model. Each is run once without weights, to see which state it keeps.
 
     Args:
-        dtype: Of the weights.
+        dtype: Type of the weights.
 
     Raises:
-        ConfigurationError: a recurrent layer keeps its state in a way that this engine does not know.
+        ConfigurationError: a recurrent layer keeps its state in a way that this engine does not support.
     """
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     kinds = [kind for kind in layer_types if kind in RECURRENT_KINDS]
@@ -102,8 +102,8 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
     mixers = find_mixers(model)
     if len(mixers) != len(kinds):
         raise ConfigurationError(
-            f"{len(kinds)} layers of this {config.model_type} model are of kind {kinds[0]!r}, of which this engine "
-            f"knows {len(mixers)} to keep their state as transformers' mixers do",
+            f"this engine cannot run this {config.model_type} model: of its {len(kinds)} layers of kind {kinds[0]!r}, "
+            f"only {len(mixers)} keep their state through transformers' `cache_params`",
             key="model",
             value=config.model_type,
         )
@@ -119,7 +119,7 @@ def recurrent_layers(config: PretrainedConfig, dtype: torch.dtype) -> tuple[Recu
 
 @torch.inference_mode()
 def _probe(mixer: torch.nn.Module, model: PreTrainedModel) -> tuple[_StateTensor, ...]:
-    """What a mixer keeps per request, in the order of a page."""
+    """Run a mixer on a few tokens, and describe the state that it keeps per request, in the order of a page."""
     config: PretrainedConfig = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     tokens = torch.zeros(1, _PROBE_TOKENS, config.hidden_size, dtype=model.dtype, device=model.device)
@@ -136,14 +136,14 @@ def _probe(mixer: torch.nn.Module, model: PreTrainedModel) -> tuple[_StateTensor
 
 @dataclass
 class RecurrentLayer:
-    """One recurrent layer, put in the place of its mixer's `forward`; see `install`.
+    """One recurrent layer, which replaces its mixer's `forward`; see `install`.
 
     Attributes:
         spec: How a page holds the state.
-        tensors: What the state consists of, in the order of the page.
+        tensors: The tensors of the state, in the order of the page.
         compute: The mixer's own `forward`.
         kv_cache: Empty until the pool is bound, then the layer's pages, `(num_blocks, page_size_bytes)` int8.
-        num_calls: Steps in which the model used it.
+        num_calls: The number of steps in which the model used the layer.
     """
 
     name: str
@@ -158,17 +158,17 @@ class RecurrentLayer:
     def install(
         cls, name: str, spec: MambaSpec, mixer: torch.nn.Module, model: PreTrainedModel
     ) -> RecurrentLayer:
-        """Take over a mixer of `model`."""
+        """Replace the `forward` of a mixer of `model`."""
         layer = cls(name, spec, _probe(mixer, model), int(mixer.layer_idx), mixer.forward)  # type: ignore[arg-type]
         mixer.forward = layer.forward
         return layer
 
     def forward(self, hidden_states: torch.Tensor, **ignored: Any) -> torch.Tensor:
-        """Run each request's tokens from its state, and leave the state after them in its page.
+        """Run each request's tokens, starting from the state in its page, and update that state in place.
 
         Args:
             hidden_states: `(1, num_tokens, hidden_size)`, the tokens of all requests one after the other.
-            ignored: A cache and a mask, which are not this engine's.
+            ignored: Transformers' own cache and mask, which this engine does not use.
 
         Returns:
             `(1, num_tokens, hidden_size)`.
@@ -183,7 +183,7 @@ class RecurrentLayer:
         return torch.cat(parts, dim=1)
 
     def _requests(self, metadata: StateMetadata) -> Iterator[tuple[int, int, Cache]]:
-        """For each request, where its tokens begin and end, and its state as transformers wants it."""
+        """Yield for each request where its tokens begin and end, and its state as a cache of transformers."""
         starts = metadata.batch.query_start_loc_cpu.tolist()
         num_computed = metadata.batch.num_computed_tokens_cpu.tolist()
         views = mamba_state_views(self.kv_cache[0], self.spec)
@@ -199,5 +199,5 @@ class RecurrentLayer:
             if tensor.kind == "conv_states":
                 layer.conv_kernel_size[tensor.index] = state.shape[-1]
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, is_started)
-        # A mixer finds its layer by its number.
+        # A mixer looks its layer up by index, so put the layer at every index up to its own.
         return Cache(layers=[layer] * (self.layer_idx + 1))

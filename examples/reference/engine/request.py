@@ -43,7 +43,7 @@ class RequestFigures:
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token, 0 until there is one."""
+        """Seconds from arrival to the first token; 0 until there is one."""
         return 0.0 if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
@@ -53,11 +53,11 @@ class Request:
     Attributes:
         source: The request as the client sent it.
         all_token_ids: The prompt and the generated tokens.
-        mm_features: What the hashes depend on of the prompt's items.
+        mm_features: The parts of the prompt's items that block hashes depend on.
         block_hashes: Hashes of the full blocks of these tokens.
-        num_computed_tokens: Tokens whose keys and values are in the request's blocks.
-        top_logits: The largest logits for the first token of the answer, if they were asked for.
-        may_load: Whether the connector may still be asked for a load; one request loads at most once.
+        num_computed_tokens: The number of tokens whose keys and values are in the request's blocks.
+        top_logits: The largest logits for the first token of the answer, if the client asked for them.
+        may_load: Whether the engine may still ask the connector for a load. A request loads at most once.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps have to compute; 1 in the decode phase."""
+        """The number of tokens that the next steps have to compute; 1 in the decode phase."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
@@ -124,6 +124,6 @@ class Request:
 
 
 def _feature(item: PromptItem) -> MultiModalFeature:
-    """What block hashes depend on of an item: its contents, and where they are."""
+    """Return the parts of an item that block hashes depend on: its contents and their position."""
     contents = hashlib.sha256(item.vectors + bytes(item.is_embed))
     return MultiModalFeature(contents.hexdigest(), item.offset, item.length)

@@ -33,11 +33,11 @@ from .step import StepPlan
 class ModelRunner(KVConnectorModelRunnerMixin):
     """Run the model over the pool.
 
-    Life: construct → `initialize_kv_cache` once → `execute` every step.
+    Lifecycle: construct → `initialize_kv_cache` once → `execute` for every step.
 
     Args:
-        model: Loaded with the paged attention as its attention implementation.
-        device: Where model and pool are.
+        model: A model that was loaded with the paged attention as its attention implementation.
+        device: The device of model and pool.
     """
 
     def __init__(self, config: EngineConfig, model: PreTrainedModel, device: torch.device) -> None:
@@ -47,10 +47,10 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         self._model = model
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, layout: Layout) -> None:
-        """Allocate the pool, in the connector's memory if there is one, bind it, and register it there.
+        """Allocate the pool, in the connector's memory if there is a connector, bind it, and register it with the connector.
 
         Args:
-            layout: `"uniform"`: the one that the connector prefers; `"per-layer"`: a buffer for each layer.
+            layout: `"uniform"` is the layout that the connector prefers; `"per-layer"` has one buffer per layer.
         """
         attention = init_attn_backend(kv_cache_config, self.config, self.device)
         layers: dict[str, PagedLayer | RecurrentLayer] = {
@@ -86,12 +86,12 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         }
 
     def warm_up(self) -> None:
-        """Run the model once over a few tokens, to find out what it cannot do and to make the first request quick.
+        """Run the model once over a few tokens. This finds unsupported models, and makes the first request faster.
 
         The tokens are written into the null block, which is never read.
 
         Raises:
-            ConfigurationError: the model does something that this engine cannot.
+            ConfigurationError: the model does something that this engine does not support.
         """
         num_tokens = min(4, self.config.cache.block_size)
         try:
@@ -118,9 +118,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         """Run one step.
 
         Raises:
-            StepFailedError: its inputs, the forward pass or the sampler raised. The connector's worker half did its
-                part nevertheless, because its orders come only once; its report is in the error. Exceptions of the
-                worker half itself are not caught: it would be unknown which blocks are still written or read.
+            StepFailedError: the inputs, the forward pass or the sampler raised. The connector's worker half did its part
+                nevertheless, because it gets its orders only once; its report is in the error. Exceptions of the worker
+                half itself are not caught, because then it is unknown which blocks are still written or read.
         """
         self._batch.forget(plan)
         if not plan.scheduled:
@@ -137,7 +137,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             set_step_adapters(plan),
             self.maybe_get_kv_connector_output(plan) as report,
         ):
-            # Caught inside, so that leaving the block fills `report`.
+            # Catch the exception inside the block, because `report` is filled only when the block ends normally.
             try:
                 with same_numbers_after_failure(inputs.samplers):
                     sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
@@ -171,9 +171,9 @@ class ModelRunner(KVConnectorModelRunnerMixin):
     def _forward(
         self, inputs: StepInputs, embedded: torch.Tensor | None = None
     ) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
-        """Compute the step's tokens, or vectors; returns the next token and `top_logits` of each request that yields one.
+        """Run the model on the step's tokens or vectors; return the next token and `top_logits` of each request that has one.
 
-        Stages before the last pass on what they computed, and return nothing.
+        Stages before the last one pass their hidden states on, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
         result = self._model(

@@ -79,13 +79,13 @@ def top_logits(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[t
 
 
 def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> torch.Tensor:
-    """Draw from `(num_requests, vocab_size)` float32 logits; returns `(num_requests,)` token ids."""
+    """Draw from `(num_requests, vocab_size)` float32 logits; return `(num_requests,)` token ids."""
     shape = torch.tensor([(s.params.temperature, s.params.top_p) for s in samplers], device=logits.device)
     temperature, top_p = shape[:, :1], shape[:, 1:]
-    # Shifted first: a tiny temperature would otherwise turn large logits into infinities.
+    # Shift first, because a tiny temperature would otherwise turn large logits into infinities.
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
-    # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p, one request's stream a row.
+    # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p. Each row uses its own request's random numbers.
     races = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in samplers])
     return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
 

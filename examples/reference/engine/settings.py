@@ -25,7 +25,7 @@ class EngineSettings:
         dtype: Type of weights and cache; `"auto"` is float32 on a CPU and bfloat16 on a GPU.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         layout: `"uniform"` keeps one block of all layers in one run of bytes where connector and model admit
-            it; `"per-layer"` has a buffer for each layer.
+            it; `"per-layer"` has one buffer per layer.
         page_order: `"NHD"` keeps each token's heads together in a page, `"HND"` each head's tokens.
         block_size: Tokens per block.
         num_blocks: Blocks of the pool, including the null block; 0 for as many as `memory_utilization` allows.
@@ -105,7 +105,7 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that share the model; with 1 it runs in this process."""
+        """The number of processes that share the model. If it is 1, the model runs in this process."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _require_cpu_for_workers(self) -> None:
@@ -120,8 +120,8 @@ class EngineSettings:
         if self.lora_modules and self.num_workers > 1:
             raise ConfigurationError(
                 f"lora_modules: a model spread over {self.num_workers} processes (tensor_parallel_size="
-                f"{self.tensor_parallel_size}, pipeline_parallel_size={self.pipeline_parallel_size}) has no adapters "
-                "in this engine",
+                f"{self.tensor_parallel_size}, pipeline_parallel_size={self.pipeline_parallel_size}) cannot use "
+                "adapters in this engine",
                 key="lora_modules",
             )
         taken = {"", self.model, self.served_model_name}

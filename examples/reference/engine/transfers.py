@@ -1,11 +1,11 @@
-"""Join what each rank recorded of a load."""
+"""Join the ranks' records of a load."""
 
 from __future__ import annotations
 
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 
-#: Loads whose end is still to come. A connector exceeds this only if it records loads that it never ends.
+#: Most loads in flight whose records are kept. Only a connector that never ends the loads it records can exceed this.
 MAX_OPEN_LOADS = 1024
 
 

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: plain data, no tensors."""
+"""The engine's inputs and outputs: plain data without tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GenerationRequest:
 
     Attributes:
         request_id: Unique among the live requests of the node.
-        kv_transfer_params: X or a prefill node wrote it.
+        kv_transfer_params: What to transfer, as a router or a prefill node wrote it.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
         lora_name: The adapter that the request uses; empty for none.
         items: In the order of their offsets, without overlap.
@@ -190,7 +190,7 @@ class EngineTotals:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Describe an engine at one moment. Fields that count something are metrics, and carry their meaning.
+    """Describe an engine at one moment. Fields that count something are also metrics, whose help texts explain them.
 
     Attributes:
         healthy: The step loop runs.

@@ -36,7 +36,7 @@ class ModelDescription:
     """A model without its weights.
 
     Attributes:
-        identity: What a peer compares, without adapters.
+        identity: The digests that a peer compares, without those of adapters.
         eos_token_ids: Tokens that end an answer.
     """
 
@@ -54,7 +54,7 @@ class ModelDescription:
 
 
 def model_folder(model: str) -> Path:
-    """The folder that `model` names: the default model's, or a local one.
+    """Return the folder that `model` names: the default model's, or a local one.
 
     Raises:
         ConfigurationError: there is no such folder, or it holds no model; the message says what is missing.
@@ -102,9 +102,8 @@ def load_model(
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (
-        Exception
-    ) as error:  # a broken file can make the loader raise anything; report it as a broken folder
+    except Exception as error:
+        # A broken file can make the loader raise anything. Report all of it as a broken folder.
         raise _broken(folder, f"its weights cannot be loaded: {_one_line(error)}") from error
     model, info = loaded
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
@@ -118,7 +117,7 @@ def load_model(
 def model_identity(folder: Path) -> ModelIdentity:
     """Hash a folder's model, including every byte of its weights.
 
-    Where the files lie and which version of a library wrote the configuration makes no difference.
+    The result depends neither on where the files lie nor on the version of the library that wrote the configuration.
 
     Raises:
         ConfigurationError: a file cannot be read; `key` is `"model"`.

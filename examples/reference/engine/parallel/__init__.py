@@ -1,15 +1,15 @@
-"""One model over several worker processes: each has its layers and heads, its share of the pool, and a worker half of the
-connector.
+"""Run one model over several worker processes. Each has its own layers and heads, its part of the pool, and a worker
+half of the connector.
 
-    MultiProcessExecutor (executor.py)    in the scheduler's process: one step to all ranks, one result back
-    ├─ WorkerGroup (group.py)             starts the processes, waits for them, notices their end, ends them
-    ├─ steps.py                           a step without what the workers know already, and back
-    └─ codec.py, channel.py, messages.py  what crosses: frozen dataclasses as MessagePack over a socket pair
+    MultiProcessExecutor (executor.py)    in the scheduler's process: sends a step to all ranks, returns one result
+    ├─ WorkerGroup (group.py)             starts the processes, waits for replies, notices dead processes, stops them
+    ├─ steps.py                           reduces a step to what is new to the workers, and restores it in the worker
+    └─ codec.py, channel.py, messages.py  the messages: frozen dataclasses as MessagePack over a socket pair
 
     worker.py                             the worker process
-    ├─ stages.py                          which layers a rank runs, and how the tokens get from stage to stage
-    └─ sharding.py                        which part of which weight of these layers it keeps
+    ├─ stages.py                          which layers a rank runs, and how hidden states pass from stage to stage
+    └─ sharding.py                        which part of each weight of these layers a rank keeps
 
-A worker never outlives the process that started it: it ends when its end of the socket pair says so. A worker that
-is gone ends the engine, since the others cannot compute without it.
+A worker never outlives the process that started it: it exits as soon as the other end of its socket pair closes. If a
+worker ends, the engine ends, because the other workers cannot compute without it.
 """

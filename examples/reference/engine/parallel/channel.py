@@ -1,4 +1,4 @@
-"""Whole messages over one end of a socket pair."""
+"""Send and receive whole messages over one end of a socket pair."""
 
 from __future__ import annotations
 
@@ -8,53 +8,55 @@ from typing import Any
 
 from .codec import decode, encode
 
-#: A longer message is not sent, and one that is announced longer is not read.
+#: Longest message that is sent or accepted. The limit bounds the memory that a corrupt length could make us allocate.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """One end. One thread sends, one receives.
+    """One end of a connection between two processes.
+
+    One thread may send while another one receives, but no two threads may do the same.
 
     Args:
-        end: A connected stream socket; it belongs to the channel from now on.
+        end: A connected stream socket. The channel owns it and closes it.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def fileno(self) -> int:
-        """Readable when there is something to receive, or the other end is gone."""
+        """Return a descriptor that is readable when a message arrives or the other end closes."""
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """From now on, neither call waits longer than this without a byte moving."""
+        """Limit how long `send` and `receive` wait without any byte being transferred."""
         self._socket.settimeout(timeout_s)
 
     def send(self, message: object) -> None:
         """Send one message.
 
         Raises:
-            TypeError: it cannot be encoded; nothing was sent.
+            TypeError: the message cannot be encoded; nothing was sent.
             ValueError: it is longer than `MAX_FRAME_BYTES`; nothing was sent.
-            OSError: the other end is gone, or does not read (`TimeoutError`).
+            OSError: the other end is closed, or does not read (`TimeoutError`).
         """
         data = encode(message)
         if len(data) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes is longer than {MAX_FRAME_BYTES}")
+            raise ValueError(f"cannot send a message of {len(data)} bytes: the limit is {MAX_FRAME_BYTES}")
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> Any:
         """Wait for one message.
 
         Raises:
-            EOFError: the other end is gone.
-            ValueError: what came is no message.
-            OSError: the connection broke, or nothing came in time (`TimeoutError`).
+            EOFError: the other end is closed.
+            ValueError: the bytes received are not a message.
+            OSError: the connection broke, or nothing arrived in time (`TimeoutError`).
         """
         (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
         if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {length} bytes is longer than {MAX_FRAME_BYTES}")
+            raise ValueError(f"cannot receive a message of {length} bytes: the limit is {MAX_FRAME_BYTES}")
         return decode(self._receive_exactly(length))
 
     def _receive_exactly(self, num_bytes: int) -> bytes:
@@ -63,10 +65,10 @@ class Channel:
         while rest:
             count = self._socket.recv_into(rest)
             if count == 0:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end closed the connection")
             rest = rest[count:]
         return bytes(data)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the socket. Idempotent."""
         self._socket.close()

@@ -1,7 +1,7 @@
-"""Plain values and dataclasses as MessagePack.
+"""Encode plain values and dataclasses as MessagePack.
 
-For a process and the workers that it started itself. Only dataclasses of modules that the reader has imported
-already are made, so that no bytes can import or call anything else.
+This is meant for a process and the workers that it started itself. The decoder constructs dataclasses only, and only those
+of modules that are already imported, so no input can make it import or call anything else.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _CODES = {collection: code for code, collection in _COLLECTIONS.items()}
 
 
 def encode(value: object) -> bytes:
-    """Encode dataclasses, tuples, sets, lists, dicts, and what MessagePack knows.
+    """Encode dataclasses, tuples, sets, lists, dicts, and the types that MessagePack knows.
 
     Raises:
-        TypeError: `value` holds something else; the message names its type.
+        TypeError: `value` contains another type; the message names it.
     """
     encoded: bytes = msgpack.packb(value, default=_extension, strict_types=True)
     return encoded
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of `encode`: equal values of the same types.
+    """Invert `encode`: return an equal value of the same types.
 
     Raises:
-        ValueError: these are not the bytes of a value, or it is of a type that is no dataclass here.
+        ValueError: `data` is malformed, or names a dataclass that this process does not have.
     """
     return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
 
@@ -48,7 +48,8 @@ def _extension(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(
-        f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to a worker process"
+        f"cannot encode a {type(value).__module__}.{type(value).__qualname__} for a worker process: "
+        "only plain values and dataclasses are supported"
     )
 
 
@@ -57,9 +58,9 @@ def _restored(code: int, data: bytes) -> object:
     if code in _COLLECTIONS:
         return _COLLECTIONS[code](content)
     if code != _DATACLASS:
-        raise ValueError(f"extension {code} is unknown")
+        raise ValueError(f"malformed message: unknown extension type {code}")
     module, name, fields = content
     kind = reduce(lambda scope, part: getattr(scope, part, None), name.split("."), sys.modules.get(module))
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise ValueError(f"{module}.{name} is no dataclass here")
+        raise ValueError(f"malformed message: this process has no dataclass {module}.{name}")
     return kind(**fields)

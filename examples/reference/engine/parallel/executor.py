@@ -1,4 +1,4 @@
-"""`MultiProcessExecutor`: the model spread over worker processes, driven from the scheduler's."""
+"""`MultiProcessExecutor`: run a model over several worker processes, from the scheduler's process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .group import WorkerGroup
 from .messages import Ready, Start, StepDone
 from .steps import StepSender
 
-#: To import PyTorch, and to load and cut a model, on a busy machine.
+#: Seconds for a worker to import PyTorch and to load and cut the model, on a busy machine.
 START_TIMEOUT_S = 300.0
-#: A step that takes longer is taken for a worker that hangs.
+#: Seconds for one step. If it takes longer, a worker is assumed to hang, and the engine ends.
 STEP_TIMEOUT_S = 120.0
 
 
 class MultiProcessExecutor:
-    """One worker process per rank, each with its part of the model and of the pool.
+    """Runs one worker process per rank. Each has its part of the model and of the pool.
 
     Args:
-        config: Configuration of rank 0; those of the other ranks differ only in the rank.
-        model_folder: The model's files. Each worker reads all of it and keeps its part.
+        config: Configuration of rank 0. The configurations of the other ranks differ only in the rank.
+        model_folder: The model's files. Each worker reads the whole model and keeps its part.
         layout: See `ModelRunner.initialize_kv_cache`.
-        num_threads: Threads of PyTorch in each worker; 0: an equal share of the machine's cores.
+        num_threads: Threads of PyTorch per worker; 0 means an equal share of the machine's cores.
 
     Raises:
-        ConfigurationError: the model or a connector option cannot work. Nothing is left over.
-        EngineDeadError: a worker did not come up. Nothing is left over.
+        ConfigurationError: the model or a connector option cannot work. No worker process is left.
+        EngineDeadError: a worker did not start. No worker process is left.
     """
 
     def __init__(self, config: EngineConfig, model_folder: Path, layout: Layout, num_threads: int) -> None:
@@ -59,14 +59,15 @@ class MultiProcessExecutor:
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers, by rank."""
+        """The workers' process ids, by rank."""
         return [worker.pid for worker in self._group.workers]
 
     def execute(self, plan: StepPlan) -> ModelRunnerOutput:
         step = self._sender.step(plan)
         replies = self._group.ask([step] * len(self._group.workers), StepDone, STEP_TIMEOUT_S)
         report = self._reports.aggregate([reply.output.kv_connector_output for reply in replies])
-        # All ranks of the last stage computed the same logits; the first one's draw counts where tokens are drawn.
+        # All ranks of the last stage compute the same logits, but each samples by itself, so sampled tokens may differ.
+        # Use the tokens of that stage's first rank.
         return replace(replies[-self._stage_size].output, kv_connector_output=report)
 
     def check(self) -> TransferHealth:

@@ -1,4 +1,4 @@
-"""The worker processes of one engine: started, waited for, missed, ended."""
+"""Start the worker processes of one engine, wait for their replies, notice when one dies, and stop them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..types import TransferHealth
 from .channel import Channel
 from .messages import Failed, Stop
 
-#: For how long a worker may not read what it is sent, or stop in the middle of what it sends.
+#: Seconds without progress after which sending to a worker, or receiving the rest of a message from it, fails.
 LINK_TIMEOUT_S = 30.0
-#: For how long workers may shut their connectors down, before they are killed.
+#: Seconds that workers have to shut their connectors down before they are killed.
 STOP_GRACE_S = 8.0
 #: Seconds to wait for the exit status of a process whose link broke, because the status shows why.
-DYING_S = 1.0
+EXIT_STATUS_WAIT_S = 1.0
 
 _EXAMPLES = Path(__file__).resolve().parents[3]
 
@@ -34,7 +34,7 @@ Reply = TypeVar("Reply")
 
 
 class WorkerProcess:
-    """One rank. It ends when this process does, since then its link breaks."""
+    """The process of one rank. It exits when this process ends, because that closes its link."""
 
     def __init__(self, rank: int, rendezvous_fd: int) -> None:
         self.rank = rank
@@ -62,31 +62,35 @@ class WorkerProcess:
         return self._process.pid
 
     def exit_status(self, within_s: float) -> int | None:
-        """Wait for its end, at most so long; a negative status is the signal that killed it, None: it runs."""
+        """Wait at most `within_s` for the process to end.
+
+        Returns:
+            Its exit status, or the negative number of the signal that killed it. None if it still runs.
+        """
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             return None
 
-    def obituary(self, status: int) -> str:
-        """How it ended, in words."""
+    def describe_end(self, status: int) -> str:
+        """Say how the process ended, for a message."""
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the worker process of rank {self.rank} ({self.pid}) {how}"
 
     def kill(self) -> None:
-        """End it now. Idempotent."""
+        """Kill the process and close its link. Idempotent."""
         self._process.kill()
         self._process.wait()
         self.channel.close()
 
 
 class WorkerGroup:
-    """All ranks of one engine. Once one of them is gone, none goes on."""
+    """The processes of all ranks of one engine. If one ends, the others are killed."""
 
     def __init__(self, num_ranks: int) -> None:
         rendezvous_fd = os.memfd_create("kvferry-rendezvous")
         self.workers: list[WorkerProcess] = []
-        self._transfer_health: dict[int, TransferHealth] = {}  # by rank; as last reported between steps
+        self._transfer_health: dict[int, TransferHealth] = {}  # by rank: the last report between steps
         try:
             for rank in range(num_ranks):
                 self.workers.append(WorkerProcess(rank, rendezvous_fd))
@@ -97,14 +101,14 @@ class WorkerGroup:
             os.close(rendezvous_fd)
 
     def ask(self, messages: Sequence[object], kind: type[Reply], timeout_s: float) -> list[Reply]:
-        """Send each rank its message, and wait for the replies.
+        """Send each rank its message, and wait for all replies.
 
         Returns:
-            The replies by rank.
+            The replies, by rank.
 
         Raises:
-            ConfigurationError: a rank cannot start as asked.
-            EngineDeadError: a rank is gone, broke, or did not reply in time. All ranks were killed.
+            ConfigurationError: a rank refused its settings. All ranks were killed.
+            EngineDeadError: a rank ended, failed, or did not reply in time. All ranks were killed.
         """
         try:
             for worker, message in zip(self.workers, messages, strict=True):
@@ -115,20 +119,20 @@ class WorkerGroup:
             raise
 
     def check(self) -> TransferHealth:
-        """Check that all ranks are there. Call this only while none owes a reply.
+        """Check that all ranks still run. Call this only between steps, when no reply is due.
 
         Returns:
-            How their connectors are: the lowest rank's words.
+            The health of their connectors. If several ranks report a problem, the lowest rank's text is used.
 
         Raises:
-            EngineDeadError: one is not there. All ranks were killed.
+            EngineDeadError: a rank has ended. All ranks were killed.
         """
         for worker in self.workers:
             if (status := worker.exit_status(within_s=0.0)) is not None:
                 self.kill()
-                raise EngineDeadError(worker.obituary(status))
+                raise EngineDeadError(worker.describe_end(status))
         try:
-            self._hear()
+            self._receive_health()
         except EngineDeadError:
             self.kill()
             raise
@@ -136,8 +140,8 @@ class WorkerGroup:
         errors, warnings = [health.error for health in reports], [health.warning for health in reports]
         return TransferHealth(next(filter(None, errors), ""), next(filter(None, warnings), ""))
 
-    def _hear(self) -> None:
-        """Take what ranks reported between steps, without waiting."""
+    def _receive_health(self) -> None:
+        """Receive the reports that ranks have sent between steps, without waiting for more."""
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
@@ -146,7 +150,8 @@ class WorkerGroup:
                     self._receive(key.data, TransferHealth)
 
     def stop(self) -> None:
-        """End all ranks: well where they can, within a few seconds. Idempotent."""
+        """Ask all ranks to shut down, and kill those that still run after `STOP_GRACE_S`. Idempotent."""
+        # Ask all ranks before waiting for any, so that they shut down at the same time and share one deadline.
         for worker in self.workers:
             with contextlib.suppress(EngineDeadError):
                 self._send(worker, Stop())
@@ -156,7 +161,7 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks now. Idempotent."""
+        """Kill all ranks. Idempotent."""
         for worker in self.workers:
             worker.kill()
         self.workers.clear()
@@ -176,7 +181,7 @@ class WorkerGroup:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready and time.monotonic() >= deadline:
                     late = [worker.rank for worker in self.workers if worker.rank not in replies]
-                    raise EngineDeadError(f"worker processes of ranks {late} did not reply in time")
+                    raise EngineDeadError(f"timed out waiting for the worker processes of ranks {late}")
                 for key, _ in ready:
                     reply = self._receive(key.data, kind)
                     if reply is not None:
@@ -185,7 +190,7 @@ class WorkerGroup:
         return [replies[worker.rank] for worker in self.workers]
 
     def _receive(self, worker: WorkerProcess, kind: type[Reply]) -> Reply | None:
-        """Receive a message; None if it was not the reply, which is still to come."""
+        """Receive one message. Return None if it was a health report; the reply is then still to come."""
         try:
             reply = worker.channel.receive()
         except (EOFError, OSError, ValueError) as error:
@@ -199,19 +204,22 @@ class WorkerGroup:
         return reply
 
     def _lost(self, worker: WorkerProcess, error: Exception) -> EngineDeadError:
-        status = worker.exit_status(DYING_S)
+        status = worker.exit_status(EXIT_STATUS_WAIT_S)
         if status is not None:
-            return EngineDeadError(worker.obituary(status))
-        return EngineDeadError(f"the worker process of rank {worker.rank} ({worker.pid}) is lost: {error}")
+            return EngineDeadError(worker.describe_end(status))
+        return EngineDeadError(
+            f"lost the link to the worker process of rank {worker.rank} ({worker.pid}): {error}"
+        )
 
     def _failed(self, worker: WorkerProcess, failed: Failed) -> Exception:
         if failed.is_refusal:
             return ConfigurationError(failed.text, key=failed.key)
-        # Ranks fail together when one of them is killed; the one that was killed is the reason.
+        # If one rank is killed, the others fail in their collective operations, and such a failure may arrive first.
+        # The killed rank is the cause, so look for it and report it instead.
         for other in self.workers:
-            status = other.exit_status(0.0 if other is worker else DYING_S)
+            status = other.exit_status(0.0 if other is worker else EXIT_STATUS_WAIT_S)
             if status is not None and status < 0:
-                return EngineDeadError(other.obituary(status))
+                return EngineDeadError(other.describe_end(status))
         return EngineDeadError(f"the worker process of rank {worker.rank} failed: {failed.text}")
 
 

@@ -1,8 +1,8 @@
-"""What the scheduler's process and its workers say to each other. Plain and frozen.
+"""The messages between the scheduler's process and its workers: plain, frozen dataclasses.
 
 scheduler → worker: `Start`, then any number of `Step`, then `Stop`
-worker → scheduler: `Ready`, then one `StepDone` for each `Step`; or `Failed`, and then nothing more; at any time
-                    after `Ready`, when it changed while there was nothing to do, a `TransferHealth`
+worker → scheduler: `Ready`, then one `StepDone` per `Step`. `Failed` may take the place of either, and is the last
+                    message. After `Ready`, an idle worker also sends a `TransferHealth` each time its health changes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..types import GenerationRequest
 
 @dataclass(frozen=True)
 class Start:
-    """Load your part of the model.
+    """The order to load this worker's part of the model.
 
     Attributes:
-        config: With this worker's rank, its part of each layer, and the number of blocks settled.
-        folder: The model's.
-        num_threads: Threads of PyTorch.
+        config: The configuration, with this worker's rank and part of each layer, and with a fixed number of blocks.
+        folder: The model's folder.
+        num_threads: Number of PyTorch's threads.
     """
 
     config: EngineConfig
@@ -35,7 +35,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ready:
-    """The part is loaded, the pool is registered.
+    """The worker's part of the model is loaded, and its pool is registered.
 
     Attributes:
         handshake_metadata: The handshake metadata of the connector's worker half; None without a connector.
@@ -46,12 +46,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class StepItem:
-    """What a step computes of one request; see `ScheduledRequest`.
+    """The part of one request that a step computes; see `ScheduledRequest`.
 
     Attributes:
-        source: With the first item of the request, its prompt being all tokens so far; else None.
-        num_known_tokens: Tokens of the request that the worker knows, those of `source` among them.
-        new_token_ids: Those that follow.
+        source: Sent with the first item of a request, with all its tokens so far as the prompt. None in later items.
+        num_known_tokens: Tokens of the request that the worker knows, including those of `source`.
+        new_token_ids: The tokens after these.
     """
 
     request_id: str
@@ -65,7 +65,7 @@ class StepItem:
 
 @dataclass(frozen=True)
 class Step:
-    """Run one step; see `StepPlan`."""
+    """The order to run one step; see `StepPlan`."""
 
     items: tuple[StepItem, ...]
     finished_req_ids: frozenset[str]
@@ -75,17 +75,18 @@ class Step:
 
 @dataclass(frozen=True)
 class StepDone:
-    """What came of a step on this rank. The tokens are the same on all ranks only where they are greedy."""
+    """The result of a step on this rank. Ranks agree on the tokens only if sampling is greedy."""
 
     output: ModelRunnerOutput
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker ends now.
+    """The worker failed and exits.
 
     Attributes:
-        key: The setting to blame if the worker refused to start; otherwise empty.
+        text: Why.
+        key: The setting at fault if the worker refused to start; otherwise empty.
         is_refusal: True if the worker refused its settings; False if something broke.
     """
 
@@ -96,4 +97,4 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stop:
-    """End well: shut the connector down."""
+    """The order to shut the connector down and exit."""

@@ -1,7 +1,7 @@
-"""Tensor parallelism: which part of which weight a rank keeps, after the plan that each model of transformers has.
+"""Tensor parallelism: choose the part of each weight that a rank keeps, by the plan that transformers has for the model.
 
-The layers before an attention or an MLP are cut by their outputs (whole heads; no communication), the layer after it by
-its inputs, whose results are added up over the ranks. Everything else is the same on every rank.
+The linear layers before an attention or an MLP are cut by outputs, in whole heads, so they need no communication. The
+layer after it is cut by inputs, and its results are summed over the ranks. All other weights are the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.transports.errors import ConfigurationError
 from ..recurrent import RECURRENT_KINDS
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
-#: The plan's word for a weight that every rank has whole begins so.
+#: Prefix of the plan's styles for weights that every rank keeps whole.
 _WHOLE = "replicated"
 
 
@@ -29,12 +29,12 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
     """Check that a model can be spread over `num_ranks` ranks.
 
     Raises:
-        ConfigurationError: heads or MLP do not come out even, or the model is of a kind that cannot be cut here;
-            the message says which numbers would fit.
+        ConfigurationError: the heads or the MLP cannot be divided evenly (the message lists the sizes that fit), or the
+            engine cannot cut this kind of model.
     """
     if RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ()):
         raise ConfigurationError(
-            f"this engine cannot spread {config.model_type} models over several processes: a state is not cut",
+            f"this engine cannot spread {config.model_type} models over several processes: it cannot cut recurrent states",
             key="tensor_parallel_size",
             value=config.model_type,
         )
@@ -45,7 +45,7 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
     raise ConfigurationError(
         f"tensor_parallel_size={num_ranks} does not fit this model ({config.num_attention_heads} attention heads, "
         f"{_num_kv_heads(config)} key/value heads, MLP width {config.intermediate_size}); "
-        f"what fits: {', '.join(['1', *fitting])}",
+        f"sizes that fit: {', '.join(['1', *fitting])}",
         key="tensor_parallel_size",
         value=num_ranks,
     )
@@ -54,19 +54,19 @@ def require_divisible(config: PretrainedConfig, num_ranks: int) -> None:
 def layers_of_rank(
     layers: Sequence[AttentionLayerConfig], num_ranks: int
 ) -> tuple[AttentionLayerConfig, ...]:
-    """The layers as each rank has them: an equal share of the key/value heads, at least one."""
+    """Return the layers of one rank: each with an equal share of the key/value heads, at least one."""
     return tuple(replace(layer, num_kv_heads=max(1, layer.num_kv_heads // num_ranks)) for layer in layers)
 
 
 def shard(
     model: PreTrainedModel, rank: int, num_ranks: int, group: torch.distributed.ProcessGroup | None = None
 ) -> None:
-    """Cut a model down to the part of one rank, in place. Its forward then needs all ranks.
+    """Cut a model down to the part of one rank, in place. Its forward pass then needs all ranks.
 
-    Ranks that are more than the key/value heads share them: neighbours keep the same one.
+    If there are more ranks than key/value heads, neighbouring ranks keep the same head.
 
     Args:
-        group: Of these ranks; None: all that there are.
+        group: The process group of these ranks. None means all processes.
     """
     config = model.config.get_text_config(decoder=True)
     plan = _plan_of(config)
@@ -87,7 +87,11 @@ def _plan_of(config: PretrainedConfig) -> Mapping[str, str]:
     whole = [name for name, style in plan.items() if style.startswith(_WHOLE)]
     unknown = [name for name in plan.keys() - set(whole) if plan[name] not in (_BY_OUTPUTS, _BY_INPUTS)]
     if unknown or not plan:
-        why = f"{min(unknown)} is {plan[min(unknown)]}" if unknown else "it has no plan for that"
+        why = (
+            f"the plan's style {plan[min(unknown)]!r} of {min(unknown)!r} is not supported"
+            if unknown
+            else "transformers has no tensor-parallel plan for them"
+        )
         raise ConfigurationError(
             f"this engine cannot spread {config.model_type} models over several processes: {why}",
             key="tensor_parallel_size",
@@ -111,7 +115,10 @@ def _num_kv_heads(config: PretrainedConfig) -> int:
 
 
 def _share(width: int, num_units: int, rank: int, num_ranks: int) -> slice:
-    """The rank's part of `width` elements in `num_units` equal units: several units, or one that others have too."""
+    """Return the rank's part of `width` elements, which are `num_units` equal units: whole units, at least one.
+
+    If there are fewer units than ranks, several ranks have the same unit.
+    """
     first = rank * num_units // num_ranks
     count = max(1, num_units // num_ranks)
     unit = width // num_units
@@ -126,12 +133,12 @@ def _keep_outputs(linear: torch.nn.Linear, share: slice) -> None:
 
 
 class _SummedLinear(torch.nn.Module):
-    """A linear layer of which each rank has some inputs; what comes out is the sum over the ranks.
+    """A linear layer whose inputs are divided among the ranks. Its output is the sum over the ranks.
 
     Args:
         weight: `(num_outputs, num_inputs of this rank)`.
-        bias: `(num_outputs,)`, added once.
-        group: Of the ranks.
+        bias: `(num_outputs,)`, added after the sum, so that it counts once.
+        group: The process group of the ranks.
     """
 
     def __init__(
@@ -146,7 +153,7 @@ class _SummedLinear(torch.nn.Module):
         self._bias = bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """From `(…, num_inputs of this rank)` to `(…, num_outputs)`, the same on all ranks."""
+        """Compute `(…, num_inputs of this rank)` → `(…, num_outputs)`, the same on all ranks."""
         outputs = torch.nn.functional.linear(inputs, self.weight)
         torch.distributed.all_reduce(outputs, group=self._group)
         return outputs if self._bias is None else outputs + self._bias

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: which layers a stage keeps, and how what they make of a step's tokens gets to the next stage.
+"""Pipeline parallelism: choose the layers that a stage keeps, and pass a step's hidden states on to the next stage.
 
-Each stage runs the model's own forward, in which the layers of the other stages do nothing: what a model does before,
-between and after its layers is its own business. Only the last stage's logits mean anything.
+Each stage runs the model's own forward pass, in which the layers of the other stages do nothing. So this module need not
+know what a model does before, between and after its layers. Only the last stage's logits are valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require_stages(config: PretrainedConfig, num_stages: int) -> None:
     """Check that a model's layers can be spread over `num_stages` stages.
 
     Raises:
-        ConfigurationError: there are fewer layers, or the model is of a kind that cannot be cut here.
+        ConfigurationError: there are fewer layers than stages, or the engine cannot cut this kind of model.
     """
     is_recurrent = RECURRENT_KINDS & set(getattr(config, "layer_types", None) or ())
     if is_recurrent or "layers" not in (config.base_model_pp_plan or {}):
@@ -39,14 +39,14 @@ def require_stages(config: PretrainedConfig, num_stages: int) -> None:
     if config.num_hidden_layers < num_stages:
         raise ConfigurationError(
             f"pipeline_parallel_size={num_stages}: this model has {config.num_hidden_layers} layers, and each stage "
-            "needs one",
+            "needs at least one",
             key="pipeline_parallel_size",
             value=num_stages,
         )
 
 
 def layers_of_stage(num_layers: int, parallel: ParallelConfig) -> range:
-    """The layers that this rank's stage runs; no stage has two more than another."""
+    """Return the layers that this rank's stage runs. The stages' numbers of layers differ by at most one."""
     first, end = (
         stage * num_layers // parallel.pipeline_parallel_size
         for stage in (parallel.pipeline_parallel_rank, parallel.pipeline_parallel_rank + 1)
@@ -57,10 +57,12 @@ def layers_of_stage(num_layers: int, parallel: ParallelConfig) -> range:
 def part_of_stage(
     config: EngineConfig, pool: KVCacheConfig, kept: range
 ) -> tuple[EngineConfig, KVCacheConfig]:
-    """A stage's part of the configuration and of the pool: its layers, in the groups of the whole model.
+    """Return a stage's part of the configuration and of the pool: its layers, in the groups of the whole model.
+
+    The groups stay those of the whole model because the block tables, which all stages share, have one list per group.
 
     Raises:
-        ConfigurationError: a group of layers has none on this stage, or a layer reads the cache of another stage's.
+        ConfigurationError: a group has no layer on this stage, or a layer reads the cache of another stage's layer.
     """
 
     def ours(names: Sequence[str]) -> tuple[str, ...]:
@@ -88,18 +90,21 @@ def part_of_stage(
 
 
 def _misfit(layers: Sequence[AttentionLayerConfig], groups: Sequence[KVCacheGroupSpec], kept: range) -> str:
-    """Why these layers cannot be a stage; empty if they can."""
+    """Say why these layers cannot be a stage; empty if they can."""
     for layer in layers:
         target = layer.kv_sharing_target
         if target and extract_layer_index(target) not in kept:
             return f"{layer.name} reads the cache of {target}"
     if not all(group.layer_names for group in groups):
-        return "a kind of the model's layers is not among them, and each stage needs all kinds"
+        return "each stage needs layers of every kind that the model has, and one kind is missing"
     return ""
 
 
 def cut_to_stage(model: PreTrainedModel, kept: range, parallel: ParallelConfig) -> None:
-    """Drop the weights of the other stages' layers, in place. Its forward then needs all stages, each after the one before."""
+    """Drop the weights of the other stages' layers, in place.
+
+    The forward pass then needs all stages: each waits for the hidden states of the stage before it.
+    """
     layers: Any = model.get_decoder().layers  # type: ignore[no-untyped-call]
     for index, layer in enumerate(layers):
         if index not in kept:
@@ -116,7 +121,7 @@ def _pass_on(hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 
 def _receive(inputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """Put what the stage before made of the step's tokens in the place of what was passed on here."""
+    """Replace a layer's input, which the dropped layers only passed on, by the previous stage's hidden states."""
     hidden = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
     torch.distributed.recv(hidden, rank)
     return (hidden, *inputs[1:])

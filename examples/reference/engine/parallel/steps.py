@@ -1,4 +1,4 @@
-"""A step on its way to the workers: only what they do not know yet, and the whole of it again over there."""
+"""Reduce a step to what is new to the workers, and restore the whole step in the worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .messages import Step, StepItem
 
 
 class StepSender:
-    """The scheduler's side. It remembers how many tokens of each request were sent to the workers."""
+    """The scheduler's side. It keeps how many tokens of each request were sent to the workers."""
 
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}
 
     def step(self, plan: StepPlan) -> Step:
-        """Return what is new in a step. Must be called for every step, in order."""
+        """Return what is new in a step. Call this for every step, in order, because workers add each to what they have."""
         for request_id in plan.finished_req_ids:
             self._num_sent.pop(request_id, None)
         return Step(
@@ -46,13 +46,13 @@ class StepSender:
 
 
 class StepMirror:
-    """The worker's side: the scheduler's requests, as far as a model runner looks at them."""
+    """The worker's side: a copy of the scheduler's requests, with the fields that a model runner reads."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
 
     def plan(self, step: Step) -> StepPlan:
-        """The step as the scheduler planned it."""
+        """Restore the step as the scheduler planned it."""
         for request_id in step.finished_req_ids:
             self._requests.pop(request_id, None)
         return StepPlan(

@@ -1,4 +1,4 @@
-"""The worker process: `python -m engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
+"""The worker process: `python -m reference.engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from .steps import StepMirror
 
 logger = logging.getLogger(__name__)
 
-#: The ranks come to each of their meetings within this time, or something is wrong with one of them.
-MEETING_TIMEOUT_S = 300.0
+#: Seconds that a collective operation waits for the other ranks. If it takes longer, one of them hangs or has ended.
+COLLECTIVE_TIMEOUT_S = 300.0
 
-#: With nothing to do: between two looks whether the connector still works.
+#: Seconds between two checks of the connector's health while there is nothing to compute.
 HEALTH_INTERVAL_S = 0.5
 
 
 class Inbox:
-    """Reads ahead, so that the end of the scheduler's process is noticed whatever this process does meanwhile."""
+    """Reads messages in a thread of its own, so that the end of the scheduler's process is noticed even during a step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -64,14 +64,16 @@ class Inbox:
             while True:
                 self._messages.put(self._channel.receive())
         except (EOFError, OSError, ValueError):
-            # Nobody is left to work for. The main thread may be in a meeting that never takes place.
+            # The scheduler's process has ended, so nothing needs this worker. Exit without unwinding: the main thread may
+            # wait in a collective operation for ranks that have exited already.
             os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve one rank until the scheduler's process stops it; return the exit status."""
     link_fd, rendezvous_fd = map(int, arguments)
-    # A terminal's Ctrl-C goes to all its processes; this one ends when the scheduler's process says so, or ends.
+    # A terminal sends Ctrl-C to all its processes. Ignore it: the scheduler's process stops the workers, after its
+    # answers, and a worker exits by itself if that process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=link_fd))
@@ -85,14 +87,14 @@ def main(arguments: Sequence[str]) -> int:
         channel.send(Failed(str(refusal), refusal.key, is_refusal=True))
         return 2
     except Exception as error:
-        logger.exception("the worker ends")
+        logger.exception("the worker failed and exits")
         channel.send(Failed(f"{type(error).__name__}: {error}", "", is_refusal=False))
         return 1
     return 0
 
 
 class _RefusedError(Exception):
-    """The worker cannot start as asked."""
+    """The worker cannot start with its settings."""
 
     def __init__(self, message: str, key: str) -> None:
         super().__init__(message)
@@ -103,7 +105,10 @@ def _start(start: object, rendezvous_fd: int, resources: ExitStack) -> ModelRunn
     assert isinstance(start, Start), start
     try:
         return _load(start, rendezvous_fd, resources)
-    except (ValueError, ImportError) as error:  # a setting that cannot work, or a backend that is not there
+    except (
+        ValueError,
+        ImportError,
+    ) as error:  # a setting that cannot work, or a backend that is not installed
         raise _RefusedError(str(error), str(getattr(error, "key", ""))) from error
 
 
@@ -117,21 +122,21 @@ def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner
     model = load_model(Path(start.folder), dtype, torch.device("cpu"), IMPLEMENTATION)
     kept = layers_of_stage(model.config.get_text_config(decoder=True).num_hidden_layers, parallel)
     cut_to_stage(model, kept, parallel)
-    stage = _meet(parallel, rendezvous_fd)
+    stage = _join_ranks(parallel, rendezvous_fd)
     if parallel.tensor_parallel_size > 1:
         shard(model, parallel.tensor_parallel_rank, parallel.tensor_parallel_size, stage)
     config, pool = part_of_stage(*plan_pool(start.config, model.device, may_shorten=False), kept)
     return start_runner(config, pool, model, start.layout, resources)
 
 
-def _meet(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
-    """Connect with the other ranks, over loopback; returns the group of this rank's stage."""
+def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
+    """Connect with the other ranks over loopback; return the group of this rank's stage."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The file has no name in any folder, so nothing remains of it, whichever process ends first.
+    # The file is anonymous memory without a name in any folder, so it disappears with its last process.
     store = torch.distributed.FileStore(  # type: ignore[attr-defined]
         f"/proc/self/fd/{rendezvous_fd}", parallel.world_size
     )
-    timeout = datetime.timedelta(seconds=MEETING_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=parallel.rank, world_size=parallel.world_size, timeout=timeout
     )
@@ -153,7 +158,7 @@ def _serve(runner: ModelRunner, inbox: Inbox, channel: Channel) -> None:
             step = inbox.take(HEALTH_INTERVAL_S)
         except queue.Empty:
             health = own_transfer_health()
-            if health != sent:  # while idle, no step's reply would carry it
+            if health != sent:  # an idle worker sends no step's output, which would carry a failure
                 sent = health
                 channel.send(sent)
             continue
@@ -166,5 +171,5 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):  # a full disk
         sys.stderr.flush()
-    # Without the libraries' own ends, which wait for ranks that may be gone.
+    # Skip the libraries' exit handlers, because they wait for ranks that may have ended.
     os._exit(status)
