@@ -183,7 +183,7 @@ SLOW = "slow" + "!" * SHORT_CHARS
 @pytest.mark.parametrize("prompt", ["a" * (LONGEST * 8 + 1), [1] * (LONGEST + 1), [[1] * (LONGEST + 1)]])
 async def test_what_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
     async with reader_of(byte_level("Ġ" * 8)) as reader:
-        with pytest.raises(PromptTooLongError, match=f"at most {LONGEST} are possible here") as caught:
+        with pytest.raises(PromptTooLongError, match=f"at most {LONGEST} are possible") as caught:
             reader.refuse_by_size(prompt)
         assert caught.value.max_prompt_tokens == LONGEST < caught.value.num_prompt_tokens
         assert caught.value.param == "prompt"
@@ -235,7 +235,7 @@ async def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until
     async with reader_of(tokenizer, 10_000) as reader:
         tasks = [asyncio.create_task(reader.read(SLOW)) for _ in range(NUM_THREADS + MAX_WAITING)]
         await until(lambda: reader.num_waiting == MAX_WAITING)
-        with pytest.raises(ApiError, match="long prompts wait") as caught:
+        with pytest.raises(ApiError, match="long prompts are waiting") as caught:
             await reader.read(SLOW)
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
         for task in tasks[:-1]:  # of those that run and of those that wait
@@ -263,7 +263,7 @@ def test_several_prompts_are_refused_with_the_reason(prompt: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
-    with pytest.raises(ApiError, match="'prompt' must be a text or a list") as caught:
+    with pytest.raises(ApiError, match="'prompt' must be a string or a list") as caught:
         parse_completion({"prompt": prompt})
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 

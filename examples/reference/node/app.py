@@ -25,15 +25,15 @@ from .openai_request import ClientRequest, parse_chat, parse_completion
 from .prompts import PromptReader
 from .replies import (
     TRANSFER_HEADER,
-    ChatWording,
-    CompletionWording,
+    ChatFormat,
+    CompletionFormat,
     Envelope,
-    Wording,
+    ReplyFormat,
     failure,
     transfer_outcome,
 )
 
-#: What a client may put into `X-Request-Id`; longer ones are cut.
+#: Most characters of a client's `X-Request-Id`. The rest is cut off.
 MAX_REQUEST_ID_CHARS = 128
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -43,18 +43,18 @@ Parser = Callable[[Mapping[str, Any]], ClientRequest]
 
 
 class NodeServer:
-    """OpenAI's API over one engine. It answers before the engine runs, with status `starting`.
+    """Serves OpenAI's API over one engine. Before the engine runs it answers too, with status `starting`.
 
     `/health` answers `{"status": ...}` and, if the node is not well, `"error"`. The status is one of
 
-        starting   503   the model is loaded
+        starting   503   the model is being loaded
         ok         200
-        draining   503   the node is stopping; it finishes what it began, and refuses new requests
-        failing    503   it can no longer hand caches over; `"error"` says why, and it must be restarted
+        draining   503   the node is stopping; it finishes the requests in flight, and refuses new ones
+        failing    503   the node can no longer transfer caches; `"error"` says why, and it must be restarted
         dead       503   the engine ended; `"error"` says why, and the process is about to exit
 
     Args:
-        engine: The caller starts it, and then calls `engine_is_ready`.
+        engine: The engine. The caller starts it, and then calls `engine_is_ready`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -68,22 +68,22 @@ class NodeServer:
         self._created = int(time.time())
 
     def engine_is_ready(self) -> None:
-        """From now on requests are served."""
-        # Room for an answer of one token is always kept.
+        """Serve requests from now on."""
+        # The longest prompt leaves room for an answer of one token.
         self._prompts = PromptReader(self._engine.tokenizer, self._engine.max_model_len - 1)
         self._is_ready = True
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that were begun go on."""
+        """Refuse new requests from now on. Requests in flight continue."""
         self._is_draining = True
 
     @property
     def num_answering(self) -> int:
-        """Requests that were let in and whose answers are not wholly written."""
+        """The number of accepted requests whose answers are not completely written."""
         return self._num_answering
 
     def application(self) -> web.Application:
-        """The routes, for aiohttp."""
+        """Return the routes for aiohttp."""
         app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
@@ -108,13 +108,12 @@ class NodeServer:
         stats = self._engine.stats()
         if not stats.healthy:
             return web.json_response({"status": "dead", "error": stats.error}, status=503)
-        if (
-            stats.transfer_error
-        ):  # it could only compute or fail what another node offers: not what it is there for
+        if stats.transfer_error:
+            # The node could only recompute or fail every handoff, so routers should use another one.
             return web.json_response({"status": "failing", "error": stats.transfer_error}, status=503)
         warning = {"warning": stats.transfer_warning} if stats.transfer_warning else {}
         kv_transfer = self._engine.settings.kv_transfer
-        # A router asks a node that may recompute alone when no prefill node is there.
+        # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
         policy = {"load_failure_policy": kv_transfer.kv_load_failure_policy} if kv_transfer else {}
         return web.json_response({"status": "ok", **policy, **warning})
 
@@ -138,21 +137,23 @@ class NodeServer:
     # -- answers -------------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._admit(request, parse_completion, CompletionWording())
+        return await self._admit(request, parse_completion, CompletionFormat())
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._admit(request, parse_chat, ChatWording())
+        return await self._admit(request, parse_chat, ChatFormat())
 
-    async def _admit(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
+    async def _admit(
+        self, request: web.Request, parse: Parser, reply_format: ReplyFormat
+    ) -> web.StreamResponse:
         """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
         if self._is_draining:
-            # An offer that the request names is not declined: a router may try it on another node.
+            # Do not decline the offer that the request names: a router may send it to another node.
             return unavailable(
-                "the node is stopping and takes no new requests; send the request to another node"
+                "the node is stopping and accepts no new requests; send the request to another node"
             ).response()
         self._num_answering += 1
         try:
-            response = await self._answer(request, parse, wording)
+            response = await self._answer(request, parse, reply_format)
             if not response.prepared:
                 await response.prepare(request)
                 await response.write_eof()
@@ -160,21 +161,24 @@ class NodeServer:
         finally:
             self._num_answering -= 1
 
-    async def _answer(self, request: web.Request, parse: Parser, wording: Wording) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, parse: Parser, reply_format: ReplyFormat
+    ) -> web.StreamResponse:
         engine = self._running_engine()
         body = await read_json(request)
         try:
-            return await self._answer_to(request, body, parse, wording)
+            return await self._answer_to(request, body, parse, reply_format)
         except Exception as error:
-            # The engine has not seen the request, or has ended it as failed. In either case the other node is to know.
-            is_elsewhere = isinstance(error, ApiError) and error.status >= 500
+            # The engine has not seen the request, or has failed it. Either way nothing here will load the offer, so tell the
+            # node that made it. The exception is an error with which a router may send the offer to another node.
+            may_retry_elsewhere = isinstance(error, ApiError) and error.status >= 500
             params = body.get("kv_transfer_params")
-            if not is_elsewhere and isinstance(params, dict):
+            if not may_retry_elsewhere and isinstance(params, dict):
                 engine.decline(params)
             raise
 
     async def _answer_to(
-        self, request: web.Request, body: Mapping[str, Any], parse: Parser, wording: Wording
+        self, request: web.Request, body: Mapping[str, Any], parse: Parser, reply_format: ReplyFormat
     ) -> web.StreamResponse:
         engine = self._engine
         with _refusals_as_api_errors():
@@ -183,13 +187,13 @@ class NodeServer:
             lora_name = self._lora_name(client.model)
             try:
                 prompt_token_ids = await self._prompts.read(client.prompt)
-            except asyncio.CancelledError:  # the client left, and the engine never heard of the request
+            except asyncio.CancelledError:  # the client left before the engine got the request
                 if client.kv_transfer_params is not None:
                     engine.decline(client.kv_transfer_params)
                 raise
-        request_id = f"{wording.id_prefix}-{_client_request_id(request)}"
+        request_id = f"{reply_format.id_prefix}-{_client_request_id(request)}"
         generation = GenerationRequest(
-            # A client may use an id twice, and a router may retry with it: only the suffix makes it unique.
+            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids unique.
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=prompt_token_ids,
             sampling=client.sampling,
@@ -199,13 +203,13 @@ class NodeServer:
             items=client.items,
         )
         model = lora_name or engine.model_name
-        envelope = Envelope(wording, request_id, model, int(time.time()), client.return_token_ids)
+        envelope = Envelope(reply_format, request_id, model, int(time.time()), client.return_token_ids)
         async with contextlib.aclosing(engine.generate(generation)) as outputs:
             with _refusals_as_api_errors():
                 first = await anext(outputs)
             pieces = _uncut(_prepend(first, outputs))
             if client.stream:
-                outcome = transfer_outcome(first.metrics)  # a load is over before the first piece comes
+                outcome = transfer_outcome(first.metrics)  # a load has ended before the first piece arrives
                 return await self._stream(request, pieces, envelope, client.include_usage, outcome)
             return await self._whole(pieces, envelope)
 
@@ -251,7 +255,7 @@ class NodeServer:
         except Exception as error:
             if not response.prepared:
                 raise
-            # Another answer cannot begin in the middle of this one, so the error is its last event.
+            # The status has been sent, so an error response is no longer possible. Send the error as the last event.
             logger.exception("%s %s failed in the middle of its answer", request.method, request.path)
             failed = ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
             await response.write(_event(failed.body()))
@@ -280,7 +284,7 @@ class NodeServer:
         return self._engine
 
     def _lora_name(self, model: str) -> str:
-        """The adapter that a client means by the name of a model; empty for the model itself."""
+        """Return the adapter that a client chose by the name of a model; empty for the model itself."""
         if model in self._engine.settings.lora_modules:
             return model
         if model and model not in (self._engine.model_name, self._engine.settings.model):
@@ -291,7 +295,7 @@ class NodeServer:
 
 @contextlib.contextmanager
 def _refusals_as_api_errors() -> Iterator[None]:
-    """The one table from the engine's errors to HTTP."""
+    """Turn the engine's errors into errors of the API, for the whole server in one place."""
     try:
         yield
     except InvalidRequestError as error:
@@ -303,7 +307,7 @@ def _refusals_as_api_errors() -> Iterator[None]:
 
 
 def _engine_ended(error: EngineDeadError) -> ApiError:
-    return unavailable(f"the engine does not run: {error}", retry_after_s=None)
+    return unavailable(f"the engine does not run: {error}", retry_after_s=None)  # only a restart would help
 
 
 async def _prepend(
@@ -315,10 +319,10 @@ async def _prepend(
 
 
 async def _uncut(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The pieces of an answer that comes to its own end.
+    """Yield the pieces of an answer until it is complete.
 
     Raises:
-        EngineDeadError: the node stops in the middle of it.
+        EngineDeadError: the node stopped in the middle of the answer.
     """
     async for output in outputs:
         if output.finish_reason == "abort":

@@ -1,4 +1,4 @@
-"""A node's life once it has its port: load the model, serve, drain, stop. `docs/design.md` describes it from outside."""
+"""Run a node that has its port: load the model, serve, drain, stop. `docs/design.md` describes what others see of this."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .cli import NodeOptions
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks whether there is still something to finish.
+#: Seconds between two checks whether a drain is complete.
 _LOOK_INTERVAL_S = 0.02
-#: Seconds for which `/health` shows the reason after the engine ended, so that a router can ask once more.
+#: Seconds for which `/health` shows the reason after the engine ended, so that routers can ask once more.
 _SHOW_DEATH_S = 1.0
-#: Seconds for the last clients to read their errors after the engine ended.
-_TELL_DEATH_S = 5.0
+#: Most seconds that clients have to read their errors after the engine ended.
+_REPORT_DEATH_S = 5.0
 
 
 async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> None:
     """Serve until a signal arrives or the launcher ends.
 
     Raises:
-        StartupError: the engine refused its settings; nothing was started.
-        BrokenError: the engine ended by itself. Every client got the reason.
+        StartupError: the engine refused its settings.
+        BrokenError: the engine ended by itself. Clients in flight received the reason.
     """
     loop = asyncio.get_running_loop()
     stop, died = StopRequest(link), asyncio.Event()
@@ -54,22 +54,22 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
         say(f"{options.role} node ready on http://{host}:{port}")
         link.report(ready=True)
         await _first_of(stop.drain, died)
-        # The listener stays open to the end: a router that asks for health, or sends a request, gets an answer.
+        # Keep the listener open until the end, so that health checks and new requests of routers still get an answer.
         if not died.is_set():
             server.drain()
             await _drain(server, engine, stop, died, options.drain_timeout_s)
         why = f"the engine ended: {engine.stats().error}"
         if died.is_set():
             link.report(failed=why)
-            await _tell_death(server, stop)
-        # The engine is closed while HTTP is still served: it ends what is left as aborted, and that has to be answered.
+            await _report_death(server, stop)
+        # Close the engine while HTTP is still served: this aborts the remaining requests, and their clients need answers.
         await _close(engine)
     if died.is_set():
         raise BrokenError(why)
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the event
         loop.call_soon_threadsafe(event.set)
 
 
@@ -103,17 +103,19 @@ async def _start(engine: Engine, stop: StopRequest) -> None:
     try:
         ready.result()
     except (ValueError, ImportError, EngineDeadError) as error:
-        # A setting that cannot work, a backend that is not there, or a worker process that was killed.
+        # A setting that cannot work, a backend that is not installed, or a worker process that was killed.
         raise StartupError(str(error)) from error
 
 
 async def _drain(
     server: NodeServer, engine: Engine, stop: StopRequest, died: asyncio.Event, timeout_s: float
 ) -> None:
-    """Wait until every answer is written and every offer is delivered; until the deadline, or a reason not to wait.
+    """Wait until every answer is written and every offer is delivered.
 
-    The two are waited for together. A prefill that is still being answered makes an offer at its end, and the decode
-    node that loads an offer answers its own client meanwhile, so neither can be finished before the other.
+    The wait ends early at the deadline, at a second signal, or if the engine ends.
+
+    Wait for both at once. Offers cannot be waited for first, because a prefill that is still being answered makes one when
+    it ends. Answers need not be waited for first, because decode nodes load offers meanwhile.
     """
     deadline = time.monotonic() + timeout_s
     if not stop.now.is_set():
@@ -126,22 +128,22 @@ async def _drain(
     stats = engine.stats()
     if server.num_answering or not stats.is_idle:
         logger.warning(
-            "stopping before all is done: %d answers and %d offers end as aborted",
+            "stopping before the drain is complete: aborting %d answers and %d offers",
             server.num_answering,
             stats.num_offered,
         )
 
 
-async def _tell_death(server: NodeServer, stop: StopRequest) -> None:
-    """Let the answers that were begun end with the reason, and `/health` show it."""
+async def _report_death(server: NodeServer, stop: StopRequest) -> None:
+    """Keep serving for a short time, so that `/health` and the answers in flight report why the engine ended."""
     began = time.monotonic()
     await _first_of(stop.now, timeout_s=_SHOW_DEATH_S)
-    while server.num_answering and time.monotonic() < began + _TELL_DEATH_S and not stop.now.is_set():
+    while server.num_answering and time.monotonic() < began + _REPORT_DEATH_S and not stop.now.is_set():
         await _first_of(stop.now, timeout_s=_LOOK_INTERVAL_S)
 
 
 async def _close(engine: Engine) -> None:
-    """Close the engine; what still runs ends as aborted. Bounded."""
+    """Close the engine, which aborts its requests. If it does not close in time, end the process."""
     try:
         await asyncio.wait_for(asyncio.to_thread(engine.close), SHUTDOWN_DEADLINE_S)
     except TimeoutError:

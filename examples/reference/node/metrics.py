@@ -61,7 +61,7 @@ class _EngineCollector(Collector):
         self._read_stats = read_stats
 
     def describe(self) -> list[Family]:
-        return []  # a registry that knows no names does not collect on registration, before the engine runs
+        return []  # without this the registry would collect at registration, before the engine runs
 
     def collect(self) -> Iterator[Family]:
         stats = self._read_stats()

@@ -1,7 +1,7 @@
-"""What a client asks for: the JSON bodies of OpenAI's API, read into frozen types.
+"""Read the JSON bodies of OpenAI's API into frozen types.
 
-Fields that would change the answer and that the engine does not have are refused; others that it does not know are
-ignored, as vLLM does, so that ordinary clients work.
+Fields that the engine does not support and that would change the answer are refused. Other unknown fields are ignored, as
+in vLLM, so that ordinary clients work.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..web.errors import bad_request
 from ..web.fields import Fields
 from .prompt_items import parse_items
 
-#: OpenAI's default for completions; a chat answers as long as the context allows.
+#: OpenAI's default for completions. A chat's answer may be as long as the context allows.
 DEFAULT_COMPLETION_TOKENS = 16
 UNLIMITED_TOKENS = 1 << 30
 MAX_STOP_TEXTS = 16
 
-#: Fields that the engine has only in one value each: what it does without them.
+#: Fields that the engine accepts only with values that change nothing.
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -45,8 +45,8 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
 }
 
-#: What to do instead, where that is not plain.
-WAYS_OUT: Mapping[str, str] = {
+#: What a client can do instead, for the messages about some of these fields.
+ALTERNATIVES: Mapping[str, str] = {
     "n": ": send a request for each answer",
     "best_of": ": send a request for each answer, and choose",
 }
@@ -62,22 +62,22 @@ class Message:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A chat so far, to be written out by the model's template."""
+    """The messages of a chat, which the model's template turns into a text."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A body, read and checked as far as that goes without the model.
+    """A request's body, checked as far as possible without the model.
 
     Attributes:
-        model: The model's name as the client wrote it; empty: whatever is served.
+        model: The model's name as the client wrote it; empty means the model that is served.
         prompt: Text, token ids, or a chat.
-        include_usage: A stream ends with a chunk that has the usage.
-        return_token_ids: Answers carry `token_ids` beside the text.
-        cache_salt: The prefix cache is shared only with requests that have the same; empty: with those without.
-        items: What of the prompt is vectors rather than tokens.
+        include_usage: Whether a stream ends with a chunk that has the usage.
+        return_token_ids: Whether answers have `token_ids` in addition to the text.
+        cache_salt: The request shares the prefix cache only with requests that have the same salt, which may be empty.
+        items: The parts of the prompt that are vectors rather than tokens.
     """
 
     model: str
@@ -152,14 +152,15 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             continue
         shown = json.dumps(value)
         hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
-        way_out = WAYS_OUT.get(name, "")
-        raise bad_request(f"{name}={shown[:80]} is not supported{hint}{way_out}", name, "unsupported_value")
+        alternative = ALTERNATIVES.get(name, "")
+        raise bad_request(
+            f"{name}={shown[:80]} is not supported{hint}{alternative}", name, "unsupported_value"
+        )
 
 
 def _same(value: object, other: object) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(
-        other, bool
-    )  # `True == 1`, but `n: true` is wrong
+    # In Python `True == 1`, but `"n": true` is wrong.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
@@ -170,8 +171,10 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return tuple(value)
     if isinstance(value, list) and len(value) > 1 and all(isinstance(item, str | list) for item in value):
-        raise bad_request("several prompts in one request are not supported: send one request each", "prompt")
-    raise bad_request("'prompt' must be a text or a list of at least one token id", "prompt")
+        raise bad_request(
+            "several prompts in one request are not supported: send one request per prompt", "prompt"
+        )
+    raise bad_request("'prompt' must be a string or a list of at least one token id", "prompt")
 
 
 def _message(index: int, message: object) -> Message:
@@ -180,7 +183,7 @@ def _message(index: int, message: object) -> Message:
         raise bad_request(f"{where} must be an object with 'role' and 'content'", "messages")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise bad_request(f"{where}.role must be a text", "messages")
+        raise bad_request(f"{where}.role must be a string that is not empty", "messages")
     return Message(role, _content(where, message.get("content")))
 
 
@@ -191,13 +194,13 @@ def _content(where: str, content: object) -> str:
         texts = [part.get("text") for part in content if part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
-    raise bad_request(f"{where}.content must be a text or a list of text parts", "messages")
+    raise bad_request(f"{where}.content must be a string or a list of text parts", "messages")
 
 
 def _stop(value: object) -> tuple[str, ...]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise bad_request("'stop' must be a text or a list of texts, none of them empty", "stop")
+        raise bad_request("'stop' must be a string or a list of strings, none of them empty", "stop")
     if len(texts) > MAX_STOP_TEXTS:
-        raise bad_request(f"'stop' has {len(texts)} texts; at most {MAX_STOP_TEXTS} are supported", "stop")
+        raise bad_request(f"'stop' has {len(texts)} strings: at most {MAX_STOP_TEXTS} are supported", "stop")
     return tuple(texts)

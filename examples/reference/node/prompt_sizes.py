@@ -1,7 +1,7 @@
-"""A lower bound for the tokens of a text, by its size. A text that cannot fit is refused before it is tokenized.
+"""Bound the number of tokens of a text from below by its size, to refuse a text that cannot fit before tokenizing it.
 
-A token stands for a limited number of bytes, so a text of N bytes has at least N / limit tokens. This holds only
-for tokenizers that drop no part of a text. If that is unknown, the bound is 0, and nothing is refused by its size.
+A token stands for a limited number of bytes, so a text of N bytes has at least N / limit tokens. This holds only if the
+tokenizer drops no part of a text. If that is unknown, the bound is 0, and no text is refused by its size.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-#: Unicode's normal forms, and lower case, turn at most this many bytes into one, counted over any whole text.
+#: Unicode's normal forms, and lower case, make a text shorter by at most this factor, in bytes.
 _MOST_BYTES_INTO_ONE = 4.0
 _RESHAPING = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
 _GROWING = frozenset({"ByteLevel", "Prepend"})
-#: Pre-tokenizers that only cut, or only write more than they read.
+#: Pre-tokenizers that only split a text, or only make it longer.
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
-#: They remove the separator if their `behavior` says so.
+#: Pre-tokenizers that remove the separator if their `behavior` says so.
 _PERHAPS_KEEPING = frozenset({"Punctuation", "Split"})
 
-#: What Unicode calls white space, which is what an added token may swallow on its left or right, however much there is.
+#: Unicode's white space. An added token may swallow any amount of it on its left or right.
 _WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
 
-#: Bytes that are in some text in UTF-8, and the letters by which tokenizers of bytes write all bytes: those that are
-#: printable in Latin-1 as they are, the others in their order from U+0100 on.
+#: The bytes that occur in UTF-8, and the letters that byte-level tokenizers use for all bytes: a byte that is printable in
+#: Latin-1 is its own letter, and the others take the letters from U+0100 on, in order.
 _BYTES = tuple(byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5)
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -39,12 +39,12 @@ _LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(0x100 + n) for 
 
 @dataclass(frozen=True)
 class SizeBound:
-    """What one token can stand for.
+    """The longest text that one token can stand for.
 
     Attributes:
-        bytes_per_token: Most bytes of UTF-8; infinite where there is no limit.
-        skips_whitespace: White space may disappear, and does not count.
-        dropped_bytes: Bytes that have no token, and do not count.
+        bytes_per_token: Most bytes of UTF-8 per token; infinite if there is no limit.
+        skips_whitespace: White space may disappear, so it does not count.
+        dropped_bytes: Bytes that have no token, so they do not count.
     """
 
     bytes_per_token: float = math.inf
@@ -52,10 +52,10 @@ class SizeBound:
     dropped_bytes: bytes = b""
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` is certain to reach.
+        """Return a number of tokens that `text` has at least.
 
         Raises:
-            UnicodeEncodeError: it has surrogates, so it is no text.
+            UnicodeEncodeError: `text` contains surrogates, so it is not valid Unicode.
         """
         num_bytes = len(text.encode().translate(None, self.dropped_bytes))
         if self.skips_whitespace:
@@ -64,10 +64,10 @@ class SizeBound:
 
 
 def size_bound_of(tokenizer: PreTrainedTokenizerBase) -> SizeBound:
-    """The bound that holds for every text that `tokenizer` is given."""
+    """Return the bound that holds for every text that `tokenizer` encodes."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        return SizeBound()  # its rules are in Python, where they may be anything
+        return SizeBound()  # its rules are Python code, which this module cannot analyse
     shrinking = math.prod(map(_shrinking, _parts(backend.normalizer, "normalizers")))
     steps = _parts(backend.pre_tokenizer, "pretokenizers")
     dropped = _dropped_bytes(backend)
@@ -75,7 +75,8 @@ def size_bound_of(tokenizer: PreTrainedTokenizerBase) -> SizeBound:
         return SizeBound()
     added = list(backend.get_added_tokens_decoder().values())
     swallowing = [token for token in added if token.lstrip or token.rstrip]
-    # Dropped text is recognized in the raw text, so the normalizer must not be what makes it droppable.
+    # Dropped bytes and white space are counted in the raw text. A normalizer could turn other text into them, so with one
+    # there is no bound.
     if backend.normalizer is not None and (dropped or any(token.normalized for token in swallowing)):
         return SizeBound()
     longest = max(_longest_token(backend), max((_added_bytes(backend, token) for token in added), default=0))
@@ -83,7 +84,7 @@ def size_bound_of(tokenizer: PreTrainedTokenizerBase) -> SizeBound:
 
 
 def _parts(component: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, in their serialized form."""
+    """Yield the steps of a normalizer or a pre-tokenizer, in their serialized form."""
 
     def steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if state["type"] != "Sequence":
@@ -96,7 +97,7 @@ def _parts(component: Any, key: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinking(step: Mapping[str, Any]) -> float:
-    """How many bytes a normalizer makes one of, at most; infinite for one that may drop something."""
+    """Return the largest factor by which a normalizer makes a text shorter, in bytes; infinite if it may drop something."""
     if step["type"] in _GROWING:
         return 1.0
     if step["type"] in _RESHAPING:
@@ -118,7 +119,10 @@ def _is_byte_level(backend: Tokenizer) -> bool:
 
 
 def _dropped_bytes(backend: Tokenizer) -> bytes | None:
-    """The bytes that have no token, so that they are dropped, or a run of them becomes one; None where it may be any."""
+    """Return the bytes that have no token. The tokenizer drops them, or makes one token of a run of them.
+
+    None means that any byte may be such a byte.
+    """
     model: Any = backend.model
     if _is_byte_level(backend):
         affixes = getattr(model, "continuing_subword_prefix", ""), getattr(model, "end_of_word_suffix", "")
@@ -130,7 +134,7 @@ def _dropped_bytes(backend: Tokenizer) -> bytes | None:
 
 
 def _longest_token(backend: Tokenizer) -> int:
-    """Bytes of text that one token of the vocabulary stands for, at most."""
+    """Return the most bytes of text that one token of the vocabulary stands for."""
     tokens = backend.get_vocab(with_added_tokens=False)
     # At byte level each character of a token is one byte.
     sizes = map(len, tokens) if _is_byte_level(backend) else (len(token.encode()) for token in tokens)
@@ -139,6 +143,6 @@ def _longest_token(backend: Tokenizer) -> int:
 
 def _added_bytes(backend: Tokenizer, token: AddedToken) -> int:
     plain = len(token.content.encode())
-    if token.normalized and backend.normalizer is not None:  # it is looked for in normalized text
+    if token.normalized and backend.normalizer is not None:  # the tokenizer looks for it in normalized text
         return max(plain, len(backend.normalizer.normalize_str(token.content).encode()))
     return plain

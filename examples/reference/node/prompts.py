@@ -1,4 +1,4 @@
-"""From what a client wrote to the token ids that the model reads."""
+"""Turn a client's prompt into token ids."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ..web.serving import SHUTDOWN_DEADLINE_S, leave_now
 from .openai_request import ChatPrompt
 from .prompt_sizes import size_bound_of
 
-#: Prompts of up to this many characters are tokenized where they come: that takes a millisecond or two, and a thread's turn longer.
+#: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a thread would take
+#: longer to get its turn.
 SHORT_CHARS = 4096
-#: What a message of a chat counts beside its text, for the template's work.
+#: Characters that each message of a chat counts in addition to its text, because the template does work for it.
 MESSAGE_CHARS = 64
-#: Long prompts that are tokenized at a time, and those that may wait for that.
+#: Most long prompts that are tokenized at a time, and most that wait for a thread.
 NUM_THREADS = 2
 MAX_WAITING = 16
 
@@ -33,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 
 class PromptReader:
-    """Tokenizes prompts, so that a long one holds up neither the event loop nor the short ones.
+    """Tokenizes prompts. A long prompt is tokenized in a thread, so that it delays neither the event loop nor short ones.
 
-    `read` belongs to one event loop; close it there.
+    Call `read` and `close` on one event loop only.
 
     Args:
-        max_prompt_tokens: The longest prompt that the engine takes.
+        max_prompt_tokens: The longest prompt that the engine accepts, in tokens.
 
     Attributes:
-        num_waiting: Long prompts that wait for a thread.
+        num_waiting: The number of long prompts that wait for a thread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._bound = size_bound_of(tokenizer)
-        # The first call sets the tokenizer up, which must not happen in two threads at once.
+        # The first call initializes the tokenizer, which must not happen in two threads at once.
         tokenizer.encode("", verbose=False)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
         self._free = asyncio.Semaphore(NUM_THREADS)
@@ -56,10 +57,10 @@ class PromptReader:
         self._running: set[Future[tuple[int, ...]]] = set()
 
     def refuse_by_size(self, prompt: object) -> None:
-        """Refuse the `prompt` of a body that cannot fit, before anything looks at what is in it or copies it.
+        """Refuse a `prompt` that is certainly too long, before anything reads or copies its contents.
 
         Raises:
-            PromptTooLongError: it cannot fit into the longest prompt.
+            PromptTooLongError: it is longer than the longest prompt.
         """
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]  # a batch of one
@@ -71,32 +72,36 @@ class PromptReader:
                 self._check_size(prompt)
 
     async def read(self, prompt: Prompt) -> tuple[int, ...]:
-        """Encode a prompt; a chat goes through the model's own template.
+        """Encode a prompt. A chat is first turned into a text by the model's template.
 
         Raises:
-            ApiError: a token id that the model does not have, a text that is not Unicode, a chat that the model's
-                template refuses, or an empty prompt (400); too many long prompts wait already (503).
-            PromptTooLongError: the text cannot fit into the longest prompt.
+            ApiError: the prompt has a token id outside the vocabulary, is not valid Unicode, is refused by the model's chat
+                template, or is empty (400); or too many long prompts are waiting (503).
+            PromptTooLongError: the text is certainly longer than the longest prompt.
         """
         if isinstance(prompt, tuple) or _num_chars(prompt) <= SHORT_CHARS:
             return self._token_ids(prompt)
         return await self._in_a_thread(functools.partial(self._token_ids, prompt))
 
     async def close(self) -> None:
-        """Wait for what is tokenized just now; nothing new begins. After `SHUTDOWN_DEADLINE_S` the process ends."""
+        """Wait for the prompts that are being tokenized, and start no others.
+
+        If this takes longer than `SHUTDOWN_DEADLINE_S`, end the process, because a thread cannot be interrupted.
+        """
         self._threads.shutdown(wait=False, cancel_futures=True)
         if running := [asyncio.wrap_future(job) for job in self._running]:
             _, late = await asyncio.wait(running, timeout=SHUTDOWN_DEADLINE_S)
             if late:
                 logger.warning(
-                    "ended while %d prompts were tokenized: a thread cannot be interrupted", len(late)
+                    "ending the process while %d prompts are being tokenized: a thread cannot be interrupted",
+                    len(late),
                 )
                 leave_now(0)
 
     async def _in_a_thread(self, job: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         if self.num_waiting >= MAX_WAITING:
-            raise unavailable(f"{MAX_WAITING} long prompts wait to be tokenized already: try again")
-        # Waiting here and not in the pool, a client that leaves takes its prompt along.
+            raise unavailable(f"{MAX_WAITING} long prompts are waiting to be tokenized: retry later")
+        # Wait here, not in the thread pool's queue, so that a prompt is dropped when its client leaves.
         self.num_waiting += 1
         try:
             await self._free.acquire()
@@ -111,10 +116,10 @@ class PromptReader:
             self._free.release()
 
         def notify(future: Future[tuple[int, ...]]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for a thread
                 loop.call_soon_threadsafe(ended, future)
 
-        # When the job ends, not when its client leaves: a thread cannot be interrupted.
+        # A thread is free when its job ends, not when the client leaves: a thread cannot be interrupted.
         running.add_done_callback(notify)
         return await asyncio.wrap_future(running)
 
@@ -150,15 +155,15 @@ class PromptReader:
 
     def _too_long(self, words: str, num_tokens: int) -> PromptTooLongError:
         return PromptTooLongError(
-            f"the prompt has {words} tokens; with room for an answer of one token, "
-            f"at most {self._max_prompt_tokens} are possible here",
+            f"the prompt has {words} tokens: at most {self._max_prompt_tokens} are possible, "
+            "with room for an answer of one token",
             num_prompt_tokens=num_tokens,
             max_prompt_tokens=self._max_prompt_tokens,
         )
 
     def _chat_text(self, chat: ChatPrompt) -> str:
         if not self._tokenizer.chat_template:
-            raise bad_request("this model has no chat template: use /v1/completions", "messages")
+            raise bad_request("the model has no chat template: use /v1/completions", "messages")
         messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in chat.messages]
         try:
             return str(

@@ -1,9 +1,12 @@
-"""What a client gets: the JSON of OpenAI's API, for completions and for chats, whole and in chunks.
+"""Write answers as the JSON of OpenAI's API, for completions and chats, whole and in chunks.
 
-Beyond OpenAI: `kv_transfer_params` at the top level, where vLLM has it; `token_ids` in a choice when the request says
-`return_token_ids`; `metrics`, how the answer came about, with the whole answer or with the last chunk. With
-`"return_top_logits": n` the choice of a whole answer has `prompt_token_ids`, and `top_logits`: the n largest logits for the first token of the
-answer as [token id, logit], the largest first.
+Answers have these fields in addition to OpenAI's:
+
+- `kv_transfer_params` at the top level, as in vLLM.
+- `metrics` at the top level of a whole answer or of the last chunk: how the answer was computed.
+- `token_ids` in each choice, if the request says `return_token_ids`.
+- `prompt_token_ids` and `top_logits` in the choice of a whole answer, if the request says `"return_top_logits": n`. The
+  latter has the n largest logits for the answer's first token as [token id, logit], the largest first.
 """
 
 from __future__ import annotations
@@ -16,28 +19,28 @@ from typing import Any
 from ..engine.types import RequestMetrics, RequestOutput
 from ..web.errors import ApiError
 
-#: What became of the KV cache that another node offered, for routers: they need not read the answer to count it.
+#: How the load of another node's KV cache ended. Routers count this header, so they need not parse the answer.
 TRANSFER_HEADER = "X-KV-Transfer"
 
 
-class Wording(ABC):
-    """How one endpoint spells a choice."""
+class ReplyFormat(ABC):
+    """The format of one endpoint's choices."""
 
-    #: Begins the ids that clients see.
+    #: Prefix of the ids that clients see.
     id_prefix: str
     whole_object: str
     chunk_object: str
 
     @abstractmethod
     def whole(self, text: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """Return the choice of a whole answer."""
 
     @abstractmethod
     def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """The choice of one chunk."""
+        """Return the choice of one chunk."""
 
 
-class CompletionWording(Wording):
+class CompletionFormat(ReplyFormat):
     """`/v1/completions`."""
 
     id_prefix = "cmpl"
@@ -50,7 +53,7 @@ class CompletionWording(Wording):
         return self.whole(text)
 
 
-class ChatWording(Wording):
+class ChatFormat(ReplyFormat):
     """`/v1/chat/completions`."""
 
     id_prefix = "chatcmpl"
@@ -67,45 +70,45 @@ class ChatWording(Wording):
 
 @dataclasses.dataclass(frozen=True)
 class Envelope:
-    """What all parts of one answer have in common.
+    """The fields that all parts of one answer have in common.
 
     Attributes:
         created: Seconds since 1970.
-        with_token_ids: Choices carry `token_ids`.
+        with_token_ids: Whether choices have `token_ids`.
     """
 
-    wording: Wording
+    reply_format: ReplyFormat
     request_id: str
     model: str
     created: int
     with_token_ids: bool
 
     def whole(self, text: str, token_ids: list[int], last: RequestOutput) -> dict[str, Any]:
-        """A whole answer."""
-        choice = self._choice(self.wording.whole(text), token_ids, last.finish_reason)
+        """Return a whole answer."""
+        choice = self._choice(self.reply_format.whole(text), token_ids, last.finish_reason)
         if last.next_token is not None:
             choice |= dataclasses.asdict(last.next_token)
         return {
-            **self._head(self.wording.whole_object, [choice]),
+            **self._head(self.reply_format.whole_object, [choice]),
             "usage": usage(last.metrics),
             **ending(last),
         }
 
     def chunk(self, output: RequestOutput, *, is_first: bool) -> dict[str, Any]:
-        """One piece of a stream; the last one also says how the answer came about."""
-        content = self.wording.chunk(output.text_delta, is_first=is_first)
+        """Return one chunk of a stream. The last one also has the fields of `ending`."""
+        content = self.reply_format.chunk(output.text_delta, is_first=is_first)
         choice = self._choice(content, list(output.new_token_ids), output.finish_reason)
         tail = ending(output) if output.finish_reason else {}
-        return {**self._head(self.wording.chunk_object, [choice]), **tail}
+        return {**self._head(self.reply_format.chunk_object, [choice]), **tail}
 
     def early_chunk(self, kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-        """A chunk without text, before all others: what a decode node needs to begin with the prompt."""
-        head = self._head(self.wording.chunk_object, [])
+        """Return a chunk without text, before all others, with what a decode node needs to start loading the prompt."""
+        head = self._head(self.reply_format.chunk_object, [])
         return {**head, "kv_transfer_params": dict(kv_transfer_params)}
 
     def usage_chunk(self, metrics: RequestMetrics) -> dict[str, Any]:
-        """The chunk after the last piece, for clients that asked for the usage."""
-        return {**self._head(self.wording.chunk_object, []), "usage": usage(metrics)}
+        """Return the chunk after the last piece, for clients that asked for the usage."""
+        return {**self._head(self.reply_format.chunk_object, []), "usage": usage(metrics)}
 
     def _head(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -124,7 +127,7 @@ class Envelope:
 
 
 def usage(metrics: RequestMetrics) -> dict[str, Any]:
-    """OpenAI's token counts."""
+    """Return OpenAI's token counts."""
     return {
         "prompt_tokens": metrics.num_prompt_tokens,
         "completion_tokens": metrics.num_output_tokens,
@@ -141,12 +144,15 @@ def ending(last: RequestOutput) -> dict[str, Any]:
 
 
 def failure(last: RequestOutput) -> ApiError:
-    """The error of a request that was accepted and then failed."""
+    """Return the error of a request that was accepted and then failed."""
     return ApiError(500, last.error or "the request failed", kind="server_error", code="generation_failed")
 
 
 def transfer_outcome(metrics: RequestMetrics) -> str:
-    """The value of `TRANSFER_HEADER`: `"loaded"`; `"failed"`, whether it was computed here after that or not; `"none"`."""
+    """Return the value of `TRANSFER_HEADER`: `"loaded"`, `"failed"` or `"none"`.
+
+    A failed load is `"failed"` even if this node then computed the prompt itself.
+    """
     if metrics.transfer is None:
         return "none"
     return "failed" if metrics.transfer.error else "loaded"
