@@ -1,1 +1,1 @@
-"""Two `vllm serve`, a router, and a single `vllm serve` to compare with."""
+"""Run two vLLM servers behind a router, and a single one to compare them with."""

@@ -30,9 +30,8 @@ ENVIRONMENT = {
 
 def main() -> int:
     """Run vLLM until it ends, or until the launcher or a signal ends it. Returns its exit status."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False
-    )  # an abbreviation of our option may be an option of vLLM's
+    # Allow no abbreviations, because one of our option may be an option of vLLM's.
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--launcher-fd", type=int, required=True)
     options, arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

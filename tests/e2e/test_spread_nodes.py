@@ -166,7 +166,7 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
     assert_answers_like(single, prompt, reply.token_ids, 8)
     assert reply.transfer["error"]
     assert prefill.process.wait(60) == 1
-    said = prefill.process.obituary()
+    said = prefill.process.describe_end()
     assert "ended with status 1" in said
     assert "rank 1" in said
     assert "SIGKILL" in said

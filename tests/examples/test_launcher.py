@@ -51,12 +51,12 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
-def test_an_obituary_names_the_status_the_cause_and_the_last_lines(launcher: Launcher) -> None:
+def test_the_description_of_an_end_has_the_status_the_cause_and_the_last_lines(launcher: Launcher) -> None:
     node = launcher.start("decode node", "fails")
     launcher.wait_ready([node], 20)
     node.send_signal(signal.SIGUSR1)
-    wait_until(lambda: node.obituary(within_s=20) != "")
-    said = node.obituary()
+    wait_until(lambda: node.describe_end(within_s=20) != "")
+    said = node.describe_end()
     assert said.startswith(
         "the decode node ended with status 1: the engine ended: worker 1 was lost; the end of"
     )
@@ -64,18 +64,18 @@ def test_an_obituary_names_the_status_the_cause_and_the_last_lines(launcher: Lau
     assert "line 20" not in said
 
 
-def test_an_obituary_names_the_signal(launcher: Launcher) -> None:
+def test_the_description_of_an_end_names_the_signal(launcher: Launcher) -> None:
     node = launcher.start("decode node", "is killed")
     launcher.wait_ready([node], 20)
     node.send_signal(signal.SIGUSR1)
     wait_until(lambda: not node.is_running)
-    assert node.obituary().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
+    assert node.describe_end().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
 
 
-def test_there_is_no_obituary_of_one_that_runs(launcher: Launcher) -> None:
+def test_a_process_that_runs_has_no_description_of_its_end(launcher: Launcher) -> None:
     node = launcher.start("decode node", "runs")
     launcher.wait_ready([node], 20)
-    assert node.obituary() == ""
+    assert node.describe_end() == ""
 
 
 def test_a_launcher_does_not_wait_for_a_process_that_would_finish_its_answers_first() -> None:

@@ -102,7 +102,7 @@ class LaunchedProcess:
         tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
         return tail.decode(errors="replace")
 
-    def obituary(self, within_s: float = 0.0) -> str:
+    def describe_end(self, within_s: float = 0.0) -> str:
         """Say how it ended, with the end of its log; empty while it runs.
 
         Args:

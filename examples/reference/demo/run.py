@@ -34,7 +34,7 @@ from .report import (
 )
 
 #: Seconds that a process has to end after it has reported that it fails.
-DYING_S = 10.0
+EXIT_WAIT_S = 10.0
 WARM_UP_PROMPT = (
     "This prompt only makes the nodes compute their first step, which is much slower than later ones."
 )
@@ -76,16 +76,16 @@ def _run(options: DemoOptions) -> int:
                 _compare(options.sent(prompt), answer, reference, single, options)
                 for (prompt, _), answer, reference in zip(options.requests, answers, references, strict=True)
             ]
-            obituaries = [process.obituary(DYING_S) for process in launcher.processes]
-        for obituary in filter(None, obituaries):
-            say(obituary)
+            ends = [process.describe_end(EXIT_WAIT_S) for process in launcher.processes]
+        for end in filter(None, ends):
+            say(end)
         with Elapsed("stopping the nodes"):
             launcher.close()
     return _show(options, answers, references, comparisons)
 
 
 def _ask_pair(routers: Mapping[bool, LaunchedProcess], options: DemoOptions) -> list[Answer]:
-    """Ask the pair all `options.requests`. Only the first way of asking shows the answers: the others give the same."""
+    """Ask the pair all `options.requests`. Show the answers only the first time, because they should be the same again."""
     answers: dict[bool, list[Answer]] = {}
     for overlap, router in routers.items():
         display: Display

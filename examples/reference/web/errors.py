@@ -15,7 +15,7 @@ CLOSED_AFTER = frozenset({400, 408, 413, 415})
 #: Seconds until a retry if nothing is known about the cause.
 RETRY_AFTER_S = 1
 
-#: Status for a client that left before its answer was complete, a number that other servers use too.
+#: Status for a client that left before its answer was complete. Other servers use the same number.
 CLIENT_LEFT = 499
 
 
