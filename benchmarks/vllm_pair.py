@@ -38,7 +38,7 @@ BLOCK_SIZE = 32
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 8, 8, 64
 VOCABULARY = 512
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-#: Seconds for what an engine does first after it is resumed.
+#: Seconds between resuming an engine and measuring it, for the work that it does first.
 SETTLE_S = 0.3
 NIXL_PORTS = count(24600)
 KVFERRY_BYTES, NIXL_BYTES = "kvferry_load_bytes_sum", "vllm:nixl_bytes_transferred_sum"
@@ -175,7 +175,7 @@ class System:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let the engines run during the body of the `with`, and stop them after it."""
+        """Let the engines run inside the block, and stop them after it."""
         engines = [engine for engine in (self.prefill, self.decode) if engine is not None]
         for engine in engines:
             engine.signal(signal.SIGCONT)
@@ -205,7 +205,7 @@ class System:
         return first - started, (last - first) / (max_tokens - 1)
 
 
-# -- what takes part ---------------------------------------------------------------------------------
+# -- the systems -------------------------------------------------------------------------------------
 
 
 def transfers(names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Bytes moved between two processes by many means, one beside the other: what `benchmarks/transports.py` is made of."""
+"""Move bytes between two processes in several ways, and compare them. `benchmarks/transports.py` is the program."""

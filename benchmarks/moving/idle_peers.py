@@ -1,7 +1,7 @@
-"""What many idle peers cost a node: processor time while nothing happens, and the time of a small read.
+"""Measure what many idle peers cost a node: processor time while nothing happens, and the time of a small read.
 
 The measuring process has two nodes per transport. Both are connected to the owner of a pool. Many idle peers are connected
-to one of them, from a few processes that only answer what their transport asks. The node with the idle peers first waits for
+to one of them, from a few processes that do only what their transport needs. The node with the idle peers first waits for
 events that do not come. Then the two nodes alternate: each reads the same blocks of 256 KiB, a few at a time, so that a
 disturbance of the machine affects both.
 """
@@ -28,7 +28,7 @@ from .ours import Node, OurReader, own_ours
 from .processes import Child, FailedError, begin
 from .rounds import Progress, require_installed
 
-#: Each transport with its default options, because what it does for idle peers, such as pings, is to be measured.
+#: Each transport with its default options, so that the work it does for idle peers, such as pings, is measured.
 _TRANSPORTS: Mapping[str, Mapping[str, Any]] = {"shm": {}, "zeromq": {}, "ucx": {"tls": "tcp"}}
 
 _POOL_BYTES = 8 << 20
@@ -73,7 +73,7 @@ class IdlePeers:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the measuring process measured: a share of a core, and the seconds of reads, turn by turn."""
+    """The measurements: processor time as a share of a core, and the seconds of each read, turn by turn."""
 
     cpu: float
     alone: list[list[float]]
@@ -214,7 +214,7 @@ def _stay(setup: Setup, address: str, num_peers: int) -> None:
     connected: set[int] = set()
     connecting = 0
     while True:
-        # One at a time, and again if one is lost: on a busy machine a peer may be silent for too long.
+        # Connect one peer at a time. Connect again if one is lost: on a busy machine a peer may be silent for too long.
         if not connecting and len(connected) < num_peers:
             connecting = endpoint.start_connect(address, timeout_s=TIMEOUT_S)
         for event in endpoint.wait_events(TIMEOUT_S):
@@ -237,7 +237,7 @@ def _read(setup: Setup, owner: str, num_peers: int, parent: Connection) -> None:
                 f"timed out after {TIMEOUT_S:g} s waiting for {num_peers - num_connected} of {num_peers} peers to connect"
             )
         num_connected += busy.num_connected(1.0)
-    busy.wait(0.5)  # until the work that follows connecting is done
+    busy.wait(0.5)  # so that the work that follows connecting is not measured
     began, cpu_began = time.monotonic(), time.process_time()
     busy.wait(_IDLE_S)
     cpu = (time.process_time() - cpu_began) / (time.monotonic() - began)

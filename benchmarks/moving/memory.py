@@ -1,4 +1,4 @@
-"""The yardstick: one `memcpy` of the same number of bytes, by one thread, between places that are in no cache."""
+"""The baseline: one `memcpy` of the same number of bytes, by one thread, between places that no CPU cache holds."""
 
 from __future__ import annotations
 

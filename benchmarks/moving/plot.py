@@ -1,4 +1,4 @@
-"""Plotting the results as bars in an SVG image."""
+"""Plot the results as bars in an SVG image."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Timing:
 
 
 class Child:
-    """A process that sends something when it is ready, and ends when it is sent anything but work."""
+    """A process that sends a message when it is ready, and ends when it receives anything but work."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         self._connection, theirs = _spawning.Pipe()

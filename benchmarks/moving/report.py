@@ -1,4 +1,4 @@
-"""Reporting the results: as a table and as JSON lines."""
+"""Report the results as a table and as JSON lines."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def json_lines(
     results: Sequence[Result],
     idle_peers: Sequence[IdlePeers],
 ) -> Iterator[str]:
-    """Yield one object per line: machine, what was left out and why, results, idle peers. `record` names the kind."""
+    """Yield one object per line. Its `record` is `machine`, `left_out` (with the reason), `result` or `idle_peers`."""
     yield json.dumps({"record": "machine", **about})
     for name, reason in left_out.items():
         yield json.dumps({"record": "left_out", "contender": name, "reason": reason})

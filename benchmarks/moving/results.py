@@ -1,4 +1,4 @@
-"""The figures that follow from the measurements."""
+"""Compute the figures from the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds: in each, every contender moves every shape, so that a disturbance of the machine affects all of them."""
+"""Measure in rounds. In each, every contender moves every shape, so that a disturbance of the machine affects all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measure(
 def _start(
     contenders: Sequence[Contender], pool_bytes: int, measured: Measured, stack: ExitStack, say: Progress
 ) -> dict[str, Running]:
-    """Start the contenders that can be started; `stack` ends them."""
+    """Start the contenders that can be started. Closing `stack` ends them."""
     running: dict[str, Running] = {}
     for contender in contenders:
         say(f"starting {contender.name}")
@@ -83,7 +83,7 @@ def _start(
 
 
 def require_installed(contender: Contender) -> None:
-    """Raise FailedError if what the contender needs is not installed."""
+    """Raise FailedError if the contender's distribution is not installed."""
     try:
         contender.version  # noqa: B018 - it raises
     except importlib.metadata.PackageNotFoundError:

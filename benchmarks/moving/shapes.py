@@ -1,4 +1,4 @@
-"""What is moved: the blocks of one request, in one layout of one model."""
+"""The transfers to measure: the blocks of one request, in one layout of one model."""
 
 from __future__ import annotations
 
