@@ -177,7 +177,7 @@ def test_layers_of_unlike_sizes_are_one_group_that_keeps_everything(
 ) -> None:
     """A block of the one kind does not fit the other, so that windows cannot give blocks back."""
     prefill, decode = make_pair("gemma4", layout=layout)
-    assert "all keep the whole sequence" in caplog.text
+    assert "all layers keep the whole sequence" in caplog.text
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
     assert_same(decode.tokens("a"), "gemma4", PROMPT, 40)
     (group,) = decode.core.parts.kv_cache_config.kv_cache_groups

@@ -129,7 +129,7 @@ def test_a_block_too_small_for_a_state_is_refused(make_node: Any) -> None:
 
 
 def test_a_state_is_not_spread_over_several_processes(make_node: Any) -> None:
-    with pytest.raises(ConfigurationError, match="granitemoehybrid .* a state is not cut") as caught:
+    with pytest.raises(ConfigurationError, match="granitemoehybrid .* cannot cut recurrent states") as caught:
         make_node("granitemoehybrid", block_size=BLOCK, tensor_parallel_size=2)
     assert caught.value.key == "tensor_parallel_size"
 
