@@ -116,7 +116,7 @@ class NoData:
 
 
 def test_nothing_but_data_crosses() -> None:
-    with pytest.raises(TypeError, match="cannot encode a .*NoData"):
+    with pytest.raises(TypeError, match="NoData cannot be sent"):
         encode([NoData()])
     good = encode(Local(1))
     assert decode(good) == Local(1)

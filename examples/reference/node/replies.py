@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.types import RequestMetrics, RequestOutput
 from ..web.errors import ApiError
 
-#: How the load of another node's KV cache ended. Routers count this header, so they need not parse the answer.
+#: How a connector's load of the request's KV cache ended. Routers count this header, so they need not parse the answer.
 TRANSFER_HEADER = "X-KV-Transfer"
 
 

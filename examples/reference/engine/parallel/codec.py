@@ -48,7 +48,7 @@ def _extension(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(
-        f"cannot encode a {type(value).__module__}.{type(value).__qualname__} for a worker process: "
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to a worker process: "
         "only plain values and dataclasses are supported"
     )
 
