@@ -1,4 +1,4 @@
-"""`benchmarks/transports.py` measures what it promises, and reports it in a table, in JSON lines and in a plot."""
+"""`benchmarks/transports.py` measures what it promises, and reports a table, JSON lines and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, object]], Path]:
-    """A run of next to nothing: the table, the JSON lines, the plot."""
+    """Run a tiny benchmark. Returns its table, its JSON lines and its plot."""
     folder = tmp_path_factory.mktemp("benchmark")
     json_file, plot_file = folder / "lines.json", folder / "plot.svg"
     tiny = ["--seconds", "0", "--blocks", "2", "--pool-mib", "4", "--shapes", "smollm2-135m, 2"]
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, o
     return ended.stdout, [json.loads(line) for line in json_file.read_text().splitlines()], plot_file
 
 
-def test_one_line_of_json_tells_the_machine_and_each_other_one_a_result(run):
+def test_the_first_json_line_describes_the_machine_and_each_other_one_a_result(run):
     _, lines, _ = run
     assert lines[0]["record"] == "machine"
     assert {"processor", "cores", "load", "congestion_control", "huge_pages"} <= lines[0].keys()
@@ -71,7 +71,7 @@ def test_the_table_and_the_plot_name_every_contender(run):
         assert result["contender"] in plot
 
 
-@pytest.mark.slow  # it waits for events that do not come
+@pytest.mark.slow  # it waits for events that never arrive
 def test_a_node_with_idle_peers_is_measured_beside_one_without(tmp_path):
     json_file = tmp_path / "lines.json"
     tiny = [

@@ -1,4 +1,4 @@
-"""What `benchmarks/vllm_pair.py` makes of what it measured; with engines it runs where there is vLLM."""
+"""How `benchmarks/vllm_pair.py` summarizes its samples. Running it with engines needs vLLM and is not tested here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sample, Shape = PROGRAM["Sample"], PROGRAM["Shape"]
 
 @pytest.fixture
 def rows():
-    """Of two rounds: kvferry takes twice as long as one node, NixlConnector four times, then three times."""
+    """Rows for two rounds. kvferry takes twice as long as one node; NixlConnector four times, then three times."""
     shape = Shape.parse("128x2")
     num_bytes = 2 * shape.num_bytes
     samples = {

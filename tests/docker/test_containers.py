@@ -1,7 +1,7 @@
-"""An image and `compose.yaml` for real, with a Docker daemon, and only if asked to: by `make test-docker`.
+"""Run an image and `compose.yaml` with a real Docker daemon. Only `make test-docker` does this.
 
-That builds `kvferry:cpu` first, or with `DOCKER_TARGET=cuda` the other one, whose nodes then compute on the processor.
-`make test` builds no image and starts no container.
+`make test-docker` first builds `kvferry:cpu`, or the CUDA image if `DOCKER_TARGET=cuda` is set. Nodes of the CUDA image
+also compute on the processor here. `make test` builds no image and starts no container.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-#: The image that is tried; empty if none is.
+#: The image under test. Empty if the tests should not run.
 TARGET = os.environ.get("KVFERRY_TEST_DOCKER", "")
 IMAGE = f"kvferry:{TARGET}"
 COMPOSE_FILE = Path(__file__).parents[2] / "docker" / "compose.yaml"
-#: The first start converts the model, and on a busy machine three processes import PyTorch.
+#: The first start converts the model. On a busy machine three processes import PyTorch at the same time.
 START_TIMEOUT_S = 400
 PROMPT = "The ferry leaves at six in the morning, and it carries letters. " * 6
 
-#: Asks the node or router of the container that it runs in.
+#: Sends a request to the node or router in the container where it runs.
 ASK = """
 import sys, urllib.error, urllib.request
 request = urllib.request.Request(
@@ -39,7 +39,7 @@ try:
 except urllib.error.HTTPError as error:
     print(error.read().decode())
 """
-#: Says who a node is in its container, where it can write, and what could compile there.
+#: Prints a node's user and group in its container, the folders that it can write to, and the compilers that it finds.
 CONFINEMENT = """
 import os, shutil
 def is_writable(folder):
@@ -64,14 +64,14 @@ pytestmark = [
 
 
 def docker(*arguments: str, timeout_s: float = 120) -> str:
-    """What a docker command wrote to stdout. The test fails if the command did."""
+    """Return what a docker command wrote to stdout. Fail the test if the command fails."""
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"docker {' '.join(arguments)}\n{done.stdout}{done.stderr}"
     return done.stdout.strip()
 
 
 def ask(container: str, prompt: str, **fields: Any) -> dict[str, Any]:
-    """The body of the answer to a greedy completion, or of the error."""
+    """Return the body of the answer to a greedy completion, or the body of the error."""
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **fields}
     answer: dict[str, Any] = json.loads(docker("exec", container, "python", "-c", ASK, json.dumps(body)))
     return answer
@@ -79,7 +79,7 @@ def ask(container: str, prompt: str, **fields: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Stack:
-    """One profile of what compose calls a project."""
+    """One profile of a compose project."""
 
     project: str
     profile: str
@@ -95,7 +95,7 @@ class Stack:
 
     @contextmanager
     def single_node(self) -> Iterator[str]:
-        """The container of one more node, which hands nothing over."""
+        """Start one more node, which hands nothing over, and yield its container."""
         command = ("serve.py", "--host=0.0.0.0", "--port=8000", "--role=single")
         container = self.compose("run", "--detach", "--no-deps", f"decode-{self.profile}", *command)
         try:
@@ -106,7 +106,7 @@ class Stack:
 
 
 def wait_healthy(container: str) -> None:
-    """Return once Docker says that it is; the test fails if it is not in time."""
+    """Return once Docker reports the container as healthy. Fail the test if it does not in time."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while (health := docker("inspect", "--format", "{{.State.Health.Status}}", container)) != "healthy":
         assert health == "starting", docker("logs", container)
@@ -115,14 +115,14 @@ def wait_healthy(container: str) -> None:
 
 
 def remaining(project: str) -> list[str]:
-    """What Docker still has of a project, volumes aside."""
+    """Return what Docker still has of a project, except volumes."""
     mine = ("--quiet", "--filter", f"label=com.docker.compose.project={project}")
     return [*docker("ps", "--all", *mine).split(), *docker("network", "ls", *mine).split()]
 
 
 @pytest.fixture(scope="module")
 def project() -> Iterator[str]:
-    """A project of ours; nobody else's containers are touched. Its profiles share the converted model."""
+    """A project with a unique name, so that no other containers are touched. Its profiles share the converted model."""
     name = f"kvferry-test-{uuid.uuid4().hex[:8]}"
     yield name
     mine = ("--quiet", "--filter", f"label=com.docker.compose.project={name}")
@@ -132,7 +132,7 @@ def project() -> Iterator[str]:
 
 @pytest.fixture(params=["shm", "zeromq", "ucx"])
 def stack(request: pytest.FixtureRequest, project: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    """A profile that is up, its router on any free port. Nothing of it remains."""
+    """A running profile, with its router on any free port. Fail the test if anything of it remains."""
     monkeypatch.setenv("KVFERRY_PORT", "0")
     monkeypatch.setenv("KVFERRY_TARGET", TARGET)
     stack = Stack(project, request.param)

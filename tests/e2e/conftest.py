@@ -1,8 +1,8 @@
-"""Nodes and routers as real processes, shared by the tests of a session where nothing is broken on purpose.
+"""Nodes and routers as real processes. Tests that break nothing on purpose share them for the whole session.
 
-What needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS says over
-which it runs, e.g. `CONNECTORS="zeromq ucx"`. Without it, what is marked `every_transport` runs over each, and the rest over
-shared memory.
+A test that needs a pair of nodes is written once for all transports (the fixture `transport`). The variable CONNECTORS
+names the transports to use, e.g. `CONNECTORS="zeromq ucx"`. Without it, tests marked `every_transport` run over each
+transport, and the others over shared memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ TINY_NODE = (
     "--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64",
     "--log-level", "warning",
 )  # fmt: skip
-#: Long enough for a loaded machine, short enough to wait for its end.
+#: Long enough for a loaded machine, and short enough that a test can wait until a lease expires.
 LEASE = ("--connector-option", "lease_s=6", "--connector-option", "heartbeat_s=1")
 
-#: A node that a test stops must count as alive for as long as a busy machine needs to look at the others.
+#: A node that a test stops must count as alive until the test has inspected the others, also on a busy machine.
 PATIENT = ("--connector-option", 'transport_options={"peer_timeout_s": 10}')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_transport: also without CONNECTORS it runs over each transport")
+    config.addinivalue_line("markers", "every_transport: runs over each transport, also without CONNECTORS")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def over(name: str) -> object:
-    """One transport, skipped where it cannot be."""
+    """Return the parameter for one transport, skipped where the transport is not installed."""
     is_missing = name == "ucx" and find_spec("ucxx") is None
     return pytest.param(name, marks=pytest.mark.skipif(is_missing, reason="ucxx is not installed"))
 
@@ -63,48 +63,48 @@ class Fleet:
 
 @pytest.fixture(scope="session")
 def transport(request: pytest.FixtureRequest) -> str:
-    """What carries the caches of a pair."""
+    """The transport between the nodes of a pair."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session")
 def spawn() -> Iterator[Spawn]:
-    """Start processes without waiting for PyTorch."""
+    """Start processes without waiting for them to import PyTorch."""
     with Zygote() as zygote:
         yield zygote.spawn
 
 
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
-    """A folder with a short path: that of a socket file has at most 107 bytes, and `tmp_path` may take most of them."""
+    """A folder with a short path, because socket paths have at most 107 bytes and `tmp_path` may be long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def launcher(spawn: Spawn) -> Iterator[Launcher]:
-    """For processes that a test kills or that are to fail."""
+    """A launcher for processes that a test kills, or that should fail."""
     with Launcher(spawn) as launcher:
         yield launcher
 
 
 @pytest.fixture(scope="module")
 def module_launcher(spawn: Spawn, transport: str) -> Iterator[Launcher]:
-    """For nodes that the tests of a module share over one transport."""
+    """A launcher for nodes that the tests of a module share over one transport."""
     with Launcher(spawn) as launcher:
         yield launcher
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights whose prompts may have up to 511 tokens."""
+    """A model with random weights, for prompts of up to 511 tokens."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+    """A model with the same architecture and other weights."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
 
 
@@ -116,14 +116,14 @@ def tiny_single_arguments(tiny_model: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tuple[str, ...]:
-    """Options of one of a pair that runs the tiny model."""
+    """Options of a node in a pair that runs the tiny model."""
     patience = PATIENT if transport in ("zeromq", "ucx") else ()
     return (*tiny_single_arguments, "--connector", transport, *patience)
 
 
 @pytest.fixture(scope="session")
 def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Client]:
-    """The tiny model's answers, to compare with."""
+    """A single node with the tiny model, whose answers are the expected ones."""
     with Launcher(spawn) as launcher:
         node = launcher.start_node("single", "single", *tiny_single_arguments)
         launcher.wait_ready([node], START_TIMEOUT_S)
@@ -131,7 +131,7 @@ def tiny_single(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterato
 
 
 def launch_fleet(launcher: Launcher, single: Client, *arguments: str) -> Fleet:
-    """Start a pair with the same options, and a router, and wait for them."""
+    """Start a pair with the same options and a router, and wait until all are ready."""
     nodes = [launcher.start_node(role, role, *arguments, *LEASE) for role in ("prefill", "decode")]
     prefill, decode = nodes
     launcher.wait_listening(nodes, START_TIMEOUT_S)
@@ -151,7 +151,7 @@ def tiny_fleet(
 
 @pytest.fixture(scope="module")
 def start_fleet(module_launcher: Launcher, transport: str) -> Callable[..., Fleet]:
-    """Start pairs with other options; they end with the module's tests."""
+    """Start pairs with other options. They end with the module's tests."""
     return lambda single, *arguments: launch_fleet(
         module_launcher, single, *arguments, "--connector", transport
     )
@@ -159,7 +159,7 @@ def start_fleet(module_launcher: Launcher, transport: str) -> Callable[..., Flee
 
 @pytest.fixture(scope="module")
 def start_single(spawn: Spawn) -> Iterator[Callable[..., Client]]:
-    """Start single nodes with other options; they end with the module's tests."""
+    """Start single nodes with other options. They end with the module's tests."""
     with Launcher(spawn) as launcher:
 
         def start(*arguments: str) -> Client:

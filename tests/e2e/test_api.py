@@ -1,4 +1,4 @@
-"""What a client of a node, or of a router, is promised."""
+"""What a node or a router promises its clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_completion_has_what_openai_promises(server: Any) -> None:
 
 
 @pytest.mark.every_transport
-def test_a_stream_says_the_same_as_the_whole_answer(server: Any) -> None:
+def test_a_stream_has_the_same_text_as_the_whole_answer(server: Any) -> None:
     whole = server.complete("To carry a letter", max_tokens=9)
     with server.streaming(
         "To carry a letter", max_tokens=9, stream_options={"include_usage": True}
@@ -131,8 +131,8 @@ def test_bad_input_is_refused_and_the_server_goes_on(server: Any, body: Any, par
     assert server.get("/health")[0] == 200
 
 
-def test_of_several_answers_no_prompt_is_computed(tiny_fleet: Any) -> None:
-    """Each would be offered, and no node of this engine would load any."""
+def test_a_request_for_several_answers_is_refused_before_its_prompt_is_computed(tiny_fleet: Any) -> None:
+    """Computing the prompt would be wasted: each answer would be offered, and no node of this engine loads several."""
     for node, params in ((tiny_fleet.single, None), (tiny_fleet.prefill, DO_REMOTE_DECODE)):
         reply = node.complete("a" * 40, n=2, kv_transfer_params=params)
         assert (reply.status, reply.body["error"]["param"]) == (400, "n")
@@ -140,8 +140,8 @@ def test_of_several_answers_no_prompt_is_computed(tiny_fleet: Any) -> None:
         assert node.is_whole()
 
 
-def test_what_the_decode_node_refuses_is_let_go_of_at_once(tiny_fleet: Any) -> None:
-    """The router leaves to the decode node whether it gives several answers."""
+def test_an_offer_that_the_decode_node_refuses_is_released_at_once(tiny_fleet: Any) -> None:
+    """The router lets the decode node decide whether it supports several answers."""
     reply = tiny_fleet.router.complete("b" * 40, n=2)
     assert (reply.status, reply.body["error"]["param"]) == (400, "n")
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=3)  # its lease is 6 s
@@ -160,7 +160,7 @@ def test_models_and_health(server: Any) -> None:
     assert server.get("/health")[0] == 200
 
 
-def test_what_is_refused_leaves_no_block_behind(tiny_fleet: Any) -> None:
+def test_a_refused_request_leaves_no_block_in_use(tiny_fleet: Any) -> None:
     assert tiny_fleet.prefill.is_whole()
     assert tiny_fleet.decode.is_whole()
 

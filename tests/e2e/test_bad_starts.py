@@ -1,4 +1,4 @@
-"""What cannot work is said in one line, and nothing is left over."""
+"""Settings that cannot work end a program with one line that says why, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_options_that_cannot_work_end_with_one_line_and_status_2(
     assert len(node.log_tail.strip().splitlines()) == 1
 
 
-def test_an_unknown_connector_option_is_told_before_the_model_is_looked_for(launcher: Launcher) -> None:
+def test_an_unknown_connector_option_is_reported_before_the_model_is_looked_for(launcher: Launcher) -> None:
     options = ("--role", "decode", "--connector-option", "leas_s=3", "--model", "/no/such/model")
     node = launcher.start("node", "serve.py", "--port", "0", *options)
     assert node.wait(60) == 2
@@ -101,11 +101,11 @@ def test_models_and_connectors_that_are_not_there(
 
 
 @pytest.mark.slow
-def test_a_peer_with_another_cache_is_refused_by_the_name_of_what_differs(
+def test_a_peer_with_another_cache_is_refused_with_the_name_of_the_field_that_differs(
     launcher: Launcher, tiny_fleet: Any, tiny_arguments: Sequence[str], other_model: Path
 ) -> None:
     differing = {
-        "block_size": ("--block-size", "24"),  # of 16 and 24 neither divides the other
+        "block_size": ("--block-size", "24"),  # neither of 16 and 24 divides the other
         "dtype": ("--dtype", "bfloat16"),
         "weights": ("--model", str(other_model)),
     }
@@ -146,7 +146,7 @@ def test_a_node_ends_quickly_and_cleanly_at_a_second_signal_and_with_its_launche
         wait_until(lambda: client.get("/health")[0] == 503)
         told.send_signal(number)
         assert "error" in list(events)[-1]
-        # Of this one nothing was told yet, so that a router can have another node answer it.
+        # No byte of this answer was sent yet, so a router can have another node answer the request.
         assert whole.result().status == 503
     assert (told.wait(15), left.wait(15)) == (0, 0)
 
@@ -161,7 +161,7 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_router_refuses_what_is_no_url() -> None:
+def test_the_router_refuses_a_node_that_is_not_a_url() -> None:
     done = run_script("router.py", "--prefill", "localhost", "--decode", "http://127.0.0.1:1")
     assert done.returncode == 2
     assert "'localhost'" in done.stderr

@@ -1,6 +1,6 @@
-"""Faults from a seed befall real nodes while they answer: no wrong token, no request without an end, nothing kept.
+"""Inject faults from a seed into real nodes under load: no token is wrong, every request ends, nothing leaks.
 
-`make soak` runs it for longer: SOAK_SECONDS are those of the faults, SOAK_SEED is theirs.
+`make soak` runs it for longer. SOAK_SECONDS is the time during which faults are injected; SOAK_SEED is their seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.tiny_models import write_tiny_model
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
-#: So few blocks that requests are preempted now and then.
+#: Few enough blocks that requests are preempted now and then.
 NODE = (
     "--threads", "1", "--num-blocks", "160", "--block-size", "16", "--max-num-batched-tokens", "64",
     "--log-level", "warning",
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Options of every node. Its model takes prompts of many chunks."""
+    """Options of every node. Prompts for the model may have many chunks."""
     folder = tmp_path_factory.mktemp("models") / "deep"
     model = write_tiny_model(folder, num_hidden_layers=6, max_position_embeddings=2048)
     return ("--model", str(model), *NODE)

@@ -1,4 +1,4 @@
-"""`docker/compose.yaml` as far as it goes without Docker: its commands, with other places, are a pair that answers."""
+"""`docker/compose.yaml` without Docker: its commands, with other addresses, start a pair that answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARED = "/run/kvferry"
 def start(
     launcher: Launcher, service: str, places: Mapping[str, str], *more: str, port: int = 0
 ) -> LaunchedProcess:
-    """Start what a service starts, where `places` says."""
+    """Run a service's command. `places` maps folders and addresses in the command to those of this test."""
     script, *arguments = SERVICES[service]["command"]
     for here, there in {**places, "=0.0.0.0": "=127.0.0.1", "--port=8000": f"--port={port}"}.items():
         arguments = [argument.replace(here, there) for argument in arguments]
@@ -33,7 +33,7 @@ def start(
 @pytest.fixture
 def shared(socket_dir: Path, transport: str) -> Path:
     """The volume that the nodes of a profile share."""
-    for _ in range(2 * (transport == "zeromq")):  # as on the first start, and on the next
+    for _ in range(2 * (transport == "zeromq")):  # once as on the first start, once as on the next
         program = SERVICES["secret"]["command"][1].replace(SHARED, str(socket_dir))
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     return socket_dir

@@ -1,4 +1,4 @@
-"""An offer is loaded only for what it was computed from, whatever a router mixes up; and nothing of it stays behind."""
+"""An offer is loaded only for the prompt that it was computed from, even if a router mixes offers up; nothing leaks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .conftest import START_TIMEOUT_S, TINY_NODE, Fleet
 pytestmark = pytest.mark.slow
 
 ONE = "A ferry takes what others have packed; it does not open the boxes. " * 4
-#: As long, with other tokens from the first block on.
+#: The same length, with other tokens from the first block on.
 OTHER = "B ferry shows what others have packed; it does not shut the boxes. " * 4
 MAX_TOKENS = 12
-#: Far below a lease (6 s), and enough for a busy machine.
+#: Far less than a lease (6 s), and enough for a busy machine.
 AT_ONCE_S = 4.0
 
 
 @pytest.fixture(scope="module")
 def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
-    """A decode node that fails what it cannot load."""
+    """A decode node that fails the requests that it cannot load."""
     node = module_launcher.start_node(
         "decode/fail", "decode", "--load-failure-policy", "fail", *tiny_arguments
     )
@@ -42,7 +42,7 @@ def offer(prefill: Client, prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 def assert_refused(reply: Reply, expected: Reply) -> None:
-    """Nothing was read, and the answer is right all the same."""
+    """Check that nothing was read, and that the answer is right all the same."""
     assert reply.status == 200
     assert "was not computed from this request's prompt" in reply.transfer["error"]
     assert reply.transfer["num_bytes"] == 0
@@ -57,7 +57,7 @@ def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: 
     reply = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS, kv_transfer_params=params)
     assert_refused(reply, expected)
     wait_until(tiny_fleet.prefill.is_whole, AT_ONCE_S)
-    # Nothing wrong was left for honest requests to find.
+    # A request without the offer finds no wrong block in the prefix cache.
     again = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS)
     assert again.token_ids == expected.token_ids
 
@@ -91,7 +91,9 @@ def test_an_offer_of_a_shorter_prompt_is_loaded_as_far_as_it_goes(tiny_fleet: Fl
     assert reply.body["metrics"]["num_loaded_tokens"] == 150
 
 
-def test_the_policy_decides_what_becomes_of_the_request(tiny_fleet: Fleet, failing_decode: Client) -> None:
+def test_the_load_failure_policy_decides_how_the_request_ends(
+    tiny_fleet: Fleet, failing_decode: Client
+) -> None:
     params = offer(tiny_fleet.prefill, f"policy: {ONE}")
     reply = failing_decode.complete(f"policy! {OTHER}", max_tokens=MAX_TOKENS, kv_transfer_params=params)
     assert reply.status == 500
@@ -99,7 +101,7 @@ def test_the_policy_decides_what_becomes_of_the_request(tiny_fleet: Fleet, faili
     wait_until(lambda: tiny_fleet.prefill.is_whole() and failing_decode.is_whole(), AT_ONCE_S)
 
 
-def test_a_router_releases_what_nobody_will_load(tiny_fleet: Fleet) -> None:
+def test_a_router_can_release_an_offer_that_no_node_will_load(tiny_fleet: Fleet) -> None:
     params = offer(tiny_fleet.prefill, f"given up: {ONE}")
     assert not tiny_fleet.prefill.is_whole()
     release = {**params, "do_remote_prefill": False, "do_release": True}
@@ -108,7 +110,7 @@ def test_a_router_releases_what_nobody_will_load(tiny_fleet: Fleet) -> None:
 
 
 def test_nodes_with_other_chat_templates_answer_right(launcher: Launcher, tmp_path: Path) -> None:
-    """As of two nodes that write different dates: the same length, other tokens."""
+    """Templates that insert different dates, for example: prompts have the same length and other tokens."""
     nodes = []
     for role, word in (("prefill", "Monday"), ("decode", "Friday")):
         folder = write_tiny_model(tmp_path / role)

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: its output, its exit status, and that no process of it remains."""
+"""The demo as a user runs it: its output, its exit status, and that none of its processes remains."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_options_it_answers_sensibly_and_overlap_shows(tmp_path: Path) -
     assert "boat" in short["text"]
     assert whole["text"].strip().endswith("Ada Lind.")
     assert whole["prompt_tokens"] > 3 * DEFAULT_CHUNK_TOKENS
-    # Several reads, of which the first ones ran while the prompt was being computed.
+    # Several reads, the first of which ran while the prompt was being computed.
     assert by_chunk["num_regions"] > whole["num_regions"]
     assert by_chunk["exposed_transfer_s"] < by_chunk["transfer_s"] / 2
     assert "\r" not in done.stderr
@@ -144,7 +144,7 @@ def test_a_request_that_fails_shows_in_the_exit_status(arguments: list[str], tmp
     assert (failed["identical"], answered["identical"]) == (False, True)
 
 
-def test_what_cannot_start_is_said_and_nothing_remains(arguments: list[str]) -> None:
+def test_a_demo_that_cannot_start_says_why_and_nothing_remains(arguments: list[str]) -> None:
     done = run_demo(*arguments, "--connector", "carrier_pigeon")
     assert done.returncode == 2
     assert "carrier_pigeon" in done.stderr
@@ -159,7 +159,7 @@ def test_what_cannot_start_is_said_and_nothing_remains(arguments: list[str]) -> 
         ("ready", signal.SIGKILL, -signal.SIGKILL),
     ],
 )
-def test_nothing_remains_when_it_is_interrupted(
+def test_no_process_remains_after_an_interrupt(
     stage: str, number: signal.Signals, status: int, arguments: list[str]
 ) -> None:
     command = [sys.executable, SCRIPT, *arguments, "--prompt", "f" * 100, "--max-tokens", "400"]
@@ -188,7 +188,7 @@ def test_the_demo_says_how_a_node_ended(arguments: list[str]) -> None:
 
 
 def wait_for_stage(demo: subprocess.Popen[str], stage: str, lines: Iterator[str]) -> list[int]:
-    """Read the demo's status lines until `stage`; the processes that it started by then."""
+    """Read the demo's status lines until `stage`. Returns the processes that it has started by then."""
     num_ready = 0
     for line in lines:
         num_ready += " ready after " in line
@@ -208,6 +208,6 @@ def is_alive(pid: int) -> bool:
 
 
 def sockets_of(pids: Sequence[int]) -> list[str]:
-    """The shm transport's sockets bear the process's id."""
+    """Return the sockets of these processes. The shm transport puts the process id into their names."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return [line for line in lines if any(f"@kvferry-{pid}-" in line for pid in pids)]

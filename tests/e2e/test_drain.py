@@ -1,4 +1,4 @@
-"""Nodes that are told to stop: what they began ends well, what they hold for others is let go of, and they exit in time."""
+"""Stopping nodes: they finish the answers that they began, release what they hold for others, and exit in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 START_TIMEOUT_S = 110.0
 DRAIN_S = 40.0
-#: To end once there is nothing left to wait for, on a busy machine.
+#: Seconds for a node to end on a busy machine, once it has nothing left to wait for.
 END_S = 20.0
 LONG = {"max_tokens": 300, "ignore_eos": True}
 PROMPT = (
@@ -31,7 +31,7 @@ OTHER_PROMPT = PROMPT[::-1]
 
 @pytest.fixture
 def busy_machine() -> Iterator[None]:
-    """Two processes that do nothing but keep a core busy each."""
+    """Run two processes, each of which keeps a core busy."""
     context = multiprocessing.get_context("spawn")
     burners = [context.Process(target=_burn, daemon=True) for _ in range(2)]
     for burner in burners:
@@ -75,7 +75,7 @@ def is_draining(client: Client) -> bool:
 
 
 def retry_after(client: Client) -> str | None:
-    """When a request that is refused with 503 may come again."""
+    """Return the `Retry-After` header of a request that is refused with 503."""
     connection = http.client.HTTPConnection("127.0.0.1", client.process.port, timeout=END_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "too late"}))
@@ -108,7 +108,7 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
         prefill.process.terminate()
         wait_until(lambda: is_draining(prefill))
         assert retry_after(prefill) == "1"
-        # An offer is delivered while its node drains.
+        # An offer is delivered while its node is draining.
         late = decode.complete(OTHER_PROMPT, max_tokens=4, kv_transfer_params=held)
         assert late.token_ids == other_expected
         assert (late.transfer["error"], late.transfer["num_bytes"] > 0) == ("", True)
@@ -124,10 +124,10 @@ def test_nodes_that_drain_on_a_busy_machine_finish_their_answers_and_deliver_the
     assert "aborted" not in prefill.process.log_tail + decode.process.log_tail
 
 
-def test_what_is_left_at_the_deadline_ends_as_aborted_and_offers_go_back_at_once(
+def test_requests_left_at_the_deadline_are_aborted_and_their_offers_released_at_once(
     start: Callable[..., Client],
 ) -> None:
-    """A decode node that has a request in work and others in its queue, whose offers are claimed or about to be."""
+    """The decode node runs one request and queues others, whose offers it has claimed or is about to claim."""
     prefill = start("prefill")  # with leases of the default length, which is longer than the test waits
     decode = start("decode", "--drain-timeout-s", "0", "--max-num-seqs", "1")
     held = [offer(prefill, f"{index} {PROMPT}") for index in range(3)]
@@ -146,7 +146,7 @@ def test_what_is_left_at_the_deadline_ends_as_aborted_and_offers_go_back_at_once
     wait_until(prefill.is_whole, timeout_s=10.0)
 
 
-def test_a_node_whose_output_cannot_be_written_serves_and_ends_as_told(
+def test_a_node_whose_output_cannot_be_written_serves_and_ends_normally(
     spawn: Spawn, tiny_single_arguments: Sequence[str]
 ) -> None:
     full = os.open("/dev/full", os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Nodes that die, clients that leave, leases that run out: answers stay right, and every block comes back."""
+"""Nodes die, clients leave, leases expire: answers stay right, and every block comes free."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 4
 MAX_TOKENS = 12
-#: Of the nodes that all tests share.
+#: The lease of the nodes that all tests share.
 LEASE_S = 6.0
 
 
 @pytest.fixture(scope="module")
 def failing_decode(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
-    """A decode node that fails what it cannot load."""
+    """A decode node that fails the requests that it cannot load."""
     policy = ("--load-failure-policy", "fail")
     node = module_launcher.start_node("decode/fail", "decode", *policy, *tiny_arguments)
     module_launcher.wait_ready([node], 110)
@@ -40,7 +40,7 @@ def mortal_prefill(launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
 
 @pytest.fixture(scope="module")
 def short_lease_prefill(module_launcher: Launcher, tiny_arguments: Sequence[str]) -> Client:
-    """A prefill node that waits for nobody."""
+    """A prefill node whose leases are too short for any consumer."""
     options = ("--connector-option", "lease_s=0.6", "--connector-option", "heartbeat_s=0.2")
     node = module_launcher.start_node("short lease", "prefill", *tiny_arguments, *options)
     module_launcher.wait_ready([node], 110)
@@ -48,7 +48,7 @@ def short_lease_prefill(module_launcher: Launcher, tiny_arguments: Sequence[str]
 
 
 def offer(prefill: Client, prompt: str) -> dict[str, Any]:
-    """Prefill `prompt`; what the decode node needs."""
+    """Prefill `prompt`. Returns the params for the decode node."""
     reply = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     assert reply.status == 200
     params: dict[str, Any] = reply.body["kv_transfer_params"]
@@ -57,7 +57,7 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
 
 
 def stream(decode: Client, prompt: str, params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """All chunks of a streamed answer."""
+    """Return all chunks of a streamed answer."""
     with decode.streaming(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params) as events:
         return list(events)
 
@@ -66,19 +66,19 @@ def ask(decode: Client, prompt: str, params: Mapping[str, Any]) -> Reply:
     return decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
 
 
-#: Fails unless these are the single node's tokens, near-ties apart.
+#: Fails unless these are the single node's tokens, apart from near-ties.
 Expected = Callable[[Sequence[int]], None]
 
 
 def assert_recomputed(reply: Reply, expected: Expected) -> None:
-    """The right answer, without a byte of the other node's."""
+    """Check that the answer is right, and that no byte of the other node was used."""
     expected(reply.token_ids)
     assert reply.transfer["num_bytes"] == 0
     assert reply.transfer["error"]
 
 
 def assert_failed(reply: Reply) -> None:
-    """An error that says why."""
+    """Check that the answer is an error with a reason."""
     assert reply.status == 500
     assert reply.body["error"]["code"] == "generation_failed"
     assert len(reply.error) > 20
@@ -89,19 +89,19 @@ def token_ids(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def in_flight_at(prefill: Client) -> str:
-    """The router's metric of how many requests a prefill node works on."""
+    """Return the name of the router's metric for the requests in flight at a prefill node."""
     return f'kvferry_router_node_in_flight{{role="prefill",url="{prefill.process.url}"}}'
 
 
 @pytest.fixture
 def unique_prompt(request: pytest.FixtureRequest) -> str:
-    """A prompt that no prefix cache knows from an earlier test."""
+    """A prompt that no earlier test has left in a prefix cache."""
     return f"{request.node.name}: {PROMPT}"
 
 
 @pytest.fixture
 def expected(tiny_fleet: Any, unique_prompt: str) -> Expected:
-    """Compare with the single node's answer."""
+    """A function that compares tokens with the single node's answer."""
     return lambda tokens: assert_answers_like(tiny_fleet.single, unique_prompt, tokens, MAX_TOKENS)
 
 
@@ -122,7 +122,7 @@ def test_prefill_killed_in_the_middle(
 ) -> None:
     decodes = (tiny_fleet.decode, failing_decode)
     offers = [offer(mortal_prefill, unique_prompt) for _ in decodes]
-    mortal_prefill.process.send_signal(signal.SIGSTOP)  # it is asked, and never answers
+    mortal_prefill.process.send_signal(signal.SIGSTOP)  # it gets the claims, and never answers
     with ThreadPoolExecutor(2) as background:
         answers = [
             background.submit(stream, decode, unique_prompt, params)
@@ -163,7 +163,7 @@ def test_an_offer_of_a_node_that_restarted_since_is_stale(
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)
 
 
-def test_a_lease_that_ran_out_is_a_stale_error_and_never_other_bytes(
+def test_an_expired_lease_is_a_stale_error_and_never_delivers_other_bytes(
     short_lease_prefill: Client,
     tiny_fleet: Any,
     failing_decode: Client,
@@ -173,7 +173,7 @@ def test_a_lease_that_ran_out_is_a_stale_error_and_never_other_bytes(
     first, second = (offer(short_lease_prefill, unique_prompt) for _ in range(2))
     assert not short_lease_prefill.is_whole()
     wait_until(short_lease_prefill.is_whole)
-    for index in range(8):  # the freed blocks now hold something else
+    for index in range(8):  # the freed blocks now hold another prompt's cache
         short_lease_prefill.complete(f"{index} other bytes {PROMPT}", max_tokens=1)
     recomputed, failed = (
         ask(tiny_fleet.decode, unique_prompt, first),
@@ -186,7 +186,7 @@ def test_a_lease_that_ran_out_is_a_stale_error_and_never_other_bytes(
     wait_until(failing_decode.is_whole)
 
 
-def test_offers_that_nobody_takes_end_with_their_lease(
+def test_offers_that_no_node_takes_end_with_their_lease(
     short_lease_prefill: Client, unique_prompt: str
 ) -> None:
     for index in range(3):
@@ -243,7 +243,7 @@ def test_a_client_that_leaves_while_the_answer_is_computed(tiny_fleet: Any, uniq
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)
 
 
-def test_the_router_goes_round_nodes_that_are_gone(
+def test_the_router_avoids_nodes_that_are_gone(
     launcher: Launcher,
     tiny_fleet: Any,
     mortal_prefill: Client,
@@ -257,7 +257,7 @@ def test_the_router_goes_round_nodes_that_are_gone(
         [mortal_prefill.process, tiny_fleet.prefill.process],
         [mortal_decode, tiny_fleet.decode.process],
         "--check-interval-s",
-        "60",  # it must find out by itself
+        "60",  # the router must notice without a health check
     )
     launcher.wait_ready([router], 30)
     client = Client(router)
@@ -266,11 +266,11 @@ def test_the_router_goes_round_nodes_that_are_gone(
     mortal_decode.kill()
     for prompt in prompts:
         assert_answers_like(tiny_fleet.single, prompt, client.complete(prompt, max_tokens=4).token_ids, 4)
-    wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)  # what the dead node never took
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=2 * LEASE_S)  # unread offers expire
     wait_until(tiny_fleet.decode.is_whole)
 
 
-def test_a_router_that_is_told_to_stop_says_so_to_those_who_wait(
+def test_a_router_that_is_stopped_tells_its_waiting_clients(
     launcher: Launcher, tiny_fleet: Any, unique_prompt: str
 ) -> None:
     nodes = [tiny_fleet.prefill.process], [tiny_fleet.decode.process]
@@ -298,7 +298,7 @@ def test_a_router_that_is_told_to_stop_says_so_to_those_who_wait(
         wait_until(node.is_whole)
 
 
-def test_a_router_without_a_prefill_node_says_so_and_asks_a_decode_node_alone_if_that_may_recompute(
+def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone_if_that_may_recompute(
     launcher: Launcher, tiny_fleet: Any, mortal_prefill: Client, unique_prompt: str, expected: list[int]
 ) -> None:
     nodes = [mortal_prefill.process], [tiny_fleet.decode.process]

@@ -1,4 +1,4 @@
-"""A model with windowed and full layers, over real processes: the single node's tokens, and no more moved than seen."""
+"""A model with windowed and full layers over real processes: the single node's tokens, and only visible blocks move."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_hybrid_model_is_handed_over_between_processes(hybrid_fleet: Any) -> N
         reply = hybrid_fleet.router.complete(prompt, max_tokens=24)
         assert_answers_like(hybrid_fleet.single, prompt, reply.token_ids, 24)
         num_blocks = -(-length // BLOCK)
-        # The decode node computes the prompt's last token, which sees a window that it is part of.
+        # The decode node computes the prompt's last token. That token is itself part of the window that it sees.
         num_in_window = num_blocks - max(0, length - WINDOW) // BLOCK
         assert reply.transfer["num_blocks"] == num_blocks + num_in_window
         assert reply.transfer["layout"] == "uniform"

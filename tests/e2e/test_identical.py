@@ -1,4 +1,4 @@
-"""The promise itself: a pair's greedy tokens are the single node's, and no more bytes move than must."""
+"""The main promise: a pair gives the same greedy tokens as a single node, and moves no more bytes than necessary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="session")
 def tokens() -> list[int]:
-    """A text of some hundred tokens."""
+    """A text of a few hundred tokens."""
     tokenizer = Tokenizer.from_file(str(default_model_folder() / "tokenizer.json"))
     ids: list[int] = tokenizer.encode(TEXT).ids
     assert len(ids) > 200
@@ -68,7 +68,7 @@ def single(spawn: Spawn, arguments: Sequence[str]) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def expected(single: Client, tokens: list[int]) -> list[list[int]]:
-    """Its tokens for each prompt. It is asked once, whatever the number of transports."""
+    """The single node's tokens for each prompt. It is asked once for all transports."""
     return [reply.token_ids for reply in complete_all(single, prompts(tokens))]
 
 
@@ -79,13 +79,13 @@ def smollm2(start_fleet: Any, tiny_single: Client, arguments: Sequence[str]) -> 
 
 
 def lengths() -> list[int]:
-    """One token, blocks ± 1, chunks ± 1, and some more."""
+    """Return prompt lengths: one token, blocks ± 1, chunks ± 1, and some more."""
     around = [edge + off for edge in (BLOCK, 2 * BLOCK, 3 * BLOCK, CHUNK, 2 * CHUNK) for off in (-1, 0, 1)]
     return [1, 2, 3, 7, *around, 72, 88, 100, 144, 150, 190]
 
 
 def prompts(tokens: Sequence[int]) -> list[Any]:
-    """Texts, slices of a text at different places, and slices that share a beginning."""
+    """Return texts, slices from different places of a text, and slices that share a prefix."""
     slices = [list(tokens[offset : offset + length]) for offset, length in enumerate(lengths())]
     shared = [
         list(tokens[: 3 * BLOCK]) + list(tokens[100 + tail : 100 + tail + 9 + tail]) for tail in range(10)
@@ -129,7 +129,7 @@ def test_blocks_that_the_decode_node_has_are_not_moved_again(smollm2: Any, token
 
 @pytest.fixture(scope="module")
 def per_layer_fleet(start_fleet: Any, tiny_single: Client, tiny_single_arguments: Any) -> Any:
-    """The tiny model with a buffer for each layer."""
+    """A pair that runs the tiny model with one buffer per layer."""
     return start_fleet(tiny_single, *tiny_single_arguments, "--layout", "per-layer")
 
 
@@ -159,7 +159,7 @@ def assert_identical(fleet: Any, transport: str, layout: str, num_layers: int) -
 
 
 def assert_moved_as_promised(replies: Sequence[Reply], transport: str, num_layers: int) -> None:
-    """Every prompt of more than a token came from the other node, in no more regions than it has blocks (a layer)."""
+    """Check that every prompt of two or more tokens was transferred, with at most one region per block and layer."""
     for reply in replies:
         metrics = reply.body["metrics"]
         if metrics["num_prompt_tokens"] == 1:

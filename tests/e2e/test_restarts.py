@@ -1,4 +1,4 @@
-"""Nodes that are started again at the address that they had: another epoch, and the other node finds them."""
+"""Nodes that restart at the same address: they get another epoch, and the other node finds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = "The old ferry sank; the new one has her name and her berth. " * 3
 
 @pytest.fixture
 def address(transport: str, socket_dir: Path) -> str:
-    """Where a node can listen again and again; over the network by IPv6, where there is some."""
+    """An address at which a node can listen again after a restart. Over a network it is an IPv6 address if possible."""
     if transport == "shm":
         return f"shm://{socket_dir}/berth.sock"
     for family, host, written in (
@@ -36,7 +36,7 @@ def address(transport: str, socket_dir: Path) -> str:
 
 @pytest.fixture
 def start(launcher: Launcher, tiny_arguments: Sequence[str], address: str) -> Callable[[str], Client]:
-    """Start a node of a role; a prefill node always at the same address."""
+    """Start a node with a role. A prefill node always gets the same address."""
 
     def started(role: str) -> Client:
         where = ("--connector-option", f"address={address}") if role == "prefill" else ()
@@ -55,11 +55,11 @@ def offer(prefill: Client, prompt: str) -> dict[str, Any]:
 
 
 @pytest.mark.every_transport
-def test_either_node_may_be_started_again(start: Callable[[str], Client], tiny_single: Client) -> None:
+def test_either_node_may_be_restarted(start: Callable[[str], Client], tiny_single: Client) -> None:
     prefill, decode = start("prefill"), start("decode")
 
     def load(index: int, params: dict[str, Any]) -> str:
-        """Answer a prompt with an offer of it; returns why it was not loaded."""
+        """Have the decode node answer a prompt with an offer. Returns why the offer was not loaded."""
         reply = decode.complete(f"{index} {PROMPT}", max_tokens=4, kv_transfer_params=params)
         assert_answers_like(tiny_single, f"{index} {PROMPT}", reply.token_ids, 4)
         return str(reply.transfer["error"])

@@ -1,4 +1,4 @@
-"""Nodes that are spread over worker processes, by layers or by heads, with nodes of another shape behind them."""
+"""Nodes that are spread over worker processes, by layers or by heads, hand over to nodes of another shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.client import (
 )
 from tests.support.tiny_models import write_tiny_model
 
-#: Worker processes import PyTorch, each for itself.
+#: Each worker process imports PyTorch by itself.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_TIMEOUT_S = 200.0
@@ -34,7 +34,7 @@ EARLY = {**DO_REMOTE_DECODE, "overlap": True}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four layers and four KV heads: enough for two stages, and for four ranks."""
+    """A model of four layers and four KV heads: enough for two stages, or for four ranks."""
     shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     return write_tiny_model(tmp_path_factory.mktemp("models") / "spread", **shape)
 
@@ -57,7 +57,7 @@ def single(start_single: Any, single_arguments: Sequence[str]) -> Client:
 
 @pytest.fixture(scope="module")
 def decodes(module_launcher: Launcher, arguments: Sequence[str]) -> list[LaunchedProcess]:
-    """A decode node of two ranks, and one of one process."""
+    """A decode node with two ranks, and one with a single process."""
     nodes = [
         module_launcher.start_node("decode by two", "decode", *arguments, "--tensor-parallel-size", "2"),
         module_launcher.start_node("decode by one", "decode", *arguments),
@@ -73,7 +73,7 @@ def start_prefill(launcher: Launcher, *arguments: str) -> LaunchedProcess:
 
 
 def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: str) -> Reply:
-    """The answer is the single node's, from a cache that came whole, and both nodes have all their blocks again."""
+    """Check that the answer is the single node's, the whole cache was loaded, and all blocks are free again."""
     offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     params = offered.body["kv_transfer_params"]
     reply = decode.complete(prompt, max_tokens=8, kv_transfer_params=params)
@@ -126,7 +126,7 @@ def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
     handed_over = decode.complete(
         PROMPT, max_tokens=16, kv_transfer_params=offered.body["kv_transfer_params"]
     )
-    # Under a salt nothing of what came is used: this node computes all of it itself.
+    # With a salt the node uses none of the loaded blocks. It computes the whole prompt itself.
     alone = decode.complete(PROMPT, max_tokens=16, cache_salt="alone")
     assert (handed_over.transfer["error"], alone.transfer) == ("", {})
     assert alone.body["metrics"]["num_cached_tokens"] == 0
@@ -136,7 +136,7 @@ def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
 
 
 def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
-    """The decode begins while the prompt is still computed."""
+    """Check that the decode begins while the prompt is still being computed."""
     with prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events:
         early = next(events)
         assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(prompt))
@@ -148,19 +148,22 @@ def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -
 
 
 def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) -> None:
-    """One of two ranks is killed while both are read: the load fails, its prompt is computed, and the node says why, and exits."""
+    """Kill one of two ranks while both are read.
+
+    The load fails and the decode node recomputes the prompt. The prefill node says why it ends, and exits.
+    """
     _, last_rank = children_of(prefill.process.pid)
     with (
         ThreadPoolExecutor(1) as background,
         prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events,
     ):
         params = next(events)["kv_transfer_params"]
-        os.kill(last_rank, signal.SIGSTOP)  # it is asked, and never answers
+        os.kill(last_rank, signal.SIGSTOP)  # it gets a claim, and never answers
         answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
         wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
         reply = answer.result()
-        # The stream's own end may have come before the rank was stopped.
+        # The stream may have ended before the rank was stopped.
         last = list(events)[-1]
         assert "rank 1" in last["error"]["message"] if "error" in last else last["choices"]
     assert_answers_like(single, prompt, reply.token_ids, 8)

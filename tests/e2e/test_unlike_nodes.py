@@ -1,4 +1,4 @@
-"""Two nodes whose caches are laid out differently hand over both ways, by either way of the bytes."""
+"""Two nodes whose caches have different layouts hand over in both directions, over each transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
     "tiny": ("--threads", "1", "--num-blocks", "128"),
     "smollm2": ("--dtype", "float32", "--num-blocks", "128"),
 }
-#: Layers, keys and values, heads: so many vectors has a token, and each goes to a place of its own.
+#: The vectors of a token: layers × keys and values × heads. Each vector has a place of its own.
 VECTORS_PER_TOKEN = {"tiny": 3 * 2 * 2, "smollm2": 30 * 2 * 3}
 
 
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator[tuple[Client, Client]]:
-    """One of small blocks with tokens first, uniform, and one of large blocks with heads first, per layer."""
+    """A node with small blocks, tokens first, uniform; and a node with large blocks, heads first, per layer."""
     arguments = [*MODELS[model], "--connector", transport]
     arguments += ["--no-prefix-caching", "--max-num-batched-tokens", "64", "--log-level", "warning"]
     if model == "tiny":
@@ -49,7 +49,7 @@ def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator
 
 def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model: str) -> None:
     small, large = nodes
-    single = ask_alone(small)  # without an offer it is one, and it has no prefix cache
+    single = ask_alone(small)  # without an offer it acts as a single node, and it has no prefix cache
     expected = single(TEXT, 8).token_ids
     for prefill, decode, layout in ((small, large, "per-layer"), (large, small, "uniform")):
         offer = ask(prefill, TEXT, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)

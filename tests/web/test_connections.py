@@ -1,4 +1,4 @@
-"""What clients cannot do to a server, whatever they send: hold it up, fill it up, or make it work for nothing."""
+"""No client can block a server, exhaust its resources, or make it work for nothing, whatever the client sends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from reference.web.errors import error_middleware
 from reference.web.json_body import MAX_BODY_BYTES, read_json
 from reference.web.serving import StartupError, bind, serving
 
-#: No wait of a test takes longer.
+#: The longest time that a test waits.
 DEADLINE_S = 20.0
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 
 
 @dataclass
 class Reply:
-    """An answer as it came over the wire."""
+    """An answer as it arrived over the wire."""
 
     status: int
     headers: dict[str, str]
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass
 class Client:
-    """One connection, on which a test writes what it likes."""
+    """A connection to which a test writes arbitrary bytes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -58,7 +58,7 @@ class Client:
         return Reply(int(head[0].split()[1]), headers, json.loads(body))
 
     async def is_closed(self) -> bool:
-        """Wait until the server closes; false if it sends something instead."""
+        """Wait until the server closes. Returns false if it sends something instead."""
         async with asyncio.timeout(DEADLINE_S):
             try:
                 return await self.reader.read(1) == b""
@@ -66,18 +66,18 @@ class Client:
                 return True
 
     async def trickle(self, rest: bytes) -> None:
-        """Send byte after byte until the server closes."""
+        """Send single bytes until the server closes."""
         for byte in rest:
             if self.reader.at_eof() or self.writer.is_closing():
                 return
             self.writer.write(bytes([byte]))
             await asyncio.sleep(0.01)
-        raise AssertionError("the server took all of it")
+        raise AssertionError("the server accepted all bytes")
 
 
 @dataclass
 class Place:
-    """A server whose handler of `/held` answers when the test lets it."""
+    """A server whose `/held` handler answers when the test allows it."""
 
     port: int
     stack: AsyncExitStack
@@ -130,14 +130,14 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half a header"])
-async def test_a_client_that_sends_no_whole_header_is_closed(sent: bytes) -> None:
+async def test_a_connection_without_a_complete_header_is_closed(sent: bytes) -> None:
     async with place(header_timeout_s=0.1) as here:
         client = await here.connect()
         client.writer.write(sent)
         assert await client.is_closed()
 
 
-async def test_a_header_that_trickles_is_not_waited_for_nor_is_that_of_a_further_request() -> None:
+async def test_the_header_timeout_applies_to_a_header_that_trickles_and_to_that_of_a_later_request() -> None:
     async with place(header_timeout_s=0.6) as here:
         first, further = await here.connect(), await here.connect()
         assert (await further.ask(post(b"{}"))).status == 200
@@ -145,11 +145,11 @@ async def test_a_header_that_trickles_is_not_waited_for_nor_is_that_of_a_further
         await asyncio.gather(first.trickle(many), further.trickle(many))
 
 
-async def test_between_requests_a_connection_may_rest_for_longer_than_a_header_may_take() -> None:
+async def test_between_requests_a_connection_may_be_idle_for_longer_than_the_header_timeout() -> None:
     async with place(header_timeout_s=1) as here:
         client = await here.connect()
         assert (await client.ask(post(b"{}"))).status == 200
-        await asyncio.sleep(1.2)  # this time must pass: nothing happens in it
+        await asyncio.sleep(1.2)  # real time must pass, and there is no event to wait for
         assert (await client.ask(post(b"{}"))).status == 200
 
 
@@ -170,7 +170,7 @@ async def test_a_server_that_was_busy_does_not_blame_its_clients() -> None:
         client = await here.connect()
         await asyncio.sleep(0)
         client.writer.write(post(b"{}"))
-        time.sleep(1.2)  # nothing is read meanwhile  # noqa: ASYNC251
+        time.sleep(1.2)  # blocks the event loop, so that nothing is read meanwhile  # noqa: ASYNC251
         assert (await client.reply()).status == 200
 
 
@@ -221,7 +221,7 @@ async def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_
     [b"\x16\x03\x01\x02\r\n\r\n", HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n"],
     ids=["no HTTP", "a long line"],
 )
-async def test_what_is_no_http_is_answered_400_without_a_traceback(
+async def test_bytes_that_are_not_http_are_answered_400_without_a_traceback(
     raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with place() as here:
@@ -237,7 +237,7 @@ async def test_what_is_no_http_is_answered_400_without_a_traceback(
 async def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> None:
     async with place(max_connections=3) as here:
         idle = [await here.connect() for _ in range(3)]
-        assert (await idle[0].ask(post(b"{}"))).status == 200  # so that the second is idle for the longest
+        assert (await idle[0].ask(post(b"{}"))).status == 200  # the second is idle longest
         new = await here.connect()
         assert (await new.ask(post(b"{}"))).status == 200
         assert await idle[1].is_closed()
@@ -245,7 +245,7 @@ async def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> Non
             assert (await client.ask(post(b"{}"))).status == 200
 
 
-async def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to_come_back() -> None:
+async def test_at_the_limit_with_requests_on_all_connections_one_more_is_asked_to_retry_later() -> None:
     async with place(max_connections=2) as here:
         busy = [await here.hold() for _ in range(2)]
         refused = await here.connect()
@@ -259,7 +259,9 @@ async def test_at_the_limit_with_requests_on_all_connections_one_more_is_told_to
         assert (await (await here.connect()).ask(post(b"{}"))).status == 200
 
 
-async def test_a_router_with_few_descriptors_serves_on_behind_many_idle_connections(tmp_path: Any) -> None:
+async def test_a_router_with_few_descriptors_keeps_serving_despite_many_idle_connections(
+    tmp_path: Any,
+) -> None:
     log = tmp_path / "log"
     nodes = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
     limited = ("sh", "-c", 'ulimit -n 128 && exec "$@"', "sh")

@@ -1,4 +1,4 @@
-"""A 503 says when to come back, where coming back helps."""
+"""A 503 has a Retry-After header where a retry can help."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from reference.router.nodes import RETRY_AFTER_S, NodePool, NodeState
 from reference.web.errors import ApiError, unavailable
 
 
-def test_only_what_is_temporary_says_when_to_come_back() -> None:
+def test_only_a_temporary_failure_says_when_to_retry() -> None:
     assert unavailable("busy").response().headers["Retry-After"] == "1"
     assert "Retry-After" not in unavailable("over", retry_after_s=None).response().headers
 
 
-async def test_a_node_that_starts_says_so_and_when_to_come_back() -> None:
+async def test_a_starting_node_says_so_and_when_to_retry() -> None:
     async with TestClient(TestServer(NodeServer(Engine(EngineSettings())).application())) as client:
         for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions")):
             async with client.request(method, path, json={"prompt": "a"}) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
 
 
-async def test_a_router_without_nodes_is_asked_again_and_one_that_stops_is_not() -> None:
+async def test_a_router_without_nodes_asks_for_a_retry_and_one_that_stops_does_not() -> None:
     pool = NodePool("prefill", ["http://127.0.0.1:1"])
     pool.nodes[0].state = NodeState.GONE
     for after_s in (RETRY_AFTER_S, None):
