@@ -1,4 +1,4 @@
-"""The aggregator: a request is finished, or has failed, when every rank has said so; a failed block is one at once."""
+"""The aggregator: a request has ended once every rank has reported it, while failed blocks are passed on at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvferry.connector import KVConnectorOutput, KVConnectorStats, KVOutputAggregator
 
 
-def test_a_request_is_finished_when_every_rank_said_so() -> None:
+def test_a_request_is_finished_when_every_rank_has_reported_it() -> None:
     aggregator = KVOutputAggregator(2)
     first = aggregator.aggregate([KVConnectorOutput(finished_recving={"a", "b"}), None])
     assert first.is_empty()
@@ -20,14 +20,14 @@ def test_a_request_is_finished_when_every_rank_said_so() -> None:
     assert (third.finished_recving, third.finished_sending) == ({"a"}, {"c"})
 
 
-def test_a_rank_counts_once_however_often_it_speaks() -> None:
+def test_a_rank_counts_once_however_often_it_reports() -> None:
     aggregator = KVOutputAggregator(2)
     for _ in range(3):
         output = aggregator.aggregate([KVConnectorOutput(finished_sending={"a"}), KVConnectorOutput()])
         assert output.finished_sending == set()
 
 
-def test_the_directions_are_counted_apart() -> None:
+def test_sending_and_receiving_are_counted_separately() -> None:
     aggregator = KVOutputAggregator(2)
     output = aggregator.aggregate(
         [KVConnectorOutput(finished_sending={"a"}), KVConnectorOutput(finished_recving={"a"})]
@@ -35,13 +35,13 @@ def test_the_directions_are_counted_apart() -> None:
     assert output.is_empty()
 
 
-def test_a_request_id_can_come_again() -> None:
+def test_a_request_id_can_be_used_again() -> None:
     aggregator = KVOutputAggregator(1)
     for _ in range(2):
         assert aggregator.aggregate([KVConnectorOutput(finished_sending={"a"})]).finished_sending == {"a"}
 
 
-def test_a_load_fails_when_it_has_ended_on_every_rank_and_then_with_the_reason() -> None:
+def test_a_failed_load_is_reported_with_its_reason_once_it_has_ended_on_every_rank() -> None:
     aggregator = KVOutputAggregator(2)
     failed = KVConnectorOutput(
         finished_recving={"a"}, invalid_block_ids={1}, load_errors={"a": "the peer is gone"}
@@ -55,7 +55,7 @@ def test_a_load_fails_when_it_has_ended_on_every_rank_and_then_with_the_reason()
     assert (third.finished_recving, third.load_errors) == ({"b"}, {})
 
 
-def test_failures_of_synchronous_loads_are_united_at_once() -> None:
+def test_failures_of_synchronous_loads_are_merged_at_once() -> None:
     output = KVOutputAggregator(2).aggregate(
         [
             KVConnectorOutput(invalid_block_ids={1, 2}, load_errors={"a": "peer lost"}),

@@ -1,4 +1,4 @@
-"""Configuration: what a user writes becomes frozen values, or an error that names the key."""
+"""Configuration: settings become frozen values, or an error that names the key."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_options_have_defaults() -> None:
     assert options.handoff.lease_s == 30
 
 
-def test_options_of_all_kinds_stand_side_by_side() -> None:
+def test_options_of_all_kinds_can_be_combined() -> None:
     options = ConnectorOptions.from_mapping(
         {
             "cross_layer_blocks": False,
@@ -124,7 +124,7 @@ def test_a_transport_s_options_under_their_old_key_are_refused_with_the_new_one(
     assert "the transport's own options go under transport_options" in str(caught.value)
 
 
-def test_the_transport_may_be_named_beside_a_connector_that_stands_for_it() -> None:
+def test_the_transport_may_be_named_beside_the_connector_of_that_transport() -> None:
     options: dict[str, Any] = {"transport": "shm", "transport_options": {"num_guards": 7}}
     KVConnectorFactory.check_options(KVTransferConfig("shm", "kv_both", kv_connector_extra_config=options))
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_the_transport_may_be_named_beside_a_connector_that_stands_for_it() -> N
     ],
     ids=str,
 )  # fmt: skip
-def test_an_unknown_option_is_told_with_the_nearest_name_before_there_is_a_pool(
+def test_an_unknown_option_is_reported_with_the_nearest_name_before_there_is_a_pool(
     connector: str, options: dict[str, Any], words: str
 ) -> None:
     config = KVTransferConfig(connector, "kv_both", kv_connector_extra_config=options)
@@ -168,7 +168,7 @@ def test_an_unknown_option_is_told_with_the_nearest_name_before_there_is_a_pool(
     assert words in str(caught.value)
 
 
-def test_values_are_looked_at_as_well() -> None:
+def test_values_are_checked_as_well() -> None:
     config = KVTransferConfig(
         "shm", "kv_both", kv_connector_extra_config={"transport_options": {"copy_threads": 0}}
     )
@@ -176,7 +176,7 @@ def test_values_are_looked_at_as_well() -> None:
         KVConnectorFactory.check_options(config)
 
 
-def test_an_unknown_key_of_the_configuration_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_key_of_the_configuration_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'kv_role'"):
         KVTransferConfig.from_mapping({"kv_connector": "shm", "kv_rol": "kv_both"})
 
@@ -186,7 +186,7 @@ class WithOptionsOfItsOwn(SharedMemoryConnector):
         raise NotImplementedError
 
 
-def test_a_connector_that_may_know_more_is_left_to_refuse_options_itself() -> None:
+def test_a_connector_with_its_own_constructor_checks_its_options_itself() -> None:
     WithOptionsOfItsOwn.check_options({"wings": 2})
 
 

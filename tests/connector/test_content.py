@@ -1,4 +1,4 @@
-"""Two requests have one digest exactly if they may have each other's blocks."""
+"""Two requests have the same digest exactly if they may use each other's blocks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_it_does_not_depend_on_the_request() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_whatever_the_cache_depends_on_counts(change: dict[str, Any]) -> None:
+def test_everything_that_the_cache_depends_on_counts(change: dict[str, Any]) -> None:
     assert content_digest(replace(BASE, **change), 10) != content_digest(BASE, 10)
 
 
 @pytest.mark.parametrize("other", [Image("dog"), Image(offset=1), Image(length=4)])
-def test_an_item_counts_with_its_contents_and_its_place(other: Image) -> None:
+def test_an_items_contents_and_position_count(other: Image) -> None:
     one = replace(BASE, mm_features=[Image()])
     assert content_digest(replace(BASE, mm_features=[other]), 10) != content_digest(one, 10)
 
@@ -61,7 +61,7 @@ def test_what_comes_after_the_compared_tokens_does_not_count() -> None:
     assert content_digest(longer, 11) != content_digest(BASE, 11)
 
 
-def test_vectors_count_as_far_as_they_are_compared() -> None:
+def test_vectors_count_as_far_as_they_are_within_the_compared_tokens() -> None:
     vectors = torch.arange(40.0).view(10, 4)
     other = vectors.clone()
     other[7] = 0

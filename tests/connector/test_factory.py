@@ -1,4 +1,4 @@
-"""The factory: from a name to a connector, and from a wrong name to an error that helps."""
+"""The factory: it creates a connector from a name, and raises a helpful error for a wrong name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Unrelated: ...
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """An importable module with connectors, by a name of its own."""
+    """The name of an importable module with connectors. Each test gets another name."""
     name = f"stranger_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(COMPLETE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,7 +72,7 @@ def create(name: str, module_path: str = "", options: Mapping[str, object] = {})
         ("InProcConnector", InProcConnector),
     ],
 )
-def test_built_in_connectors_go_by_either_name(name: str, expected: type[KVConnectorBase]) -> None:
+def test_built_in_connectors_have_two_names(name: str, expected: type[KVConnectorBase]) -> None:
     assert KVConnectorFactory.get_connector_class(KVTransferConfig(name, "kv_both")) is expected
     assert isinstance(create(name), expected)
 
@@ -86,7 +86,7 @@ def test_every_built_in_transport_has_a_connector(scheme: str) -> None:
     assert KVConnectorFactory.get_connector_class(by_class) is connector
 
 
-def test_a_row_of_the_table_is_all_that_a_connector_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_the_table_is_all_that_a_connector_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     row = BuiltIn("testing.delays:DelayedTransport")
     monkeypatch.setattr("kvferry.transports.registry.BUILT_IN", {**BUILT_IN, "late": row})
     connector = KVConnectorFactory.get_connector_class(KVTransferConfig("late", "kv_both"))
@@ -118,12 +118,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert e.value.key == "kv_connector"
 
 
-def test_a_module_path_leads_out_of_the_tree(module: str) -> None:
+def test_a_module_path_finds_a_connector_out_of_tree(module: str) -> None:
     connector = create("Mine", module)
     assert type(connector).__module__ == module
 
 
-def test_a_module_path_goes_before_the_registry(module: str) -> None:
+def test_a_module_path_takes_precedence_over_the_registry(module: str) -> None:
     with pytest.raises(ConfigurationError, match="has no class 'shm'"):
         create("shm", module)
 
@@ -138,12 +138,14 @@ def test_a_module_path_goes_before_the_registry(module: str) -> None:
         ("Partial", "does not implement build_connector_meta, get_num_new_matched_tokens"),
     ],
 )
-def test_what_is_no_connector_is_told(module: str, name: str, message: str) -> None:
+def test_a_class_that_is_not_a_connector_is_refused_with_the_reason(
+    module: str, name: str, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create(name, module)
 
 
-def test_a_missing_module_is_told() -> None:
+def test_a_missing_module_is_reported() -> None:
     with pytest.raises(
         ConfigurationError, match="'no.such.module' cannot be imported: ModuleNotFoundError"
     ) as e:
@@ -151,7 +153,7 @@ def test_a_missing_module_is_told() -> None:
     assert e.value.key == "kv_connector_module_path"
 
 
-def test_a_module_that_breaks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_to_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_stranger.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError, match="ZeroDivisionError"):

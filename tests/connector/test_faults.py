@@ -1,4 +1,4 @@
-"""Whatever goes wrong below: each load is reported once, its bytes are right or it has failed, and nothing leaks."""
+"""Faults in the transport: each load is reported once, its bytes are right or it fails, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine
 NUM_LOADS = 4
 MAX_TURNS = 6
 
-#: Short where a fault is waited out; long where only a busy machine would be late.
+#: `DEADLINES` are short, because tests wait until they expire. `PATIENT` ones expire only on a machine that is too busy.
 DEADLINES = {
     "lease_s": 0.4,
     "heartbeat_s": 0.1,
@@ -57,7 +57,7 @@ AT_THE_PRODUCER: list[Fault] = [
 def pair(
     consumer: Mapping[str, object], producer: Mapping[str, object], deadlines: Mapping[str, float] = DEADLINES
 ) -> Iterator[tuple[ModelFreeNode, ModelFreeNode]]:
-    """A consumer and a producer whose transports have these options."""
+    """Make a consumer and a producer whose transports have these options."""
     with ExitStack() as stack:
 
         def make(transport: Mapping[str, object]) -> ModelFreeNode:
@@ -73,10 +73,10 @@ def pair(
 
 
 def hand_over(consumer: ModelFreeNode, producer: ModelFreeNode) -> list[str]:
-    """Hand several prompts over at once, and hold what comes of it to what is promised.
+    """Hand several prompts over at once, and check that every promise about them holds.
 
     Returns:
-        For each load why it failed, or nothing.
+        For each load, why it failed. Empty if it succeeded.
     """
     expected, blocks, requests = [], [], []
     for number in range(NUM_LOADS):
@@ -116,7 +116,7 @@ def test_a_fault_at_the_consumer(fault: Fault) -> None:
     with pair({"faults": [fault]}, {}) as (consumer, producer):
         errors = hand_over(consumer, producer)
     if fault.get("at") != "message":
-        assert any(errors)  # whatever happens to a read, its load does not end well
+        assert any(errors)  # every fault of a read fails its load
 
 
 @pytest.mark.parametrize("fault", AT_THE_PRODUCER, ids=named)
@@ -126,7 +126,7 @@ def test_a_fault_at_the_producer(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_late_is_not_wrong(seed: int) -> None:
+def test_a_late_network_delivers_right_bytes(seed: int) -> None:
     late = {"inner": "delayed", "options": {"seed": seed, "max_turns": MAX_TURNS}}
     with pair(late, late, {**DEADLINES, **PATIENT}) as nodes:
         assert hand_over(*nodes) == [""] * NUM_LOADS
@@ -147,7 +147,7 @@ def test_several_faults_on_a_late_network(seed: int) -> None:
         hand_over(*nodes)
 
 
-def test_a_pair_goes_on_after_its_faults() -> None:
+def test_a_pair_recovers_after_its_faults() -> None:
     with pair({"faults": [{"kind": "drop", "nth": 1}]}, {}, {**DEADLINES, **PATIENT}) as nodes:
         assert any(hand_over(*nodes))
         assert not any(_again(*nodes))

@@ -1,4 +1,4 @@
-"""Addresses that a node cannot connect to: of another transport, too many, or where no node is."""
+"""Addresses that a node cannot connect to: of another transport, too many of them, or without a node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvferry.connector.multi import MultiConnector
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config, load
 from kvferry.transports.errors import ForeignTransportError
 
-#: Far below any deadline, and far above what a busy machine needs.
+#: Far below any deadline, and far more than a busy machine needs.
 AT_ONCE_S = 8.0
 
 
 class Nodes(ExitStack):
-    """Makes nodes, and closes them in the end."""
+    """Makes nodes, and closes them at the end."""
 
     def make(self, connector: str, **options: Any) -> ModelFreeNode:
         config = engine_config(connector, kv_connector_extra_config=options)
@@ -44,7 +44,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("here", "there"), [("zeromq", "shm"), ("shm", "zeromq"), ("auto", "shm"), ("zeromq", "auto")]
 )
-def test_a_peer_of_another_transport_fails_each_load_at_once_and_is_warned_of_once(
+def test_a_peer_of_another_transport_fails_each_load_at_once_and_is_warned_about_once(
     here: str, there: str, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer, producer = nodes.make(here), nodes.make(there)
@@ -54,7 +54,7 @@ def test_a_peer_of_another_transport_fails_each_load_at_once_and_is_warned_of_on
         request = Request(f"d{number}", 9, params)
         blocks = load(consumer, producer, request)
         consumer.finish(request, blocks, "error")
-    assert time.monotonic() - began < AT_ONCE_S  # no request waits for the rest of a connection that failed
+    assert time.monotonic() - began < AT_ONCE_S  # no request waits for the backoff after a failed connection
     for said in (consumer.load_error("d0"), consumer.load_error("d4"), consumer.worker.warning):
         assert repr(address_of(consumer)) in said
         assert repr(address_of(producer)) in said
@@ -70,7 +70,7 @@ def test_the_error_has_both_addresses() -> None:
     assert (error.local, error.remote) == ("zeromq://here:1", "shm://@there")
 
 
-def test_a_malformed_address_of_the_own_transport_is_no_other_transport(nodes: Nodes) -> None:
+def test_a_malformed_address_of_the_own_transport_is_not_taken_for_another_transport(nodes: Nodes) -> None:
     consumer, producer = nodes.make("zeromq"), nodes.make("zeromq")
     _, params = producer.prefill("p", 9)
     request = Request("d", 9, {**(params or {}), "remote_addresses": ["zeromq://nowhere"]})
@@ -83,7 +83,7 @@ def test_a_malformed_address_of_the_own_transport_is_no_other_transport(nodes: N
 @pytest.mark.parametrize("connector", ["inproc", "shm", "zeromq"])
 @pytest.mark.parametrize("num_addresses", [350, 64])
 def test_forged_addresses_fail_one_request(connector: str, num_addresses: int, nodes: Nodes) -> None:
-    """More than a node may have, and as many as it may have: others go on, and hand over meanwhile."""
+    """More addresses than a node may have, or exactly as many: meanwhile other requests are handed over."""
     consumer, producer = nodes.make(connector, connect_timeout_s=2.0), nodes.make(connector)
     offered, params = producer.prefill("p", 9, seed=1)
     expected = producer.contents(offered)
@@ -109,7 +109,7 @@ def test_forged_addresses_fail_one_request(connector: str, num_addresses: int, n
     assert_whole(consumer)
 
 
-def test_several_connectors_say_whose_words_these_are(nodes: Nodes) -> None:
+def test_a_failure_names_the_child_connector_that_failed(nodes: Nodes) -> None:
     multi = nodes.make("MultiConnector", connectors=[{"kv_connector": "shm"}, {"kv_connector": "inproc"}])
     assert isinstance(multi.worker, MultiConnector)
     assert (multi.worker.failure, multi.worker.warning) == ("", "")

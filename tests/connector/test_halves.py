@@ -75,7 +75,7 @@ class TwoClasses(KVConnectorBase):
 
 
 class OneClass(KVConnectorBase):
-    """The same, written as authors write it who know vLLM's interface: all methods on one class."""
+    """The same connector in the style of vLLM's interface: all methods on one class."""
 
     def __init__(self, config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(config, role, kv_cache_config)
@@ -195,7 +195,7 @@ def test_what_is_not_implemented_has_a_default(connector: type[KVConnectorBase])
         worker.register_cross_layers_kv_cache(torch.empty(0), object)
 
 
-def test_the_other_half_is_not_here() -> None:
+def test_calling_the_other_half_is_refused_with_both_roles() -> None:
     with pytest.raises(
         KVTransferStateError, match=r"made with KVConnectorRole.WORKER; .* KVConnectorRole.SCHEDULER"
     ):

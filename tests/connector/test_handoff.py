@@ -1,4 +1,4 @@
-"""Each of our connectors between nodes keeps every promise of the shipped suite."""
+"""Each built-in connector keeps every promise of the conformance suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class TestOurs(HandoffConformance):
     def transfer(self, request: pytest.FixtureRequest) -> Mapping[str, Any]:
         return {"kv_connector": request.param}
 
-    def test_what_moved_the_bytes_is_named(self, make_node: MakeNode, transfer: Mapping[str, Any]) -> None:
+    def test_the_mechanism_that_moved_the_bytes_is_named(
+        self, make_node: MakeNode, transfer: Mapping[str, Any]
+    ) -> None:
         producer, consumer = make_node(), make_node()
         load(consumer, producer, Request("d", 18, producer.prefill("p", 18)[1]))
         (record,) = consumer.stats.transfers

@@ -1,4 +1,4 @@
-"""Somebody in the network cuts, delays, repeats, drops and flips what two nodes send each other."""
+"""An attacker in the network cuts, delays, repeats, drops and flips what two nodes send each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine
 from kvferry.transports.testing import HostileProxy, NetworkFault
 
 NUM_LOADS = 8
-#: On a busy machine some take too long also when nobody harms them.
+#: On a busy machine some loads time out even without faults.
 MAX_LOADS = 30
 SHAPE = CacheShape(num_layers=4, num_blocks=64, num_kv_heads=8, head_size=64)
 NUM_TOKENS = 60
@@ -30,7 +30,8 @@ DEADLINES = {
 EVERY_FAULT: tuple[NetworkFault, ...] = ("cut", "delay", "truncate", "duplicate", "flip")
 UCX = pytest.param(
     "UCXConnector",
-    # What UCX itself sends goes its own way, and its checksums are TCP's: of the control connection no bit flips.
+    # UCX's own traffic does not pass through the proxy. The control connection does, but only TCP's checksums protect
+    # it, so no bit is flipped there.
     EVERY_FAULT[:-1],
     marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"),
 )
@@ -46,7 +47,7 @@ class HostileNetwork:
     address: str
 
     def load(self, number: int) -> bool:
-        """Hand a prompt over, and give its blocks to others; whether its bytes came."""
+        """Hand a prompt over, then reuse its blocks on both nodes. Returns whether its bytes arrived."""
         producer, consumer, request_id = self.producer, self.consumer, f"d{number}"
         offered, params = producer.prefill(f"p{number}", NUM_TOKENS, seed=number)
         expected = producer.contents(offered)
@@ -83,7 +84,7 @@ def hostile_network(connector: str, faults: Sequence[NetworkFault], seed: int) -
 
 
 @pytest.mark.parametrize(("connector", "faults"), [("ZeroMQConnector", EVERY_FAULT), UCX])
-def test_what_is_delivered_is_right_what_is_not_ends_and_an_honest_network_heals(
+def test_bytes_are_right_or_the_load_fails_and_loads_succeed_again_without_faults(
     connector: str, faults: Sequence[NetworkFault]
 ) -> None:
     with hostile_network(connector, faults, seed=1) as network:

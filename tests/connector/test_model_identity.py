@@ -1,4 +1,4 @@
-"""Every byte of a model's weights counts, and is read once as long as the files stay what they are."""
+"""Every byte of a model's weights counts, and is read only once while the files stay the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     path.write_bytes(random.Random(1).randbytes(SIZE))
     scratch, deadline = tmp_path / "scratch", time.monotonic() + 10.0
-    # Until the file system's clock has moved on: a later change then has a later time.
+    # Wait until the file system's clock has moved on, so that a later change has a later time.
     while not scratch.exists() or scratch.stat().st_ctime_ns <= path.stat().st_ctime_ns:
         assert time.monotonic() < deadline
         scratch.write_text("")
@@ -41,13 +41,13 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> DigestCache:
-    """A cache that keeps small files too, however new they are."""
+    """A cache that keeps the hashes of small and new files too."""
     return DigestCache(tmp_path / "cache", min_bytes=0, settle_s=0.0)
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files of which parts were read, one entry per part."""
+    """The files that were read, one entry per part."""
     read: list[Path] = []
     hash_part = model_identity._hash_part
 
@@ -85,7 +85,7 @@ def test_parts_of_a_large_file_count_in_their_order(
     assert weights_digest([weights], cache) != whole
 
 
-def test_names_and_places_of_files_do_not_count(weights: Path, cache: DigestCache) -> None:
+def test_names_and_folders_of_files_do_not_count(weights: Path, cache: DigestCache) -> None:
     second = weights.with_name("other.safetensors")
     second.write_bytes(b"second")
     moved = weights.with_name("a.safetensors")
@@ -136,7 +136,7 @@ class TestCache:
         assert weights_digest([weights], cache) == digest
         assert len(hashed) == 2
 
-    def test_a_cache_that_cannot_be_used_costs_time_only(
+    def test_a_cache_that_cannot_be_used_costs_only_time(
         self, weights: Path, cache: DigestCache, tmp_path: Path, hashed: list[Path]
     ) -> None:
         (tmp_path / "file").write_text("")
@@ -192,7 +192,7 @@ class TestCache:
         assert len(set(digests)) == 1
         assert hashed == [weights]
 
-    def test_it_is_in_the_folder_that_the_user_names(
+    def test_the_cache_is_in_the_folder_that_the_user_names(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
@@ -204,7 +204,7 @@ class TestCache:
 
 class TestProgressBar:
     @pytest.mark.parametrize(("bar_above", "is_shown"), [(SIZE - 1, True), (SIZE, False)])
-    def test_it_is_shown_for_large_models_only(
+    def test_progress_is_shown_only_for_large_models(
         self,
         weights: Path,
         cache: DigestCache,
@@ -217,7 +217,7 @@ class TestProgressBar:
         assert out == ""
         assert ("hashing the model's weights" in err) == is_shown
 
-    def test_it_is_not_shown_for_what_is_known(
+    def test_progress_is_not_shown_for_known_files(
         self, weights: Path, cache: DigestCache, capfd: pytest.CaptureFixture[str]
     ) -> None:
         for bar_above in (SIZE, 0):
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_read_is_named(
     assert caught.value.key == "model"
 
 
-def test_a_file_that_becomes_shorter_is_told(weights: Path) -> None:
+def test_a_file_that_becomes_shorter_is_reported(weights: Path) -> None:
     with pytest.raises(ConfigurationError, match="became shorter"):
         model_identity._hash_part(weights, SIZE - 10, 20)
 
@@ -252,7 +252,7 @@ def test_a_file_that_becomes_shorter_is_told(weights: Path) -> None:
         (("config.json",), ()),
     ],
 )
-def test_weight_files_are_those_that_a_loader_takes(
+def test_weight_files_are_those_that_a_loader_would_read(
     tmp_path: Path, names: tuple[str, ...], found: tuple[str, ...]
 ) -> None:
     for name in names:
@@ -260,7 +260,7 @@ def test_weight_files_are_those_that_a_loader_takes(
     assert tuple(path.name for path in find_weight_files(tmp_path)) == found
 
 
-def test_of_a_configuration_everything_counts_but_where_it_came_from() -> None:
+def test_everything_in_a_configuration_counts_except_where_it_came_from() -> None:
     base = {"rope_theta": 1e4, "text_config": {"layers": 2, "dtype": "float32"}}
     same = {
         "text_config": {"dtype": "bfloat16", "layers": 2, "_name_or_path": "/x"},
@@ -273,7 +273,7 @@ def test_of_a_configuration_everything_counts_but_where_it_came_from() -> None:
     assert len({configuration_digest(one) for one in [base, *others]}) == 5
 
 
-def test_an_object_in_a_configuration_is_told_by_its_kind() -> None:
+def test_an_object_in_a_configuration_counts_by_its_type() -> None:
     assert configuration_digest({"x": object()}) == configuration_digest({"x": object()})
 
 
@@ -292,7 +292,7 @@ def _write(folder: Path, **contents: object) -> Path:
     return folder
 
 
-def test_a_tokenizer_is_told_by_what_it_makes_of_a_text(tmp_path: Path) -> None:
+def test_a_tokenizer_is_identified_by_how_it_tokenizes_a_text(tmp_path: Path) -> None:
     tokens, settings = {"model": {"vocab": {"a": 0}}}, {"add_bos_token": True}
     one = _write(tmp_path / "one", tokenizer=tokens, tokenizer_config=settings)
     resaved = {**settings, "chat_template": "x", "name_or_path": "/x"}
@@ -312,7 +312,7 @@ def test_a_chat_template_is_the_same_in_either_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_what_may_differ_and_cannot_be_read_is_not_compared(tmp_path: Path, content: str | None) -> None:
+def test_an_optional_part_that_cannot_be_read_is_not_compared(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_text(content)

@@ -1,4 +1,4 @@
-"""Several connectors in one: who loads, who holds, and that each end is reported once."""
+"""Several connectors in one: which child loads, which children hold blocks, and that each end is reported once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MakeNode = Callable[..., ModelFreeNode]
 
 @pytest.fixture
 def make_node() -> Iterator[MakeNode]:
-    """Makes nodes of these children, or with a connector of another name."""
+    """Make nodes with these children, or with another connector."""
     with ExitStack() as stack:
 
         def make(*children: dict[str, Any], connector: str = "MultiConnector") -> ModelFreeNode:
@@ -53,7 +53,7 @@ def make_scheduler(*children: dict[str, Any], **more: Any) -> MultiConnector:
 
 class TestHandoff:
     @pytest.mark.parametrize(("first", "second"), [(SHM, ZEROMQ), (ZEROMQ, SHM)], ids=["shm", "zeromq"])
-    def test_the_first_child_loads_and_all_let_go(
+    def test_the_first_child_loads_and_all_release_the_blocks(
         self, make_node: MakeNode, first: dict[str, Any], second: dict[str, Any]
     ) -> None:
         producer, consumer = make_node(first, second), make_node(first, second)
@@ -70,18 +70,18 @@ class TestHandoff:
         assert_whole(producer)
         assert_whole(consumer)
 
-    def test_blocks_are_held_until_the_last_child_lets_go(self, make_node: MakeNode) -> None:
+    def test_blocks_are_held_until_the_last_child_releases_them(self, make_node: MakeNode) -> None:
         slow = {**ZEROMQ, "kv_connector_extra_config": SHORT_LEASE}
         producer, consumer = make_node(SHM, slow), make_node(connector="shm")
         _, params = producer.prefill("p", 10)
         load(consumer, producer, Request("d", 10, params))
         producer.step_until(lambda: not producer.held, consumer)
-        # The consumer does not speak zeromq, so that child's offer ends with its lease.
+        # The consumer does not use zeromq, so that child's offer ends with its lease.
         assert producer.stats.counters == {"offers_delivered_total": 1, "offers_expired_total": 1}
         assert producer.num_reports("p", "sending") == 1
 
     @pytest.mark.parametrize("connector", ["shm", "zeromq"])
-    def test_a_producer_with_one_connector_is_read_by_the_child_that_speaks_it(
+    def test_a_producer_with_one_connector_is_read_by_the_child_of_that_kind(
         self, make_node: MakeNode, connector: str
     ) -> None:
         producer, consumer = make_node(connector=connector), make_node(SHM, ZEROMQ)
@@ -110,7 +110,9 @@ class TestHandoff:
 
 
 class TestParams:
-    def test_each_child_has_a_section_and_the_first_also_stands_at_the_top(self, make_node: MakeNode) -> None:
+    def test_each_child_has_a_section_and_the_first_is_also_at_the_top_level(
+        self, make_node: MakeNode
+    ) -> None:
         _, params = make_node(SHM, {**ZEROMQ, "name": "net"}).prefill("p", 10)
         assert params is not None
         sections = params.pop("connectors")
@@ -160,7 +162,7 @@ class TestOptions:
             ((SHM, SHM), "two children"),
         ],
     )
-    def test_what_cannot_work_is_named(self, connectors: tuple[Any, ...], named: str) -> None:
+    def test_bad_children_are_named(self, connectors: tuple[Any, ...], named: str) -> None:
         with pytest.raises(ConfigurationError, match=named):
             make_scheduler(*connectors)
 
@@ -168,10 +170,10 @@ class TestOptions:
         with pytest.raises(ConfigurationError, match="lease_s"):
             make_scheduler(SHM, lease_s=3)
 
-    def test_a_child_that_cannot_start_takes_the_others_with_it(self) -> None:
+    def test_a_child_that_cannot_start_closes_the_others(self) -> None:
         bad = {**ZEROMQ, "kv_connector_extra_config": {"transport_options": {"wings": 2}}}
         config = engine_config("MultiConnector", kv_connector_extra_config={"connectors": [SHM, bad]})
-        with pytest.raises(ConfigurationError, match="wings"):  # the leak guards see to the rest
+        with pytest.raises(ConfigurationError, match="wings"):  # the leak checks cover the rest
             MultiConnector(config, KVConnectorRole.WORKER, CacheShape().kv_cache_config())
 
 
@@ -188,7 +190,7 @@ REPORTS = st.lists(
 
 
 class TestExactlyOnce:
-    """Whatever children say, twice, late, early or of others, an end is passed on once, and when it is true."""
+    """Each end is passed on once and not too early, even if children report twice, late, early or for other requests."""
 
     @given(
         loads=st.dictionaries(st.sampled_from(REQUESTS), st.sampled_from(NAMES)),

@@ -1,6 +1,6 @@
-"""Nodes with their pools on a GPU, over a stand-in of CUDA's driver: blocks go from one to the other.
+"""Nodes with their pools on a GPU hand blocks over, with a stand-in for CUDA's driver.
 
-A GPU computes behind the program: nothing is offered, and nothing written into, before it has caught up.
+A GPU executes work after the program has launched it. Until then no block may be offered, and none may be written into.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OFFERED, LOADED = (1, 2), (3, 4)
 
 
 class Side:
-    """The running handoffs of a node, of whose GPU the test says how far it is."""
+    """The running handoffs of a node. The test decides how far its GPU has computed."""
 
     def __init__(self, driver: CudaDriverStandIn, engine_id: str, value: float) -> None:
         arena = driver.allocate(SHAPE.num_blocks * SHAPE.spec.page_size_bytes)
@@ -41,7 +41,7 @@ class Side:
         self.is_behind = True
         self.num_asked = 0
         config = engine_config("shm", engine_id=engine_id)
-        # PyTorch sees main memory here; the transport is told that it is a GPU's.
+        # To PyTorch this is main memory. The transport is told that it is memory of a GPU.
         in_main_memory = describe_caches(config, POOL, {LAYER: self.cache}, [])
         registration = replace(in_main_memory, pool=Pool([arena.segment]))
         self.handoffs = RunningHandoffs(
@@ -60,7 +60,7 @@ class Side:
         return not self.is_behind
 
     def start_offer(self, *, is_computed: bool = False) -> None:
-        # Announced in a step that the GPU is through with: else no other node could know of it.
+        # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
         is_behind, self.is_behind = self.is_behind, False
         self.handoffs.submit(HandoffMetadata(announcements={"p": self.offer.lease}))
         deadline = time.monotonic() + 20
@@ -76,14 +76,14 @@ class Side:
         self.handoffs.submit(orders)
 
     def until_asked_again(self) -> None:
-        """Let the handoff thread see twice that the GPU is behind."""
+        """Wait until the handoff thread has seen twice that the GPU is behind."""
         seen, deadline = self.num_asked, time.monotonic() + 20
         while self.num_asked < seen + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
     def until_ended(self) -> dict[str, str]:
-        """Wait for the end of the load; the reason, if it failed."""
+        """Wait for the end of the load. Returns the reason if it failed."""
         deadline = time.monotonic() + 20
         while True:
             report = self.handoffs.outcomes.take_report()
@@ -133,13 +133,13 @@ def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Sid
     producer.start_offer()
     consumer.start_load(producer.offer)
     producer.until_asked_again()
-    producer.cache[list(OFFERED)] = 7.0  # what the GPU was still at
+    producer.cache[list(OFFERED)] = 7.0  # the GPU had not finished this yet
     producer.is_behind = False
     assert consumer.until_ended() == {}
     assert (consumer.cache[list(LOADED)] == 7.0).all()
 
 
-def test_what_is_computed_for_sure_is_offered_while_the_gpu_is_at_something_else(
+def test_blocks_that_are_certainly_computed_are_offered_while_the_gpu_is_busy(
     producer: Side, consumer: Side
 ) -> None:
     consumer.is_behind = False
@@ -149,12 +149,14 @@ def test_what_is_computed_for_sure_is_offered_while_the_gpu_is_at_something_else
     assert producer.is_behind
 
 
-def test_blocks_are_loaded_when_nothing_launched_before_writes_them(producer: Side, consumer: Side) -> None:
+def test_blocks_are_loaded_once_no_earlier_work_on_the_gpu_writes_them(
+    producer: Side, consumer: Side
+) -> None:
     producer.is_behind = False
     producer.start_offer()
     consumer.start_load(producer.offer)
     consumer.until_asked_again()
-    consumer.cache[list(LOADED)] = 7.0  # the last step of whoever had these blocks before
+    consumer.cache[list(LOADED)] = 7.0  # written by the last step of the request that had these blocks before
     consumer.is_behind = False
     assert consumer.until_ended() == {}
     assert (consumer.cache[list(LOADED)] == 1.0).all()
@@ -175,5 +177,5 @@ def test_a_node_that_shuts_down_does_not_wait_for_its_gpu(producer: Side, consum
     assert "shuts down" in consumer.until_ended()["d"]
 
 
-def test_a_processor_is_never_behind() -> None:
+def test_a_cpu_is_never_behind() -> None:
     assert mark_computed(torch.device("cpu"))()

@@ -1,4 +1,4 @@
-"""A prompt's blocks are read while it is still computed: what is ready arrives, and nothing of what is not."""
+"""A prompt's blocks are read while it is still being computed: finished blocks arrive, and no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeNode = Callable[..., ModelFreeNode]
 
 @pytest.fixture(params=["inproc", "shm", "zeromq", "auto", "MultiConnector"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
-    """Makes nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
+    """Make nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
     name = request.param
     with ExitStack() as stack:
 
@@ -46,7 +46,7 @@ def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
 
 @dataclass
 class Prefill:
-    """A prompt that a node computes chunk by chunk, and where its keys and values are to be."""
+    """A prompt that a node computes chunk by chunk, with its blocks and the contents that they will have."""
 
     node: ModelFreeNode
     request: Request
@@ -66,7 +66,7 @@ class Prefill:
         return cls(node, request, blocks, expected)
 
     def compute(self, num_tokens: int) -> dict[str, Any] | None:
-        """Compute up to so many tokens; what the connector has to say then."""
+        """Compute the first `num_tokens` tokens. Returns the params that the connector then makes."""
         self.request.num_computed_tokens = num_tokens
         num_blocks = -(-num_tokens // BLOCK)
         self.node.cache[:, self.blocks[:num_blocks]] = self.expected[:, :num_blocks]
@@ -97,7 +97,7 @@ def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> 
     params = prefill.compute(6)
     blocks = start_load(consumer, params)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 1), producer)
-    assert not consumer.contents(blocks[1:]).any()  # the second block is half computed
+    assert not consumer.contents(blocks[1:]).any()  # only half of the second block is computed
     assert prefill.compute(14) is None
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 3), producer)
     assert not is_loaded(consumer)
@@ -137,14 +137,17 @@ def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) ->
     consumer.step_until(lambda: is_loaded(consumer), producer)
     assert "the offer was aborted" in consumer.load_error("d")
     assert consumer.invalid_block_ids == set(blocks)
-    # It is computed once more, and not offered a second time: nobody would know, and its blocks be held for a lease.
+    # The prompt is computed again, but not offered again: no consumer would know of the offer, and its blocks would be
+    # held until the lease expires.
     assert prefill.compute(8) is None
     assert prefill.compute(NUM_TOKENS) is None
     assert not producer.held
     assert producer.num_reports("p", "sending") == 0
 
 
-def test_who_claims_what_was_preempted_as_it_was_offered_is_told_at_once(make_node: MakeNode) -> None:
+def test_a_claim_of_an_offer_that_was_preempted_in_the_same_step_is_denied_at_once(
+    make_node: MakeNode,
+) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     start_load(consumer, prefill.compute(8))
@@ -159,7 +162,7 @@ def test_who_claims_what_was_preempted_as_it_was_offered_is_told_at_once(make_no
     assert producer.num_reports("p", "sending") == 0
 
 
-def test_a_prefill_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(make_node: MakeNode) -> None:
+def test_a_prefill_that_is_aborted_keeps_its_blocks_until_no_consumer_reads_them(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
     start_load(consumer, prefill.compute(8))
@@ -185,7 +188,7 @@ def test_a_consumer_that_gives_up_early_frees_the_prefill_when_it_has_finished(m
     assert producer.num_reports("p", "sending") == 1
 
 
-def test_no_progress_is_waited_for_in_bounds(make_node: MakeNode) -> None:
+def test_the_wait_for_progress_is_bounded(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node(progress_wait_s=0.2)
     prefill = Prefill.begin(producer)
     start_load(consumer, prefill.compute(8))
@@ -194,7 +197,7 @@ def test_no_progress_is_waited_for_in_bounds(make_node: MakeNode) -> None:
 
 
 class TestOrders:
-    """What the scheduler half tells its workers."""
+    """The orders that the scheduler half gives its workers."""
 
     @pytest.fixture
     def scheduler(self) -> HandoffScheduler:
@@ -223,7 +226,7 @@ class TestOrders:
         assert scheduler.request_finished(request, [[5, 6, 7, 8, 9]])[0]
         assert scheduler.build_connector_meta().completions == {"p": ((5, 6, 7, 8, 9),)}
 
-    def test_a_prompt_that_ends_before_its_open_is_told_of_is_offered(
+    def test_a_prompt_that_ends_before_its_open_order_is_sent_is_offered(
         self, scheduler: HandoffScheduler
     ) -> None:
         for name in ("p", "q"):
@@ -235,7 +238,7 @@ class TestOrders:
         assert [type(order) for order in orders.offers.values()] == [OfferOrder, OpenOrder]
         assert {name: order.lease for name, order in orders.offers.items()} == orders.announcements
 
-    def test_an_offer_whose_blocks_are_lost_already_is_withdrawn(self, scheduler: HandoffScheduler) -> None:
+    def test_an_offer_that_has_lost_its_blocks_is_withdrawn(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         lease = scheduler.build_connector_meta().announcements["p"]
         self.progressed(scheduler, request, 8)
@@ -244,7 +247,9 @@ class TestOrders:
         )
         assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})).is_empty()
 
-    def test_who_claims_what_was_aborted_at_once_is_told(self, scheduler: HandoffScheduler) -> None:
+    def test_an_offer_aborted_in_its_first_step_is_still_made_so_that_claimants_are_notified(
+        self, scheduler: HandoffScheduler
+    ) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         self.progressed(scheduler, request, 8)
         request.finish_reason = "abort"
@@ -252,12 +257,12 @@ class TestOrders:
         orders = scheduler.build_connector_meta()
         assert (list(orders.offers), orders.aborts) == (["p"], ("p",))
 
-    def test_without_the_wish_nothing_is_early(self, scheduler: HandoffScheduler) -> None:
+    def test_nothing_is_offered_early_without_being_asked_for(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, {"do_remote_decode": True}))
         assert self.progressed(scheduler, request, 8) is None
         assert not scheduler.build_connector_meta().offers
 
-    def test_blocks_that_are_let_go_of_meanwhile_are_offered_in_the_end(self) -> None:
+    def test_a_group_that_frees_blocks_meanwhile_is_offered_only_at_the_end(self) -> None:
         spec = SlidingWindowSpec(BLOCK, 2, 8, torch.float32, sliding_window=8)
         config = engine_config("inproc").kv_transfer
         assert config is not None
@@ -265,6 +270,8 @@ class TestOrders:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
         assert self.progressed(scheduler, request, 8) is None
 
-    def test_a_wish_that_is_no_boolean_is_refused_by_name(self, scheduler: HandoffScheduler) -> None:
+    def test_an_overlap_param_that_is_not_a_boolean_is_refused_by_name(
+        self, scheduler: HandoffScheduler
+    ) -> None:
         with pytest.raises(InvalidTransferParamsError, match="overlap"):
             scheduler.on_new_request(Request("p", NUM_TOKENS, {"do_remote_decode": True, "overlap": 1}))

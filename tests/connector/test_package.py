@@ -1,4 +1,4 @@
-"""`import kvferry.connector`: quick, opens nothing, and offers what it names."""
+"""`import kvferry.connector` is quick, opens nothing, and provides every name that it lists."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 import kvferry.connector
 
 
-def test_everything_that_is_named_is_there() -> None:
+def test_every_listed_name_exists() -> None:
     assert sorted(kvferry.connector.__all__) == list(kvferry.connector.__all__)
     for name in kvferry.connector.__all__:
         assert getattr(kvferry.connector, name).__module__.startswith("kvferry.connector.")
 
 
-def test_importing_opens_nothing_and_brings_no_torch() -> None:
+def test_importing_opens_nothing_and_does_not_import_torch() -> None:
     code = """
 import os, sys, threading
 before = set(os.listdir("/proc/self/fd"))
@@ -28,7 +28,7 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
-def test_a_node_that_forgets_to_shut_down_ends_all_the_same() -> None:
+def test_a_program_that_forgets_to_shut_its_node_down_still_ends() -> None:
     code = """
 from kvferry.connector.testing import CacheShape, ModelFreeNode, engine_config
 node = ModelFreeNode(engine_config("shm"), CacheShape())

@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: read strictly, whoever wrote them."""
+"""`kv_transfer_params` are parsed strictly, whatever their origin."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_an_offer_survives_a_router_that_speaks_json() -> None:
     assert parse_transfer_params(carried) == TransferWish(load_from=OFFER)
 
 
-def test_keys_of_others_are_ignored() -> None:
+def test_keys_of_other_connectors_are_ignored() -> None:
     params = changed(remote_host="10.0.0.1", remote_port=5600, dcp_size=1, anything={"at": "all"})
     assert parse_transfer_params(params).load_from == OFFER
 
 
-def test_params_are_left_as_they_were() -> None:
+def test_parsing_does_not_change_the_params() -> None:
     params = changed()
     before = json.dumps(params)
     parse_transfer_params(params)
@@ -135,12 +135,12 @@ def test_a_malformed_value_is_named(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("params", [[], "do_remote_decode", 7, True])
-def test_params_that_are_no_object_are_refused(params: Any) -> None:
+def test_params_that_are_not_an_object_are_refused(params: Any) -> None:
     with pytest.raises(InvalidTransferParamsError, match="kv_transfer_params must be an object"):
         parse_transfer_params(params)
 
 
-def test_a_huge_value_does_not_become_a_huge_message() -> None:
+def test_a_huge_value_does_not_make_a_huge_message() -> None:
     with pytest.raises(InvalidTransferParamsError) as caught:
         parse_transfer_params(changed(remote_engine_id="x" * 10_000_000))
     assert len(str(caught.value)) < 300
@@ -155,7 +155,7 @@ JSON = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(offer_params(OFFER))), JSON, max_size=4))
-def test_whatever_stands_in_a_key_is_read_or_refused(values: dict[str, Any]) -> None:
+def test_any_value_of_a_key_is_read_or_refused(values: dict[str, Any]) -> None:
     try:
         wish = parse_transfer_params(changed(**values))
     except InvalidTransferParamsError:

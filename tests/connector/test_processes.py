@@ -1,4 +1,4 @@
-"""Handoffs between real processes over shared memory: what is left when one of them is killed."""
+"""Handoffs between real processes over shared memory: the survivor stays intact when the other one is killed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 
 SHAPE = CacheShape()
-#: Big enough that a kill meets the read under way: 60 blocks of 1 MiB.
+#: Big enough that a kill hits a read in flight: 60 blocks of 1 MiB.
 BIG = CacheShape(num_layers=4, num_blocks=61, block_size=16, num_kv_heads=32, head_size=64)
 DEADLINE_S = 20.0
 
 
 def serve(pipe: Connection, shape: CacheShape, options: dict[str, Any]) -> None:
-    """A node in a process of its own that does what it is told, and steps in between."""
+    """Run a node in its own process. It carries out the orders from the pipe, and steps in between."""
     torch.set_num_threads(1)
     config = engine_config(
         "shm", block_size=shape.block_size, engine_id="child", kv_connector_extra_config=options
@@ -55,7 +55,7 @@ def serve(pipe: Connection, shape: CacheShape, options: dict[str, Any]) -> None:
 
 
 class Child:
-    """The other end of `serve`."""
+    """The process that runs `serve`, and the other end of its pipe."""
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self._process = process
@@ -67,7 +67,7 @@ class Child:
         return self._pipe.recv()
 
     def kill(self) -> None:
-        """SIGKILL: no handler, no goodbye."""
+        """Send SIGKILL, which leaves no time for a goodbye message."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(DEADLINE_S)
@@ -108,7 +108,7 @@ def consumer() -> Iterator[ModelFreeNode]:
 
 
 def expected_contents(num_tokens: int, seed: int, shape: CacheShape = SHAPE) -> torch.Tensor:
-    """What `prefill` writes: the same in every process."""
+    """Return what `prefill` writes, which is the same in every process."""
     with ModelFreeNode(engine_config("inproc", block_size=shape.block_size), shape) as node:
         blocks, _ = node.prefill("x", num_tokens, seed=seed)
         return node.contents(blocks)
@@ -124,7 +124,7 @@ def wait_for_load(consumer: ModelFreeNode, request_id: str) -> str:
 @pytest.mark.slow
 class TestKilledProducer:
     def test_after_a_delivery_and_before_a_claim(self, consumer: ModelFreeNode) -> None:
-        """One child for both, because a child costs seconds."""
+        """One test for both, because starting a child takes seconds."""
         with child() as producer:
             params = producer.ask("prefill", "p1", 18, 1)
             request = Request("d1", 18, params)
@@ -170,7 +170,7 @@ class TestKilledProducer:
             consumer.step()
             producer.kill()
             error = wait_for_load(consumer, "d")
-            # It may have been over before the kill. What must not be: an error with good news, or bad bytes without one.
+            # The read may end before the kill. The load must fail with invalid blocks, or succeed with right bytes.
             if error:
                 assert consumer.invalid_block_ids == set(blocks)
             else:
@@ -186,7 +186,7 @@ class TestKilledProducer:
         with child(address=address) as second:
             fresh = second.ask("prefill", "p", 18, 6)
             assert fresh["remote_addresses"] == stale["remote_addresses"]
-            # As if the node had drawn the same number at its earlier start: only the epoch tells the two apart.
+            # Pretend that the node drew the same lease number before its restart. Then only the epoch differs.
             repeated = {**stale, "remote_lease": fresh["remote_lease"]}
             for request_id, params in (("stale", stale), ("repeated", repeated), ("fresh", fresh)):
                 request = Request(request_id, 18, params)
@@ -200,7 +200,7 @@ class TestKilledProducer:
 @pytest.mark.slow
 class TestOtherDeaths:
     def test_a_stopped_producer_can_be_read(self, consumer: ModelFreeNode) -> None:
-        """Once granted, the producer's engine takes no part."""
+        """After the grant, a read does not need the producer's engine."""
         with child() as producer:
             request = Request("d", 18, producer.ask("prefill", "p", 18, 7))
             consumer.scheduler.on_new_request(request)
@@ -208,7 +208,7 @@ class TestOtherDeaths:
             warm = Request("d0", 5, producer.ask("prefill", "p0", 5, 7))
             consumer.scheduler.on_new_request(warm)
             consumer.start_load(warm)
-            assert wait_for_load(consumer, "d0") == ""  # the earlier claim was granted before
+            assert wait_for_load(consumer, "d0") == ""  # so the earlier claim has been granted
             producer.signal(signal.SIGSTOP)
             blocks, _ = consumer.start_load(request)
             error = wait_for_load(consumer, "d")
@@ -224,14 +224,14 @@ class TestOtherDeaths:
                 other.ask("claim", "d", 18, params)
                 _, params = producer.prefill("p2", 5)
                 producer.step()
-                assert other.ask("load", "d2", 5, params) == ""  # so the claim before it has arrived
+                assert other.ask("load", "d2", 5, params) == ""  # so the earlier claim has arrived
                 producer.step_until(lambda: list(producer.held) == ["p"])
                 other.kill()
                 producer.step_until(lambda: not producer.held, timeout_s=8)  # its lease is 30 s
             assert_whole(producer)
             assert producer.stats.counters["offers_aborted_total"] == 1
 
-    def test_memory_of_the_nodes_own_is_read_and_named(self) -> None:
+    def test_memory_that_the_transport_did_not_allocate_is_read_by_another_mechanism(self) -> None:
         foreign = replace(SHAPE, layout="foreign")
         config = engine_config("shm", block_size=SHAPE.block_size)
         with ModelFreeNode(config, foreign) as consumer, child(foreign) as producer:

@@ -1,4 +1,4 @@
-"""The scheduler half, called as an engine calls it: what it promises about each request."""
+"""What the scheduler half promises about each request, when an engine calls it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvferry.transports.errors import ConfigurationError, KVTransferStateError
 BLOCK_SIZE = 4
 WORKER = WorkerAddress("inproc://p", epoch=77, rank=0)
 OFFER_PARAMS = {"do_remote_decode": True}
-#: A group with attention and one with a recurrent state.
+#: One group with attention, and one with a recurrent state.
 WITH_STATE = KVCacheConfig(
     num_blocks=40,
     kv_cache_tensors=(),
@@ -50,7 +50,7 @@ def scheduler(role: KVRole = "kv_both", kv_cache_config: KVCacheConfig | None = 
 
 
 def offered(num_tokens: int, request_id: str = "p-1") -> dict[str, Any]:
-    """What a producer answers for a prompt of `num_tokens`."""
+    """Return a producer's params for a prompt of `num_tokens`."""
     producer = scheduler()
     _, params = run_producer(producer, request_id, num_tokens)
     assert params is not None
@@ -87,7 +87,7 @@ class TestProducer:
         assert orders.offers == {"p-1": OfferOrder(lease, ((7, 8, 9),), 10, content)}
         assert producer.build_connector_meta().is_empty()
 
-    def test_the_number_of_a_request_is_never_that_of_another_one(self) -> None:
+    def test_no_two_offers_have_the_same_lease_number(self) -> None:
         producer = scheduler()
         for request_id in ("a", "b"):
             run_producer(producer, request_id)
@@ -97,8 +97,8 @@ class TestProducer:
         leases.append(producer.build_connector_meta().offers["a"].lease)
         assert len(set(leases)) == 3
 
-    def test_workers_hear_of_an_offer_when_its_request_arrives(self) -> None:
-        """A consumer that claims before the offer is made then waits, however long that takes."""
+    def test_an_offer_is_announced_to_workers_when_its_request_arrives(self) -> None:
+        """A consumer that claims before the offer is made can then wait, however long the prefill takes."""
         producer = scheduler()
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         orders = producer.build_connector_meta()
@@ -108,7 +108,7 @@ class TestProducer:
         assert producer.build_connector_meta().offers["p-1"].lease == orders.announcements["p-1"]
 
     @pytest.mark.parametrize("reason", ["abort", "error"])
-    def test_what_was_announced_and_will_not_come_is_withdrawn(self, reason: str) -> None:
+    def test_an_announced_offer_that_will_not_be_made_is_withdrawn(self, reason: str) -> None:
         producer = scheduler()
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         lease = producer.build_connector_meta().announcements["p-1"]
@@ -145,13 +145,13 @@ class TestProducer:
         assert producer.build_connector_meta().is_empty()
         assert producer.num_requests == 0
 
-    def test_nothing_is_offered_unasked(self) -> None:
+    def test_nothing_is_offered_without_a_request_for_it(self) -> None:
         producer = scheduler()
         request = Request("r", 10, None, 10, "stop")
         producer.on_new_request(request)
         assert producer.request_finished(request, [[1, 2, 3]]) == (False, None)
 
-    def test_a_consumer_offers_nothing_and_says_so_once_in_a_while(
+    def test_a_consumer_offers_nothing_and_logs_it_at_a_limited_rate(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         consumer = scheduler("kv_consumer")
@@ -169,12 +169,12 @@ class TestProducer:
         producer.update_connector_output(KVConnectorOutput(finished_sending={"p-1"}))
         assert producer.num_requests == 0
 
-    def test_an_id_is_not_taken_again_while_its_blocks_are_held(self) -> None:
+    def test_an_id_cannot_be_reused_while_its_blocks_are_held(self) -> None:
         producer = scheduler()
         run_producer(producer)
         with pytest.raises(ConnectorError, match="'p-1' is in use"):
             producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
-        producer.on_new_request(Request("p-1", 10, None))  # it hands nothing over: no harm
+        producer.on_new_request(Request("p-1", 10, None))  # harmless, because it is not handed over
 
     def test_an_offer_without_an_address_is_an_error(self) -> None:
         config = engine_config("inproc").kv_transfer
@@ -182,7 +182,7 @@ class TestProducer:
         with pytest.raises(KVTransferStateError, match="set_handshake_metadata"):
             run_producer(HandoffScheduler(config, CacheShape().kv_cache_config()))
 
-    def test_ranks_are_told_in_order(self) -> None:
+    def test_the_addresses_of_ranks_are_in_order(self) -> None:
         producer = scheduler()
         producer.set_handshake_metadata({1: WorkerAddress("inproc://b", 77, 1), 0: WORKER})
         _, params = run_producer(producer)
@@ -190,13 +190,13 @@ class TestProducer:
         assert params["remote_addresses"] == ["inproc://p", "inproc://b"]
         assert params["tp_size"] == 2
 
-    def test_ranks_of_two_starts_are_refused(self) -> None:
+    def test_ranks_with_different_epochs_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="one epoch"):
             scheduler().set_handshake_metadata({0: WORKER, 1: WorkerAddress("inproc://b", 78, 1)})
 
 
 class TestConsumer:
-    def test_a_producer_loads_nothing_and_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_producer_logs_that_it_loads_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         request = arrived(scheduler("kv_producer"))
         assert f"ignoring 'do_remote_prefill' of request {request.request_id}" in caplog.text
         assert "with kv_role 'kv_consumer' or 'kv_both'" in caplog.text
@@ -223,7 +223,7 @@ class TestConsumer:
             (1, 1, 0, 0),
         ],
     )
-    def test_what_is_missing_can_be_loaded(
+    def test_missing_tokens_can_be_loaded(
         self, num_prompt: int, num_offered: int, num_here: int, expected: int
     ) -> None:
         consumer = scheduler()
@@ -237,7 +237,7 @@ class TestConsumer:
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 6)
         assert consumer.build_connector_meta().loads == {"d-1": (GroupBlocks(1, (21, 22)),)}
 
-    def test_blocks_behind_the_offer_are_not_loaded(self) -> None:
+    def test_blocks_past_the_end_of_the_offer_are_not_loaded(self) -> None:
         consumer = scheduler()
         request = arrived(consumer, num_prompt=10, num_offered=6)
         consumer.update_state_after_alloc(request, [[20, 21, 22, 23]], 6)
@@ -261,14 +261,15 @@ class TestConsumer:
         consumer.build_connector_meta()
         assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
         consumer.update_connector_output(KVConnectorOutput(finished_recving={"d-1"}))
-        consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)  # an engine's second call
+        # An engine calls this again after the load.
+        consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)
         assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
         assert consumer.build_connector_meta().is_empty()
         assert consumer.request_finished(request, [[20, 21, 22]]) == (False, None)
         assert consumer.build_connector_meta().is_empty()
         assert consumer.num_requests == 0
 
-    def test_a_prompt_that_is_here_already_frees_the_producer(self) -> None:
+    def test_a_prompt_that_is_already_cached_frees_the_producer(self) -> None:
         consumer = scheduler()
         request = arrived(consumer, num_prompt=9, num_offered=9)
         consumer.update_state_after_alloc(request, [[20, 21, 22]], 0)
@@ -276,7 +277,7 @@ class TestConsumer:
         assert (tuple(orders.claims), orders.drops) == (("d-1",), ("d-1",))
         assert consumer.num_requests == 0
 
-    def test_an_abort_while_queueing_lets_the_offer_go(self) -> None:
+    def test_an_abort_while_queueing_drops_the_offer(self) -> None:
         consumer = scheduler()
         request = arrived(consumer)
         assert consumer.request_finished(request, [[]]) == (False, None)
@@ -327,9 +328,9 @@ class TestConsumer:
 
 
 class TestRecurrentState:
-    """A state that stands for all tokens so far is offered and loaded for exactly the tokens that it stands for."""
+    """A recurrent state covers all tokens so far. It is offered and loaded for exactly those tokens."""
 
-    def test_a_prompt_that_was_computed_on_is_not_offered(self) -> None:
+    def test_a_prompt_is_not_offered_after_further_tokens_were_computed(self) -> None:
         producer = scheduler(kv_cache_config=WITH_STATE)
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
         request = Request("p-1", 10, OFFER_PARAMS, num_computed_tokens=11, finish_reason="stop")
@@ -337,7 +338,7 @@ class TestRecurrentState:
         assert producer.build_connector_meta().is_empty()
 
     def test_a_prompt_is_not_offered_while_it_is_computed(self) -> None:
-        """Each step moves the state on: what a consumer read early would not be the prompt's."""
+        """Each step advances the state, so a consumer that reads early would not get the state of the whole prompt."""
         connector = KVConnectorFactory.create_connector(
             engine_config("inproc", role="kv_producer"), KVConnectorRole.SCHEDULER, WITH_STATE
         )
@@ -387,14 +388,14 @@ def test_the_design_has_each_state_and_each_step_between_states() -> None:
     assert drawn == {(state.value, after.value) for state, nexts in _NEXT.items() for after in nexts}
 
 
-def test_a_request_that_is_in_use_says_how_far_it_is() -> None:
+def test_the_error_for_a_request_id_in_use_names_its_state() -> None:
     producer = scheduler()
     run_producer(producer)
     with pytest.raises(ConnectorError, match=r"'p-1' is in use: .* which is 'offered'; use another id"):
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
 
 
-def test_an_id_is_free_again_when_its_offer_was_withdrawn_at_once() -> None:
+def test_an_id_is_free_again_once_its_offer_was_withdrawn() -> None:
     producer = scheduler()
     run_producer(producer, finish_reason="abort")
     assert run_producer(producer)[0]

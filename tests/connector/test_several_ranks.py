@@ -1,4 +1,4 @@
-"""Nodes of several ranks, each a worker half of its own with its shard: every head of every token arrives, once."""
+"""Nodes with several ranks, each with its own worker half and shard: every head of every token arrives once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a node keeps its cache.
+    """The shape of a node's cache.
 
     Attributes:
-        num_heads: KV heads of the model; fewer than `tp` are replicated.
+        num_heads: KV heads of the model. If there are fewer than `tp`, they are replicated.
     """
 
     tp: int = 1
@@ -59,7 +59,7 @@ class Shape:
 
 
 class Rank:
-    """One worker half and its shard: `caches`: (layer, block, part, slot, head, element), of its layers and heads."""
+    """One worker half. `caches`: its layers and heads as (layer, block, part, slot, head, element)."""
 
     def __init__(self, node: Node, number: int) -> None:
         shape = node.shape
@@ -81,11 +81,11 @@ class Rank:
 
 
 class Node:
-    """An engine of several ranks in one process: their worker halves, one scheduler half, a block allocator.
+    """An engine with several ranks in one process: their worker halves and one scheduler half.
 
     Args:
-        options: Of the connector.
-        by_rank: More of them for single ranks.
+        options: Options of the connector.
+        by_rank: Additional options for single ranks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Node:
         self.ranks.clear()
 
     def step(self) -> None:
-        """One step: the same orders for all ranks, and one report."""
+        """Run one step with the same orders for all ranks, and merge their reports."""
         orders = self.scheduler.build_connector_meta(Step())
         outputs = []
         for rank in self.ranks:
@@ -159,7 +159,7 @@ class Node:
         self.done.load_errors |= joined.load_errors
 
     def prefill(self, tokens: torch.Tensor, blocks: list[int]) -> dict[str, Any]:
-        """Put `tokens`, `(layer, part, token, head, element)`, into blocks as the ranks keep them, and offer them."""
+        """Write `tokens`, `(layer, part, token, head, element)`, into the blocks of all ranks, and offer them."""
         for rank in self.ranks:
             for index, layer in enumerate(rank.layers):
                 for token in range(NUM_TOKENS):
@@ -167,7 +167,7 @@ class Node:
                     rank.caches[index, block, :, slot] = tokens[layer, :, token, rank.heads]
         request = Request("p", NUM_TOKENS, {"do_remote_decode": True}, NUM_TOKENS)
         self.scheduler.on_new_request(request)
-        self.step()  # in which the prompt is computed
+        self.step()  # computes the prompt
         request.finish_reason = "length"
         must_keep, params = self.scheduler.request_finished(request, [blocks])
         assert must_keep
@@ -181,7 +181,7 @@ class Node:
         self.scheduler.update_state_after_alloc(request, [blocks], NUM_TOKENS)
 
     def holds(self, tokens: torch.Tensor, blocks: list[int]) -> bool:
-        """Whether every rank has its layers and heads of `tokens`, head by head."""
+        """Whether every rank has its layers and heads of `tokens`."""
         return all(
             torch.equal(
                 rank.caches[index, blocks].transpose(0, 1).flatten(1, 2)[:, :NUM_TOKENS],
@@ -199,7 +199,7 @@ def kv_cache_config(shape: Shape, names: Sequence[str]) -> KVCacheConfig:
 
 
 def view_of(memory: torch.Tensor, shape: Shape, num_layers: int) -> torch.Tensor:
-    """A pool as (layer, block, part, slot, head, element)."""
+    """View a pool as (layer, block, part, slot, head, element)."""
     num_parts, num_heads = 1 if shape.use_mla else 2, shape.spec.num_kv_heads
     page = (
         (num_parts, num_heads, shape.block_size)
@@ -264,7 +264,7 @@ PAIRS = {
 
 
 def hand_over(producer: Node, consumer: Node) -> None:
-    """A prompt crosses; it is as a token by token oracle has it, and each side is told once."""
+    """Hand a prompt over. Check that every token arrives, and that each side gets one report."""
     tokens = random_tokens(producer.shape)
     params = producer.prefill(tokens, [9, 1, 20, 4, 30, 5][: -(-NUM_TOKENS // producer.shape.block_size)])
     blocks = [7, 3, 12, 2, 31, 8][: -(-NUM_TOKENS // consumer.shape.block_size)]
@@ -287,13 +287,15 @@ def test_every_head_of_every_token_arrives_once(
 
 @pytest.mark.parametrize("pair", ["four-ranks-to-two", "stages-of-two-ranks-to-two", "latent-to-two"])
 @pytest.mark.parametrize("connector", ["zeromq", UCX])
-def test_several_ranks_meet_over_a_network(connector: str, pair: str, make_node: MakeNode) -> None:
+def test_several_ranks_hand_over_through_a_network(connector: str, pair: str, make_node: MakeNode) -> None:
     theirs, ours = PAIRS[pair]
     hand_over(make_node(connector, theirs), make_node(connector, ours))
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_load_fails_on_every_rank_when_one_of_the_producer_is_gone(dead: int, make_node: MakeNode) -> None:
+def test_a_load_fails_as_a_whole_when_one_of_the_producers_ranks_is_gone(
+    dead: int, make_node: MakeNode
+) -> None:
     producer, consumer = make_node("shm", Shape(tp=2)), make_node("shm", Shape())
     params = producer.prefill(random_tokens(Shape()), [1, 2, 3, 4, 5, 6])
     producer.ranks[dead].worker.shutdown()
@@ -305,7 +307,7 @@ def test_a_load_fails_on_every_rank_when_one_of_the_producer_is_gone(dead: int, 
     assert (producer.num_reports, consumer.num_reports) == (1, 1)
 
 
-def test_heads_that_nobody_has_are_refused_by_name(make_node: MakeNode) -> None:
+def test_heads_that_no_rank_has_are_refused_by_name(make_node: MakeNode) -> None:
     producer, consumer = make_node("inproc", Shape(tp=2)), make_node("inproc", Shape())
     params = producer.prefill(random_tokens(Shape()), [1, 2, 3, 4, 5, 6])
     consumer.start_load(
@@ -315,7 +317,7 @@ def test_heads_that_nobody_has_are_refused_by_name(make_node: MakeNode) -> None:
     assert "shard differs: local '0-3 of 4', remote '0-1 of 4'" in consumer.done.load_errors["d"]
 
 
-def test_an_unlike_number_of_heads_of_the_model_is_refused_by_name(
+def test_a_model_with_another_number_of_heads_is_refused_by_name(
     make_node: MakeNode,
 ) -> None:
     producer = make_node("inproc", Shape(tp=2, num_heads=2))

@@ -1,4 +1,4 @@
-"""Several nodes, many requests, clients that go away at any moment: no wrong byte, and nothing left over."""
+"""Several nodes, many requests, clients that leave at any moment: no byte is wrong, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Soak:
         self.num_loaded = self.num_failed = self.num_requests = 0
 
     def run(self, num_turns: int, num_loads: int) -> None:
-        """Take at least so many turns, and more until so many loads went well: on a busy machine leases run out."""
+        """Take at least `num_turns` turns, and more until `num_loads` loads succeed: leases expire on a busy machine."""
         for turn in range(10 * num_turns):
             if turn >= num_turns and self.num_loaded >= num_loads:
                 break
@@ -80,7 +80,7 @@ class Soak:
         for node in self.random.sample(self.nodes, len(self.nodes)):
             before = set(node.free_blocks)
             output = node.step()
-            node.fill(sorted(set(node.free_blocks) - before), seed=0)  # they are another request's now
+            node.fill(sorted(set(node.free_blocks) - before), seed=0)  # as another request would
             for waiting in [w for w in self.waiting if w.request.request_id in output.finished_recving]:
                 self.check(waiting, output.load_errors)
 
@@ -105,7 +105,7 @@ class Soak:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("connector", ["inproc", "shm"])
-def test_no_wrong_byte_and_nothing_left(connector: str, seed: int) -> None:
+def test_no_byte_is_wrong_and_nothing_leaks(connector: str, seed: int) -> None:
     with ExitStack() as stack:
         soak = Soak(connector, seed, stack)
         soak.run(num_turns=300, num_loads=30)

@@ -1,4 +1,4 @@
-"""Stats: figures of ranks and intervals add up, and travel as plain values."""
+"""Statistics of ranks and intervals add up, and are sent as plain values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_interval_without_events_is_empty() -> None:
     assert not KVConnectorStats((record("a"),)).is_empty()
 
 
-def test_two_intervals_add_up_and_stay_as_they_were() -> None:
+def test_adding_two_intervals_changes_neither() -> None:
     first = KVConnectorStats((record("a"),), {"load_failures_total": 1})
     second = KVConnectorStats((record("b"),), {"load_failures_total": 2, "offers_expired_total": 1})
     both = first.aggregate(second)
@@ -45,7 +45,7 @@ def test_two_intervals_add_up_and_stay_as_they_were() -> None:
     assert first.counters == {"load_failures_total": 1}
 
 
-def test_the_summary_counts_failures_apart() -> None:
+def test_the_summary_counts_failures_separately() -> None:
     stats = KVConnectorStats((record("a"), record("b", seconds=1.5), record("c", error="peer lost")))
     summary = stats.reduce()
     assert summary["num_transfers"] == 2
@@ -55,7 +55,7 @@ def test_the_summary_counts_failures_apart() -> None:
     assert summary["gb_per_s"] == pytest.approx(2000 / 2.0 / 1e9)
 
 
-def test_a_summary_of_nothing_divides_by_nothing() -> None:
+def test_a_summary_without_transfers_does_not_divide_by_zero() -> None:
     assert set(KVConnectorStats().reduce().values()) == {0}
 
 
@@ -73,7 +73,7 @@ def test_stats_travel_as_json() -> None:
         {"transfers": [{"request_id": "a"}], "counters": {}},
     ],
 )
-def test_stats_of_another_form_are_refused(data: dict[str, object]) -> None:
+def test_malformed_stats_are_refused(data: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="got"):
         KVConnectorStats.from_dict(data)
 
@@ -85,7 +85,7 @@ def test_every_metric_is_explained() -> None:
 
 
 def test_ranks_of_one_load_are_joined() -> None:
-    """Each rank loads its part of the same blocks, at the same time."""
+    """All ranks load their parts of the same blocks at the same time."""
     ranks = record("a", num_bytes=1000, seconds=0.5), record("a", num_bytes=3000, seconds=0.2, error="gone")
     joined = TransferRecord.joined(ranks)
     assert (joined.num_blocks, joined.num_regions, joined.num_bytes) == (4, 2, 4000)
@@ -94,7 +94,7 @@ def test_ranks_of_one_load_are_joined() -> None:
 
 
 class TestExport:
-    """What `HandoffMetrics` exports."""
+    """The metrics that `HandoffMetrics` exports."""
 
     @pytest.fixture
     def registry(self) -> CollectorRegistry:

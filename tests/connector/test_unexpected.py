@@ -1,6 +1,6 @@
-"""An exception that no call documents, raised by each call that the handoff thread makes: one thing ends, no more.
+"""Each call of the handoff thread raises an undocumented exception in turn: at most one request or peer is affected.
 
-Two requests are under way between different pairs of nodes whenever it happens, and others follow.
+Whenever it happens, two requests are in flight between different pairs of nodes, and others follow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.connector.outcomes import Outcomes
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 from kvferry.connector.unexpected import Unexpected
 
-#: Deadlines that a busy machine does not reach, and rests that are short to wait out.
+#: Deadlines that even a busy machine meets, and short backoffs, because tests wait for them.
 OPTIONS: Mapping[str, object] = {
     **dict.fromkeys(("connect_timeout_s", "claim_timeout_s", "read_timeout_s"), 20.0),
     "lease_s": 1.5,
@@ -48,7 +48,7 @@ def make_node(stack: ExitStack, *faults: Mapping[str, object], **options: object
 
 @contextmanager
 def around(faulty: str, *faults: Mapping[str, object], **options: object) -> Iterator[list[Pair]]:
-    """Two pairs of nodes with one of them in common, the one that has the faults."""
+    """Two pairs of nodes. They share one node, which has the faults."""
     with ExitStack() as stack:
         middle = make_node(stack, *faults, **options)
         others = [make_node(stack, **options) for _ in range(2)]
@@ -60,10 +60,10 @@ def raising(at: str, nth: int, kind: str = "raise") -> Mapping[str, object]:
 
 
 def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
-    """Hand one prompt over in each pair, all at the same time.
+    """Hand one prompt over in each pair, all at the same time. Check the bytes of every load that succeeds.
 
     Returns:
-        For each why it failed, or nothing. Those that did not have the right bytes.
+        For each load, why it failed. Empty if it succeeded.
     """
     expected: list[torch.Tensor] = []
     tables: list[list[int]] = []
@@ -71,7 +71,7 @@ def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
     nodes = {id(node): node for pair in pairs for node in pair}
     for number, (consumer, producer) in enumerate(pairs):
         offered, params = producer.prefill(f"{name}-p{number}", 9 + number, seed=number)
-        producer.step()  # so that each request's orders come in a step of their own
+        producer.step()  # so that each request's orders come in a separate step
         expected.append(producer.contents(offered))
         requests.append(Request(f"{name}-d{number}", 9 + number, params))
         consumer.scheduler.on_new_request(requests[-1])
@@ -106,7 +106,10 @@ def hand_over(pairs: Sequence[Pair], name: str) -> list[str]:
 def assert_one_thing_ends(
     pairs: Sequence[Pair], caplog: pytest.LogCaptureFixture, num_ended: Sequence[int]
 ) -> None:
-    """Hand over twice: at most one load fails, and none of those after it; the log says why, and health the truth."""
+    """Hand over three times. Check that the expected number of loads fails, and that none fails in the last round.
+
+    The log contains the exception, and no node reports that its handoff thread died.
+    """
     first = hand_over(pairs, "first")
     second = hand_over(pairs, "second")
     assert len([error for error in first + second if error]) in num_ended, first + second
@@ -117,14 +120,14 @@ def assert_one_thing_ends(
 
 
 class TestTransport:
-    """Each call to the transport and to its guards: the first one, and a later one."""
+    """Each call to the transport and to its guards raises, at its first or at a later use."""
 
     @pytest.mark.parametrize("nth", [1, 3])
     @pytest.mark.parametrize(
         ("call", "num_ended"),
         [
             ("start_connect", [1]),
-            ("send", [0, 1]),  # what a release loses was loaded before
+            ("send", [0, 1]),  # a release is sent after its load succeeded
             ("start_read", [1]),
             ("route_of", [0]),
             ("wait_events", [0]),
@@ -135,7 +138,7 @@ class TestTransport:
         self, call: str, num_ended: list[int], nth: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         if call == "start_connect":
-            nth = min(nth, 2)  # each of the two peers is connected to once
+            nth = min(nth, 2)  # there are only two connections, one to each peer
         with around("consumer", raising(call, nth)) as pairs:
             assert_one_thing_ends(pairs, caplog, num_ended)
 
@@ -161,7 +164,7 @@ class TestTransport:
         with around(faulty, raising("send", 2), raising("disconnect", 1)) as pairs:
             assert_one_thing_ends(pairs, caplog, [1])
 
-    def test_a_read_that_began_all_the_same(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_read_that_began_although_its_start_raised(self, caplog: pytest.LogCaptureFixture) -> None:
         with around("consumer", raising("start_read", 1, "raise_late")) as pairs:
             assert_one_thing_ends(pairs, caplog, [1])
 
@@ -170,13 +173,13 @@ class TestTransport:
             assert not any(hand_over(pairs, "r"))
         assert INJECTED in caplog.text
 
-    def test_the_same_again_and_again_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_repeated_exception_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
         with around("consumer", *(raising("wake", nth) for nth in range(1, 10))) as pairs:
             assert not any(hand_over(pairs, "r"))
         assert caplog.text.count("Traceback") == 1
 
 
-#: What the thread calls of this project, by where it is looked up, and how many loads may end.
+#: Functions of this project that the thread calls: where each is looked up, its name, and how many loads may fail.
 CALLS: list[tuple[Any, str, list[int]]] = [
     (handoff_loop, "encode", [0, 1]),
     (handoff_node, "decode", [0, 1]),
@@ -217,7 +220,7 @@ def break_nth_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: 
 @pytest.mark.parametrize(
     ("owner", "name", "num_ended"), CALLS, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_own_code(
+def test_functions_of_this_project(
     owner: Any,
     name: str,
     num_ended: list[int],
@@ -228,16 +231,16 @@ def test_own_code(
     with around("consumer") as pairs:
         break_nth_call(monkeypatch, owner, name, nth)
         if name == "peer_connected" and nth == 2:
-            num_ended = [0, 1]  # the other side's, which knows of no load
+            num_ended = [0, 1]  # may be the producer's side of a connection, which has no load
         assert_one_thing_ends(pairs, caplog, num_ended)
 
 
 @pytest.mark.parametrize("faulty", ["consumer", "producer"])
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_gpu_that_cannot_tell_what_has_run(
+def test_a_gpu_whose_progress_cannot_be_queried(
     faulty: str, nth: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing of a step is handed over if it cannot be told whether its blocks are written."""
+    """If it is unknown whether a step's blocks are written, none of them is handed over."""
     asked = []
 
     def has_run() -> bool:
@@ -252,12 +255,12 @@ def test_a_gpu_that_cannot_tell_what_has_run(
         monkeypatch.undo()
         others = [make_node(stack) for _ in range(2)]
         pairs = [(middle, other) if faulty == "consumer" else (other, middle) for other in others]
-        # The consumer's first two orders are claims, and the producer's first is an announcement: they are about no memory.
+        # The consumer's first two orders are claims, and the producer's first is an announcement: none touches memory.
         assert_one_thing_ends(pairs, caplog, [0] if (faulty, nth) != ("producer", 2) else [1])
 
 
 class TestTheThreadEnds:
-    """Where nothing less makes the blocks safe to reuse, it says so, and nothing waits for it."""
+    """If only its end makes the blocks safe to reuse, the thread ends with a message, and nothing waits for it."""
 
     def fail(self, pairs: Sequence[Pair]) -> list[str]:
         consumer, producer = pairs[0]
@@ -270,7 +273,7 @@ class TestTheThreadEnds:
         consumer.finish(request, table, "error" if consumer.load_error("d") else "stop")
         return table
 
-    def test_if_no_event_can_be_waited_for(self) -> None:
+    def test_if_waiting_for_events_always_raises(self) -> None:
         with around("consumer", *(raising("wait_events", nth) for nth in range(1, 100))) as pairs:
             self.fail(pairs)
             consumer, producer = pairs[0]
@@ -287,7 +290,8 @@ class TestTheThreadEnds:
             producer.step_until(lambda: producer.worker.failure != "", consumer)
             for _ in range(5):
                 producer.step()
-            assert producer.held  # peers would accept what they read there, whatever is written there next
+            # The guard still holds, so peers would accept whatever is written there next.
+            assert producer.held
             assert consumer.worker.failure == ""
 
 

@@ -1,4 +1,4 @@
-"""Caches as two engines register them, of different shapes: a plan fills one from the other, token by token."""
+"""Two engines register caches of different shapes: a plan copies every token from one to the other."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NUM_HEADS = 4
 
 @dataclass(frozen=True)
 class Engine:
-    """One rank; `caches`: (layer, block, key or value, slot, head, element), of this rank's heads."""
+    """One rank. `caches`: its heads as (layer, block, key or value, slot, head, element)."""
 
     shape: CacheShape
     caches: torch.Tensor
     registration: Registration
 
     def tokens(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """What the cache holds of the first tokens: (layer, key or value, token, head, element)."""
+        """Return the first `NUM_TOKENS` tokens in these blocks as (layer, key or value, token, head, element)."""
         return self.caches[:, list(block_ids)].transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS]
 
 
@@ -55,7 +55,7 @@ def engine_of(
 
 
 def load(ours: Engine, producers: Sequence[Engine], local: list[int], remote: list[int]) -> None:
-    """Read as a transport would: bytes from address to address."""
+    """Copy bytes between addresses, as a transport would."""
     tables = GroupTables(0, np.array(local, dtype=np.int64), np.array(remote, dtype=np.int64))
     planner = ReshardPlanner(
         ours.registration.layout, [producer.registration.layout for producer in producers]
@@ -89,7 +89,7 @@ def test_every_token_arrives(tp: int, block_size: int, heads_first: bool, ours_u
     assert torch.equal(ours.caches[:, 12, :, NUM_TOKENS % 8 :], before[:, 12, :, NUM_TOKENS % 8 :])
 
 
-def test_a_rank_gets_its_heads_out_of_a_whole_cache() -> None:
+def test_a_rank_loads_its_heads_from_a_cache_with_all_heads() -> None:
     producer = engine_of()
     for rank in range(2):
         ours = engine_of(tp=2, rank=rank)
@@ -106,7 +106,7 @@ def test_a_rank_gets_its_heads_out_of_a_whole_cache() -> None:
         ({"tp": 2, "rank": 1}, "shard"),
     ],
 )
-def test_the_plain_planner_names_what_it_leaves_to_the_other(theirs: dict[str, int], field: str) -> None:
+def test_the_plain_planner_names_the_field_that_it_cannot_pair(theirs: dict[str, int], field: str) -> None:
     ours, peer = engine_of().registration, engine_of(**theirs).registration  # type: ignore[arg-type]
     assert ours.fields == peer.fields
     with pytest.raises(IncompatiblePeerError) as caught:
@@ -114,8 +114,8 @@ def test_the_plain_planner_names_what_it_leaves_to_the_other(theirs: dict[str, i
     assert caught.value.field == f"layers.model.layers.0.self_attn.{field}"
 
 
-def test_ranks_of_one_head_are_not_mistaken_for_ranks_that_share_it() -> None:
-    """Of two heads, rank 1 of two keeps the second, but rank 1 of four the first: their pages look the same."""
+def test_ranks_with_one_head_of_differently_sharded_models_are_distinguished() -> None:
+    """Rank 1 of 4 and rank 1 of 8 keep one head each. Their pages look the same, but may hold different heads."""
     ours, peer = (engine_of(tp=NUM_HEADS, rank=1).registration for _ in range(2))
     require_compatible(ours.fields, peer.fields)
     of_eight = describe_with(ParallelConfig(2 * NUM_HEADS, 1))
@@ -126,7 +126,7 @@ def test_ranks_of_one_head_are_not_mistaken_for_ranks_that_share_it() -> None:
 
 
 def describe_with(parallel: ParallelConfig) -> Registration:
-    """A rank with one head, whatever it may be."""
+    """Describe the caches of a rank that has one head."""
     shape = replace(CacheShape(), num_kv_heads=1)
     caches = torch.zeros(shape.num_layers, shape.num_blocks, *shape.logical_page)
     config = shape.kv_cache_config()

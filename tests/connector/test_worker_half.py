@@ -1,4 +1,4 @@
-"""The worker half: what it registers, what it refuses, and that nothing waits for a thread that died."""
+"""The worker half: what it registers, what it refuses, and that nothing waits for a thread that has died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(config: KVCacheConfig) -> tuple[str, ...]:
 
 
 class FaultyEndpoint(WrappedEndpoint):
-    """Works until it is told to break, and then raises what no endpoint should."""
+    """Works until `break_down`, then raises an exception that no endpoint should raise."""
 
     num_failures_left = 0.0
 
@@ -63,7 +63,7 @@ class FaultyEndpoint(WrappedEndpoint):
 
 
 class FaultyTransport(InProcTransport):
-    """Has a `FaultyEndpoint`, once its pool is registered."""
+    """A transport whose endpoint is a `FaultyEndpoint`."""
 
     endpoint: FaultyEndpoint
 
@@ -73,7 +73,7 @@ class FaultyTransport(InProcTransport):
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
+    """Wait until another thread has made a condition true."""
     deadline = time.monotonic() + 20.0
     while not is_so():
         assert time.monotonic() < deadline
@@ -129,35 +129,35 @@ class TestLife:
             worker.register_kv_caches({n: torch.zeros(32, 64) for n in names(SHAPE.kv_cache_config())})
         assert worker.get_handshake_metadata() == address
 
-    def test_each_start_is_another_epoch(self) -> None:
+    def test_each_start_has_another_epoch(self) -> None:
         epochs = set()
         for _ in range(3):
             with ModelFreeNode(engine_config("inproc", engine_id="same"), SHAPE) as node:
                 epochs.add(node.worker.get_handshake_metadata().epoch)  # type: ignore[union-attr]
         assert len(epochs) == 3
 
-    def test_an_address_can_be_chosen_and_taken_once(self) -> None:
+    def test_an_address_can_be_chosen_and_only_one_node_can_use_it(self) -> None:
         config = engine_config("inproc", kv_connector_extra_config={"address": "inproc://chosen"})
         with ModelFreeNode(config, SHAPE) as node:
             assert node.worker.get_handshake_metadata().address == "inproc://chosen"  # type: ignore[union-attr]
             with pytest.raises(ConfigurationError, match="in use"):
                 ModelFreeNode(config, SHAPE)
 
-    def test_halves_do_not_do_each_others_work(self) -> None:
+    def test_calls_to_the_wrong_half_are_refused(self) -> None:
         with ModelFreeNode(engine_config("inproc"), SHAPE) as node:
             with pytest.raises(KVTransferStateError, match="scheduler half was called on a worker half"):
                 node.worker.on_new_request(Request("r", 4))
             with pytest.raises(KVTransferStateError, match="worker half was called on a scheduler half"):
                 node.scheduler.get_finished(set())
 
-    def test_shutdown_ends_what_is_under_way_and_can_be_repeated(self, worker: HandoffWorker) -> None:
+    def test_shutdown_ends_all_handoffs_and_is_idempotent(self, worker: HandoffWorker) -> None:
         worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
         worker.shutdown()
         worker.shutdown()
         assert worker.get_finished() == ({"p"}, set())
         assert worker.get_finished() == (set(), set())
 
-    def test_orders_after_the_end_end_at_once(self, worker: HandoffWorker) -> None:
+    def test_orders_after_shutdown_end_at_once(self, worker: HandoffWorker) -> None:
         worker.shutdown()
         worker.submit(
             HandoffMetadata(
@@ -172,7 +172,7 @@ class TestLife:
 
 
 class TestThreadThatDies:
-    def test_everything_owed_is_reported_failed(
+    def test_everything_in_flight_is_reported_failed(
         self, worker: HandoffWorker, transport: FaultyTransport, caplog: pytest.LogCaptureFixture
     ) -> None:
         with ModelFreeNode(engine_config("inproc"), SHAPE) as other:
@@ -182,7 +182,9 @@ class TestThreadThatDies:
                 HandoffMetadata(
                     offers={"ours": OfferOrder(1, ((1, 2),), 8, "of p")},
                     claims={"d": offer},
-                    loads={"d": (GroupBlocks(0, (3, 4)),)},  # it waits: the other node does not step
+                    loads={
+                        "d": (GroupBlocks(0, (3, 4)),)
+                    },  # this load waits, because the other node does not step
                 )
             )
             transport.endpoint.break_down()
@@ -193,14 +195,15 @@ class TestThreadThatDies:
             assert "handoff thread died: waiting for events raised ZeroDivisionError: a bug" in worker.failure
             assert worker.failure in worker.take_load_errors()["d"]
             assert "the handoff thread dies" in caplog.text
-            assert (
-                caplog.text.count("Traceback") <= 2
-            )  # of the transport, and of the end; not for each attempt
+            # One for the transport and one for the end of the thread, not one per attempt.
+            assert caplog.text.count("Traceback") <= 2
             stats = worker.get_kv_connector_stats()
             assert stats is not None
             assert stats.counters["handoff_thread_deaths_total"] == 1
 
-    def test_orders_after_that_end_at_once(self, worker: HandoffWorker, transport: FaultyTransport) -> None:
+    def test_orders_after_the_threads_death_end_at_once(
+        self, worker: HandoffWorker, transport: FaultyTransport
+    ) -> None:
         transport.endpoint.break_down()
         wait_until(lambda: worker.failure != "")
         worker.submit(HandoffMetadata(loads={"d": (GroupBlocks(0, (3, 4)),)}))
@@ -241,14 +244,14 @@ class TestRegistration:
         assert [layer.base_offset for layer in registration.layout.layers] == [0, SHAPE.spec.page_size_bytes]
         assert layout_name(registration.layout) == "uniform"
 
-    def test_memory_of_the_engines_own_is_a_segment_a_storage(self) -> None:
+    def test_memory_that_the_engine_allocated_is_one_segment_per_storage(self) -> None:
         config = cache_config()
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         registration = describe_caches(engine_config("inproc"), config, caches, [])
         assert [s.address for s in registration.pool.segments] == [c.data_ptr() for c in caches.values()]
         assert layout_name(registration.layout) == "per-layer"
 
-    def test_a_view_that_begins_late_has_its_offset(self) -> None:
+    def test_the_offset_of_a_view_within_its_storage_counts(self) -> None:
         config = cache_config(num_layers=1)
         storage = torch.zeros(1024 + 8 * SHAPE.spec.page_size_bytes // 4)
         cache = storage[1024:].view(8, *SHAPE.logical_page)
@@ -257,7 +260,7 @@ class TestRegistration:
 
     def test_kernel_blocks_make_up_blocks(self) -> None:
         config = cache_config(num_layers=1)
-        cache = torch.zeros(16, 2, 2, 2, 8)  # two kernel blocks of two slots are a block of four
+        cache = torch.zeros(16, 2, 2, 2, 8)  # two kernel blocks of two slots make a block of four
         layout = describe_caches(engine_config("inproc"), config, {names(config)[0]: cache}, []).layout
         (layer,) = layout.layers
         assert (layer.page_bytes, layer.page_format) == (SHAPE.spec.page_size_bytes, "float32[2,2,2,2,8]")
@@ -280,7 +283,7 @@ class TestRegistration:
         assert [layer.group_index for layer in layout.layers] == [0, 1]
         assert layout_name(layout) == "uniform"
 
-    def test_the_fields_say_what_must_be_equal(self) -> None:
+    def test_the_fields_list_what_must_be_equal(self) -> None:
         config = cache_config()
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         fields = describe_caches(engine_config("inproc", model="m"), config, caches, []).fields
@@ -301,7 +304,7 @@ class TestRegistration:
             "chat_template": "",
         }
 
-    def test_the_number_of_heads_is_the_models_not_the_ranks(self) -> None:
+    def test_the_number_of_heads_is_that_of_the_model_not_of_the_rank(self) -> None:
         config = cache_config()
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         engine = replace(engine_config("inproc"), parallel=ParallelConfig(4, 3))
@@ -311,7 +314,9 @@ class TestRegistration:
 
     @pytest.mark.parametrize("order", list(permutations((1, 2, 3))))
     @pytest.mark.parametrize("kernel_block_size", [4, 2])
-    def test_slots_say_where_each_vector_is(self, order: tuple[int, ...], kernel_block_size: int) -> None:
+    def test_slots_describe_where_each_vector_is(
+        self, order: tuple[int, ...], kernel_block_size: int
+    ) -> None:
         config = cache_config(num_layers=1)
         shape = (32 // kernel_block_size, 2, kernel_block_size, 2, 8)
         physical = torch.arange(1024.0).reshape([shape[axis] for axis in (0, *order, 4)])
@@ -332,7 +337,7 @@ class TestRegistration:
             )
             assert physical.view(-1)[place // 4] == cache[kernel_block, part, within, head, 0]
 
-    def test_a_latent_is_one_part_without_heads_on_every_rank(self) -> None:
+    def test_a_latent_vector_is_one_part_without_heads_on_every_rank(self) -> None:
         spec = FullAttentionSpec(4, 1, 8, torch.float32, use_mla=True)
         config = KVCacheConfig(8, (), (KVCacheGroupSpec(("a",), spec),))
         engine = replace(engine_config("inproc"), parallel=ParallelConfig(2, 1))
@@ -341,13 +346,13 @@ class TestRegistration:
         assert layer.slots == SlotArray("float32", 1, 32, 4, 128, 32, 0, 0)
 
     @pytest.mark.parametrize("shape", [(8, 2, 2, 4, 8), (8, 4, 2, 16), (8, 128)])
-    def test_a_cache_of_another_shape_keeps_its_inside_to_itself(self, shape: tuple[int, ...]) -> None:
+    def test_pages_of_an_unknown_shape_are_opaque(self, shape: tuple[int, ...]) -> None:
         config = cache_config(num_layers=1)
         caches = {names(config)[0]: torch.zeros(shape)}
         (layer,) = describe_caches(engine_config("inproc"), config, caches, []).layout.layers
         assert layer.slots is None
 
-    def test_an_engine_that_packs_pages_its_own_way_keeps_their_inside_to_itself(self) -> None:
+    def test_pages_that_the_engine_packs_its_own_way_are_opaque(self) -> None:
         config = cache_config(num_layers=1)
         caches = {names(config)[0]: torch.zeros(8, *SHAPE.logical_page)}
         registration = describe_caches(engine_config("inproc"), config, caches, [], {"packing": "amx"})
@@ -363,7 +368,7 @@ class TestRegistration:
         with pytest.raises(ConfigurationError, match=message):
             describe_caches(engine_config("inproc"), config, {names(config)[0]: cache}, [])
 
-    def test_caches_of_no_group_are_refused(self) -> None:
+    def test_a_cache_that_is_in_no_group_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match=r"registered: \['odd'\]"):
             describe_caches(engine_config("inproc"), cache_config(), {"odd": torch.zeros(8, 4)}, [])
 
