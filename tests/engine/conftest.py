@@ -1,4 +1,4 @@
-"""Tiny models that the engine's tests share, engines on top of them, and transformers' own answers."""
+"""Tiny models for the engine's tests, engines that run them, and the answers of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from reference.engine.weights import load_model
 from tests.support.engines import MakeNode, drive, stepped_nodes
 from tests.support.tiny_models import generate_greedily, tiny_models_in
 
-#: Small pool, small blocks, small chunks.
+#: Small pool, blocks and chunks.
 SMALL = {"block_size": 4, "num_blocks": 120, "max_num_batched_tokens": 16, "max_num_seqs": 6}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from several threads, and lose much when other processes want the cores."""
+    """Use one thread. Tiny matrices gain nothing from more, and lose much when other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,27 +29,27 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Family → folder of a tiny random model of it, written once."""
+    """Return the folder of a family's tiny random model, which is written once."""
     return tiny_models_in(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
-    """Make engine cores on tiny models: closed at the end of the test."""
+    """Make engine cores with tiny models. They are closed at the end of the test."""
     with stepped_nodes(tiny_model, **SMALL) as make:
         yield make
 
 
 @pytest.fixture(scope="module")
 def make_module_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
-    """As `make_node`, for nodes that the tests of a module share."""
+    """The same as `make_node`, for nodes that the tests of a module share."""
     with stepped_nodes(tiny_model, **SMALL) as make:
         yield make
 
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int], int], list[int]]:
-    """`(family, prompt, num_tokens)` → the greedy answer of transformers' own generate."""
+    """`(family, prompt, num_tokens)` → the greedy answer of transformers' own `generate`."""
     loaded: dict[str, Any] = {}
 
     def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -64,7 +64,7 @@ def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int]
 def assert_same(
     tiny_model: Callable[[str], Path], reference: Callable[[str, Sequence[int], int], list[int]]
 ) -> Callable[..., None]:
-    """`(tokens, family, prompt, num_tokens)`: fail unless these are transformers' own tokens, near-ties of logits apart."""
+    """`(tokens, family, prompt, num_tokens)`: fail unless these are transformers' tokens, apart from near-ties."""
     loaded: dict[str, Any] = {}
 
     def check(tokens: Sequence[int], family: str, prompt: Sequence[int], num_tokens: int) -> None:
@@ -84,5 +84,5 @@ def assert_same(
 
 @pytest.fixture(name="drive")
 def drive_fixture() -> Callable[..., None]:
-    """`drive(*nodes, until=…)`: step the nodes in turn until something holds."""
+    """`drive(*nodes, until=…)`: step the nodes in turn until a condition holds."""
     return drive

@@ -1,4 +1,4 @@
-"""What a user sets of the KV cache reaches it: its size, the length it must hold, the seed of its hashes."""
+"""A user's settings for the KV cache take effect: its size, the length it must hold, and the seed of its hashes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def test_nodes_that_share_a_seed_agree_on_every_block(make_node: Any) -> None:
     assert not set(hashes["prefill"]) & set(hashes["other"])
 
 
-def test_the_share_of_tokens_that_were_cached_is_told(make_node: Any) -> None:
+def test_the_share_of_cached_tokens_is_reported(make_node: Any) -> None:
     node = make_node()
     first = node.answer(PROMPT, max_tokens=4)
     assert node.core.stats().prefix_cache_hit_rate == 0
     node.add("again", PROMPT, max_tokens=4)
     node.run()
     assert node.tokens("again") == first
-    assert node.last("again").metrics.num_cached_tokens == 36, "all full blocks but the one of the last token"
+    assert node.last("again").metrics.num_cached_tokens == 36, (
+        "all full blocks except the one with the last token"
+    )
     assert node.core.stats().prefix_cache_hit_rate == 36 / 80
 
 
@@ -74,7 +76,7 @@ def test_a_pool_that_does_not_hold_the_longest_sequence_is_refused(make_node: An
         make_node("gemma3", num_blocks=30, max_model_len=longest + 1)
 
 
-def test_memory_that_is_too_little_changes_no_configuration(make_node: Any) -> None:
+def test_too_little_memory_is_an_error_that_leaves_the_configuration_unchanged(make_node: Any) -> None:
     config = make_node(max_model_len=500, num_blocks=200).core.parts.config
     config = deepcopy(config.__class__(config.model, CacheConfig(4, memory_utilization=1e-6)))
     before = deepcopy(config)
@@ -85,14 +87,16 @@ def test_memory_that_is_too_little_changes_no_configuration(make_node: Any) -> N
     assert config == before
 
 
-def test_how_many_requests_fit_at_once_is_told(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_requests_that_fit_at_once_is_logged(
+    make_node: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "reference.engine.memory"):
         make_node(num_blocks=101, max_model_len=200)
     assert "100 blocks of 4 tokens hold 2.0 requests of 200 tokens" in caplog.text
 
 
 @pytest.mark.slow
-def test_a_server_says_it_in_one_line(tiny_model: Callable[[str], Path]) -> None:
+def test_a_server_reports_a_pool_that_is_too_small_in_one_line(tiny_model: Callable[[str], Path]) -> None:
     model = ("--model", str(tiny_model("gemma3")))
     done = subprocess.run(
         [sys.executable, SERVE, *model, "--num-blocks", "30", "--max-model-len", "400", "--port", "0"],

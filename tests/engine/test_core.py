@@ -1,4 +1,4 @@
-"""The engine computes what transformers computes, however the work is cut up, and gives back what it took."""
+"""The engine computes what transformers computes, however the work is split, and frees every block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers(family: str, make_node: Any, reference: Reference) -> None:
-    """One token, a block and its neighbours, several chunks, windows that slide: all at once, in a tight pool."""
+    """One token, lengths around a block, several chunks, sliding windows: all at the same time, in a small pool."""
     node = make_node(family, num_blocks=60, max_model_len=120)
     prompts = _prompts(1, [1, 3, 4, 5, 16, 17, 40, 60])
     for index, prompt in enumerate(prompts):
@@ -74,7 +74,7 @@ def test_prefix_caching_can_be_switched_off(make_node: Any) -> None:
     assert node.last("q1").metrics.num_cached_tokens == 0
 
 
-def test_a_seed_gives_the_same_answer_alone_and_in_company_and_after_a_preemption(make_node: Any) -> None:
+def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_after_a_preemption(make_node: Any) -> None:
     (prompt, *others) = _prompts(5, [12] * 5)
     seeded = {"temperature": 1.0, "seed": 11, "max_tokens": 30}
     alone = make_node().answer(prompt, **seeded)
@@ -102,10 +102,12 @@ def test_an_answer_ends_at_max_tokens_at_the_longest_sequence_at_the_end_token_a
     assert node.last("q2").finish_reason == "stop"
 
 
-def test_the_end_token_ends_an_answer_unless_told_otherwise(make_node: Any) -> None:
+def test_the_end_token_ends_an_answer_unless_it_is_ignored(make_node: Any) -> None:
     node = make_node()
     model = node.core.parts.executor.runner._model
-    model.lm_head.weight[256] = 100.0  # whatever came, the end follows or its opposite
+    model.lm_head.weight[256] = (
+        100.0  # whatever the last token is, the end token's logit is very large or very small
+    )
     answers = [node.answer([n, n + 1], max_tokens=6, ignore_eos=False) for n in range(0, 40, 4)]
     ended = [answer for answer in answers if answer[-1] == 256]
     assert ended
@@ -197,7 +199,7 @@ def test_sequences_are_shortened_to_the_pool_unless_their_length_was_asked_for(m
         ),
     ],
 )
-def test_what_cannot_work_is_told_by_name_and_leaves_nothing(
+def test_bad_settings_are_refused_by_name_and_leave_nothing(
     settings: dict[str, Any], message: str, make_node: Any
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

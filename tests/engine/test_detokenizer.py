@@ -1,4 +1,4 @@
-"""Text comes out whole, once, and never past a stop text."""
+"""The detokenizer returns all text once, in whole characters, and nothing past a stop text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
 class ByteDecoder:
-    """A token a byte; token 256 is special."""
+    """One token per byte. Token 256 is special."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
@@ -71,7 +71,7 @@ def test_random_pieces_give_what_a_search_of_the_whole_text_gives() -> None:
         stops = ["".join(random_numbers.choices("ab", k=random_numbers.randint(2, 5))) for _ in range(2)]
         matcher = StopMatcher(stops)
         out = "".join(matcher.push(character) for character in text) + matcher.flush()
-        # A stop text that ends first wins: what comes later has not been generated when it is seen.
+        # The stop text that ends first wins. When it is found, the text after it has not been generated yet.
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         seen = text[: min(ends)] if ends else text
         cuts = [seen.find(stop) for stop in stops if stop in seen]

@@ -1,4 +1,4 @@
-"""The engine as a server sees it: asyncio on one side, a thread that steps on the other."""
+"""The engine as a server uses it: asyncio on one side, a thread that runs steps on the other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_an_answer_comes_piece_by_piece(engine: Engine) -> None:
     assert _is_whole(engine)
 
 
-async def test_many_at_once_each_get_their_own(engine: Engine) -> None:
+async def test_each_of_many_concurrent_requests_gets_its_own_answer(engine: Engine) -> None:
     requests = [_request(f"r{i}", i, i + 1, max_tokens=6) for i in range(12)]
     answers = await asyncio.gather(*[_all(engine.generate(request)) for request in requests])
     for index, outputs in enumerate(answers):
@@ -95,7 +95,7 @@ async def test_cancelling_the_task_aborts_the_request(engine: Engine) -> None:
     await _until(lambda: _is_whole(engine))
 
 
-async def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
+async def test_abort_ends_the_answer_with_its_finish_reason(engine: Engine) -> None:
     task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
     await _until(lambda: engine.stats().totals.num_output_tokens > 0)
     engine.abort("a")
@@ -105,7 +105,7 @@ async def test_abort_ends_the_answer_and_says_so(engine: Engine) -> None:
     assert len(outputs) < 300
 
 
-async def test_refusals_are_raised_and_the_engine_goes_on(engine: Engine) -> None:
+async def test_a_refused_request_raises_and_the_engine_keeps_running(engine: Engine) -> None:
     with pytest.raises(PromptTooLongError) as too_long:
         await _all(engine.generate(_request("long", *[1] * 400)))
     assert (too_long.value.num_prompt_tokens, too_long.value.max_prompt_tokens) == (400, 399)
@@ -133,7 +133,7 @@ async def test_before_start_and_after_close_nothing_is_served(tiny_model: Callab
         engine.start()
 
 
-async def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None:
+async def test_close_aborts_running_requests(tiny_model: Callable[[str], Path]) -> None:
     engine = Engine(_settings(tiny_model))
     engine.start()
     task = asyncio.create_task(_all(engine.generate(_request("a", 1, 2, max_tokens=300))))
@@ -142,7 +142,7 @@ async def test_close_aborts_what_runs(tiny_model: Callable[[str], Path]) -> None
     assert (await task)[-1].finish_reason == "abort"
 
 
-async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_says_so(
+async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_reports_why(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = engine.generate(_request("a", 1, 2, max_tokens=300))

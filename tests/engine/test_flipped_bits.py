@@ -1,4 +1,4 @@
-"""Bytes that change on their way are never computed with: the load fails, and ends by policy."""
+"""Bytes that change in transit are never used: the load fails, and the policy decides how the request ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvferry.transports.testing import FlippingProxy
 
 PROMPT = [random.Random(8).randrange(256) for _ in range(200)]
 
-#: In the middle of the prompt's cache, which has 150 KB, after some control messages.
+#: A byte in the middle of the prompt's cache, which has 150 KB and follows some control messages.
 AT = 80_000
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_flipped_bit_is_computed_again_or_fails_the_request(
+def test_a_flipped_bit_makes_the_prompt_recomputed_or_fails_the_request(
     policy: str, make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = (

@@ -1,4 +1,4 @@
-"""The engine's side of a connector's scheduler half, by itself."""
+"""How the engine uses a connector's scheduler half, without the rest of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reference.engine.types import GenerationRequest, SamplingParams
 
 
 class Chronicler(InProcConnector):
-    """Has events to report once."""
+    """Has an event to report, once."""
 
     events: Iterable[str] = ("block 7 arrived",)
 
@@ -27,7 +27,7 @@ class Chronicler(InProcConnector):
         return events
 
 
-def test_what_a_connector_tells_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connectors_events_are_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     connector = Chronicler(engine_config("inproc"), KVConnectorRole.SCHEDULER, KVCacheConfig(2, (), ()))
     handoffs = Handoffs(connector)
     with caplog.at_level(logging.DEBUG, "reference.engine.handoffs"):
@@ -51,7 +51,9 @@ class OffersAll(InProcConnector):
         [KVConnectorOutput(finished_sending={"r"}, finished_recving={"r"})],
     ],
 )
-def test_blocks_that_drain_and_are_offered_wait_for_both_ends(reports: list[KVConnectorOutput]) -> None:
+def test_blocks_that_are_being_loaded_and_offered_wait_for_both_ends(
+    reports: list[KVConnectorOutput],
+) -> None:
     handoffs = Handoffs(
         OffersAll(engine_config("inproc"), KVConnectorRole.SCHEDULER, KVCacheConfig(2, (), ()))
     )

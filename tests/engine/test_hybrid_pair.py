@@ -1,4 +1,4 @@
-"""Models whose layers look back in different ways, handed over from a prefill to a decode engine."""
+"""Models whose layers attend to different ranges are handed over from a prefill engine to a decode engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from reference.engine.weights import load_model
 from tests.support.tiny_models import generate_greedily, write_tiny_model
 
 LAYOUTS = ["uniform", "per-layer"]
-#: Of the tiny models, in tokens: window, and chunk of chunked attention. The nodes' blocks have 4, their steps 16.
+#: In tokens: the tiny models' window and chunk of chunked attention, and the nodes' blocks. A step has 16 tokens.
 WINDOW, CHUNK, BLOCK = 24, 24, 4
-#: Longer than the window and several steps; its last block is not full.
+#: Longer than the window and than several steps. The last block is not full.
 PROMPT = [random.Random(21).randrange(256) for _ in range(61)]
 NUM_BLOCKS = -(-len(PROMPT) // BLOCK)
-#: What the decode node computes itself: the last token of the prompt. From there it looks back.
+#: The prompt's last token, which the decode node computes itself. The visible blocks are those that this token sees.
 LAST = len(PROMPT) - 1
 IN_WINDOW = NUM_BLOCKS - (LAST - WINDOW + 1) // BLOCK
 IN_CHUNK = NUM_BLOCKS - LAST // CHUNK * CHUNK // BLOCK
@@ -44,7 +44,7 @@ def _prefill(drive: Any, node: Any, prompt: Sequence[int], num_tokens: int = 1) 
 
 
 def _decode(drive: Any, prefill: Any, decode: Any, prompt: Sequence[int], params: Any) -> Any:
-    """Hand the prompt over and let the decode node answer; its last output."""
+    """Hand the prompt over and let the decode node answer. Returns its last output."""
     decode.add("a", prompt, max_tokens=40, kv_transfer_params=params)
     drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
     assert prefill.is_whole
@@ -63,7 +63,7 @@ def _decode(drive: Any, prefill: Any, decode: Any, prompt: Sequence[int], params
         pytest.param("llama4", NUM_BLOCKS + IN_CHUNK, 2, id="llama4, chunks and full"),
     ],
 )
-def test_only_what_can_still_be_seen_moves_and_the_answer_is_the_same(
+def test_only_visible_blocks_are_transferred_and_the_answer_is_the_same(
     family: str,
     num_blocks: int,
     layers_per_block: int,
@@ -78,7 +78,7 @@ def test_only_what_can_still_be_seen_moves_and_the_answer_is_the_same(
     assert last.metrics.num_loaded_tokens == len(PROMPT)
     transfer = last.metrics.transfer
     assert transfer.num_blocks == num_blocks
-    # In the uniform layout a run of blocks is one region, however many layers; else one for each layer.
+    # In the uniform layout a run of blocks is one region, however many layers there are. Per layer it is one per layer.
     regions_per_run = 1 if layout == "uniform" else layers_per_block
     assert transfer.num_regions_per_layer * regions_per_run == transfer.num_regions * layers_per_block
     page_bytes = 2 * BLOCK * 2 * 16 * 4  # keys and values, slots, heads, elements, bytes
@@ -117,7 +117,7 @@ def test_the_two_sides_may_lay_out_their_groups_differently(
     assert last.metrics.transfer.num_blocks == NUM_BLOCKS + IN_WINDOW
 
 
-def test_blocks_that_slid_out_are_null_on_both_sides(make_pair: Any, drive: Any) -> None:
+def test_blocks_outside_the_window_are_null_on_both_sides(make_pair: Any, drive: Any) -> None:
     prefill, decode = make_pair("gemma3")
     windowed = _group_of(decode, "SlidingWindowSpec")
     params = _prefill(drive, prefill, PROMPT)
@@ -136,7 +136,7 @@ def test_blocks_that_slid_out_are_null_on_both_sides(make_pair: Any, drive: Any)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4"])
-def test_what_is_cached_here_is_not_moved_again(
+def test_locally_cached_blocks_are_not_transferred_again(
     family: str, make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = make_pair(family)
@@ -147,10 +147,10 @@ def test_what_is_cached_here_is_not_moved_again(
     assert last.metrics.transfer.num_blocks == 2 * (NUM_BLOCKS - 13)
 
 
-def test_a_window_that_the_producer_slid_past_is_computed_here(
+def test_a_window_that_the_producer_has_freed_is_recomputed(
     make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
-    """A producer that went on to answer has freed what the prompt's last token sees: nothing else is read instead."""
+    """A producer that goes on generating frees blocks that the prompt's last token sees. No other block is read instead."""
     prefill, decode = make_pair("gemma3")
     params = _prefill(drive, prefill, PROMPT, num_tokens=30)
     _decode(drive, prefill, decode, PROMPT, params)
@@ -172,10 +172,10 @@ def _loading(node: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_of_unlike_sizes_are_one_group_that_keeps_everything(
+def test_layers_of_different_sizes_are_one_group_that_keeps_everything(
     layout: str, make_pair: Any, drive: Any, assert_same: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A block of the one kind does not fit the other, so that windows cannot give blocks back."""
+    """The two kinds have blocks of different sizes and cannot share them, so windowed layers cannot free any."""
     prefill, decode = make_pair("gemma4", layout=layout)
     assert "all layers keep the whole sequence" in caplog.text
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))

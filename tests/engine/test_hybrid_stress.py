@@ -1,4 +1,4 @@
-"""Many requests at once on a pair that runs a hybrid model: shared prefixes, tight pools, aborts; never another token."""
+"""Many concurrent requests to a pair with a hybrid model: shared prefixes, small pools, aborts, and no wrong token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_TOKENS = 12
 
 
 def _prompts(dice: random.Random, count: int) -> list[list[int]]:
-    """Some are continuations of others, up to any token."""
+    """Make prompts, some of which continue a prefix of another one."""
     prompts = [[dice.randrange(256) for _ in range(dice.randint(1, 90))] for _ in range(3)]
     while len(prompts) < count:
         start = dice.choice(prompts)
@@ -25,7 +25,7 @@ def _prompts(dice: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["uniform", "per-layer"])
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llama4", "mistral"])
-def test_a_busy_pair_answers_as_transformers_does(
+def test_a_busy_pair_gives_the_answers_of_transformers(
     family: str,
     layout: str,
     make_node: Any,

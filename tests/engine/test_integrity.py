@@ -1,4 +1,4 @@
-"""An engine that ends tells whether its blocks add up."""
+"""An engine checks its block counts when it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def test_blocks_that_add_up_are_not_worth_a_word(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_consistent_blocks_are_not_mentioned(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
     node = make_node()
     node.answer(range(40), max_tokens=4)
     node.add("under way", range(30))
@@ -16,7 +16,7 @@ def test_blocks_that_add_up_are_not_worth_a_word(make_node: Any, caplog: pytest.
     assert "lost track" not in caplog.text
 
 
-def test_a_block_that_is_held_and_free_is_told(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_is_held_and_free_is_reported(make_node: Any, caplog: pytest.LogCaptureFixture) -> None:
     node = make_node()
     node.add("a", range(8))
     node.step()

@@ -1,4 +1,4 @@
-"""LoRA adapters: each request runs with its own, is cached under its own, and is handed over with it."""
+"""LoRA adapters: each request is computed, cached and handed over with its own adapter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANK, ALPHA = 4, 8
 
 
 def write_adapter(folder: Path, seed: int, **config: Any) -> Path:
-    """An adapter of random weights, as PEFT writes it."""
+    """Write an adapter with random weights in PEFT's format."""
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
@@ -51,7 +51,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @pytest.fixture(scope="module")
 def merged(tiny_model: Callable[[str], Path], adapters: Mapping[str, str]) -> Callable[..., list[int]]:
-    """`(adapter, prompt, num_tokens)` → what transformers answers with the adapter merged into the weights."""
+    """`(adapter, prompt, num_tokens)` → the answer of transformers with the adapter merged into the weights."""
 
     def answer(name: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
         model = load_model(tiny_model("llama"), torch.float32, torch.device("cpu"), "eager")
@@ -65,7 +65,7 @@ def merged(tiny_model: Callable[[str], Path], adapters: Mapping[str, str]) -> Ca
     return answer
 
 
-def test_requests_of_one_step_run_each_with_its_own(make_node: Any, adapters: Any, merged: Any) -> None:
+def test_requests_in_one_step_use_their_own_adapters(make_node: Any, adapters: Any, merged: Any) -> None:
     node = make_node(lora_modules=adapters)
     for name in ("", "polite", "terse"):
         node.add(f"by {name}", PROMPT, max_tokens=12, lora_name=name)
@@ -75,7 +75,7 @@ def test_requests_of_one_step_run_each_with_its_own(make_node: Any, adapters: An
     assert len({tuple(answer) for answer in answers.values()}) == 3
 
 
-def test_an_adapters_blocks_are_cached_for_it_alone(make_node: Any, adapters: Any) -> None:
+def test_an_adapters_cached_blocks_are_used_only_with_it(make_node: Any, adapters: Any) -> None:
     node = make_node(lora_modules=adapters)
     for name, num_cached in (("polite", 0), ("terse", 0), ("", 0), ("polite", 40), ("", 40)):
         node.add("a", PROMPT, max_tokens=2, lora_name=name)
@@ -99,10 +99,10 @@ def test_a_prompt_with_an_adapter_is_handed_over(
     assert decode.last("a").metrics.num_loaded_tokens == len(PROMPT)
 
 
-def test_nodes_with_other_adapters_hand_nothing_over(
+def test_nodes_with_different_adapters_hand_nothing_over(
     make_node: Any, adapters: Any, merged: Any, drive: Any
 ) -> None:
-    """What one computed with its `polite` is not what the other would have."""
+    """Both nodes have an adapter called `polite`, but with different weights, so their caches differ."""
     swapped = {"polite": adapters["terse"], "terse": adapters["polite"]}
     prefill = make_node(connector="shm", role="kv_producer", lora_modules=adapters)
     decode = make_node(connector="shm", role="kv_consumer", lora_modules=swapped)
@@ -118,7 +118,7 @@ def test_nodes_with_other_adapters_hand_nothing_over(
 async def test_a_client_names_an_adapter_as_its_model(
     tiny_model: Callable[[str], Path], adapters: Any, merged: Any
 ) -> None:
-    """As the model's name, like in vLLM; the node lists it with the model that it changes."""
+    """A client selects an adapter by its name, as in vLLM. The node lists it together with its base model."""
     settings = EngineSettings(
         str(tiny_model("llama")), num_blocks=60, max_model_len=128, lora_modules=adapters
     )
@@ -135,7 +135,7 @@ async def test_a_client_names_an_adapter_as_its_model(
 
 
 async def _ask(settings: EngineSettings, models: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """What a node with these settings lists as models, and what it answers for each."""
+    """Return the models that a node with these settings lists, and its answer for each of `models`."""
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     async with served_engine(settings) as (_, _, client):
         listed = await (await client.get("/v1/models")).json()

@@ -1,4 +1,4 @@
-"""Two nodes hand over only if they compute the same cache; what need not be equal is said once."""
+"""Two nodes hand over only if they compute the same cache. A difference that is allowed is logged once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _prompt(seed: int) -> list[int]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of 5 MB: a sample of its bytes would miss a small tensor in the middle."""
+    """A model of 5 MB, so large that a sample of its bytes would miss a small tensor in the middle."""
     return write_tiny_model(tmp_path / "model", intermediate_size=2048)
 
 
@@ -35,7 +35,7 @@ def copy(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture
 def hand_over(make_node: Any, drive: Any, model: Path, copy: Path) -> Callable[[int], Any]:
-    """Hand prompts over from a node with the model to a node with the copy; returns the last output of each."""
+    """Hand prompts over from a node with the model to a node with the copy. Returns the last output of each."""
     nodes: list[Any] = []
 
     def ask(seed: int) -> Any:
@@ -67,7 +67,7 @@ def test_another_configuration_is_refused_at_the_handshake(copy: Path, hand_over
     assert "incompatible peer: configuration differs" in hand_over(1).error
 
 
-def test_another_chat_template_is_said_once_and_refuses_nothing(
+def test_another_chat_template_is_warned_about_once_and_refuses_nothing(
     copy: Path, hand_over: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (copy / "chat_template.jinja").write_text("{{ messages }} on Monday")

@@ -1,4 +1,4 @@
-"""A node around an engine: its states, and that what fails for one request fails for no other."""
+"""A node with an engine: its states, and that a failure of one request affects no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Sabotage = Callable[[Engine, pytest.MonkeyPatch], None]
 
 
 class Boom(Exception):
-    """An error of no documented type."""
+    """An exception of an undocumented type."""
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def _raising_for_victim(method: Any) -> Any:
 
 
 def second_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second write to the victim's socket, in the middle of its stream."""
+    """Make the second write to the victim's socket raise, in the middle of its stream."""
     write, num_writes = web.StreamResponse.write, [0]
 
     async def raising(self: web.StreamResponse, data: Any) -> None:
@@ -134,7 +134,7 @@ def second_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("sabotage", [tokenizer, engine_admission, wording, second_write])
-async def test_what_raises_for_one_request_is_that_request_s_error(
+async def test_an_exception_for_one_request_fails_only_that_request(
     sabotage: Sabotage, stream: bool, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(settings) as (engine, server, client):
@@ -147,7 +147,7 @@ async def test_what_raises_for_one_request_is_that_request_s_error(
             texts = dict(zip(PROMPTS, [await one.text() for one in answers], strict=True))
         victim = answers[list(PROMPTS).index("victim")]
         if sabotage is second_write and not stream:
-            assert victim.status == 200  # whole answers are written otherwise
+            assert victim.status == 200  # whole answers are not written with this call
         elif victim.status == 200:
             assert "Boom" in events_of(texts["victim"])[-1]["error"]["message"]
         else:
@@ -187,14 +187,14 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
             await asyncio.sleep(0.002)
 
 
-async def test_health_says_that_a_node_starts(settings: EngineSettings) -> None:
+async def test_health_reports_that_a_node_is_starting(settings: EngineSettings) -> None:
     server = NodeServer(Engine(settings))
     async with TestClient(TestServer(server.application())) as client:
         assert await health(client) == (503, {"status": "starting"})
 
 
 def fatal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the block manager contradict itself once something longer than a prompt is cached."""
+    """Make the block manager raise once more tokens are cached than a prompt has."""
     cache_blocks = KVCacheManager.cache_blocks
 
     def raising(self: KVCacheManager, request: Any, num_computed_tokens: int) -> None:
@@ -205,7 +205,7 @@ def fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "cache_blocks", raising)
 
 
-async def test_streams_whole_answers_and_health_say_why_the_engine_ended(
+async def test_streams_whole_answers_and_health_report_why_the_engine_ended(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(settings) as (_, _, client):

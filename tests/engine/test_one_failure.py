@@ -1,6 +1,6 @@
-"""One failure ends one request: whatever raises on behalf of a request ends that one, and the others get their answers.
+"""An exception on behalf of one request ends that request, and the others get their answers.
 
-Each test raises from one call that the engine makes to the outside, while three requests run together.
+In each test one call that the engine makes to the outside raises, while three requests run together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.engines import running_engine
 
 DEADLINE_S = 90.0
 VICTIM = "victim"
-#: Only the victim's prompt has it, among its last tokens, and only the victim has this seed.
+#: A token near the end of the victim's prompt, and the victim's seed. No other request has either.
 MARK, VICTIM_SEED = 250, 777
 PROMPTS = {"a": tuple(range(1, 21)), VICTIM: (*range(40, 58), MARK, 3), "b": tuple(range(90, 115))}
 SAMPLING = {
@@ -45,7 +45,7 @@ Sabotage = Callable[[EngineCore, pytest.MonkeyPatch], None]
 
 
 class Boom(Exception):
-    """An error of no documented type."""
+    """An exception of an undocumented type."""
 
 
 def is_victim(request: Any) -> bool:
@@ -67,7 +67,7 @@ def settings(tiny_model: Callable[[str], Path]) -> EngineSettings:
 
 @pytest.fixture
 def deaths() -> list[str]:
-    """What engines that died said of it."""
+    """The errors of engines that died."""
     return []
 
 
@@ -109,7 +109,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
-    """What each request is answered when it is alone."""
+    """The answer to each request when it runs alone."""
     settings = EngineSettings(model=str(tiny_model("llama")), block_size=4, num_blocks=120)
     with running_engine(settings) as engine:
         return {name: tokens(await answer(engine, request_of(name))) for name in PROMPTS}
@@ -119,7 +119,7 @@ async def expected(tiny_model: Callable[[str], Path]) -> dict[str, list[int]]:
 
 
 def hasher_at(num_tokens: int) -> Sabotage:
-    """The block hasher, once the victim has this many tokens."""
+    """Make the block hasher raise once the victim has this many tokens."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         hasher = core.parts.hasher
@@ -158,7 +158,7 @@ def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim's stream of random numbers, after those of the requests before it in the batch were drawn."""
+    """Make the victim's random numbers raise, after those for earlier requests in the batch were drawn."""
     make = reference.engine.batch.TokenSampler
 
     class BrokenStream:
@@ -186,7 +186,7 @@ def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def inputs_from(num_computed_tokens: int) -> Sabotage:
-    """The making of a step's inputs, once this many of the victim's tokens are computed."""
+    """Make the preparation of a step's inputs raise once this many of the victim's tokens are computed."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         batch = core.parts.executor.runner._batch  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def connector_of(core: EngineCore) -> SchedulerHalf:
 
 
 def hook(name: str) -> Sabotage:
-    """A hook of the connector's scheduler half, for the victim."""
+    """Make a hook of the connector's scheduler half raise for the victim."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         connector = connector_of(core)
@@ -240,7 +240,7 @@ def hook(name: str) -> Sabotage:
 
 
 def once(name: str) -> Sabotage:
-    """A hook of the connector's scheduler half that is called for whole steps: its first call."""
+    """Make the first call of a scheduler half's hook raise. The hook is called for whole steps."""
 
     def sabotage(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         connector = connector_of(core)
@@ -278,7 +278,7 @@ STEP_PLACES: dict[str, Sabotage] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_what_raises_for_one_request_ends_that_request_alone(
+async def test_an_exception_for_one_request_ends_only_that_request(
     place: str,
     engine_: Engine,
     deaths: list[str],
@@ -295,7 +295,7 @@ async def test_what_raises_for_one_request_ends_that_request_alone(
     assert tokens(answers["a"]) == expected["a"]
     assert tokens(answers["b"]) == expected["b"]
     assert [one[-1].finish_reason for one in (answers["a"], answers["b"])] == ["length", "length"]
-    assert any(record.exc_info for record in caplog.records)  # the traceback was logged
+    assert any(record.exc_info for record in caplog.records)  # the traceback is logged
     await until(lambda: is_whole(engine_))
     assert engine_.stats().healthy
     assert deaths == []
@@ -303,7 +303,7 @@ async def test_what_raises_for_one_request_ends_that_request_alone(
 
 
 @pytest.mark.parametrize("place", STEP_PLACES)
-async def test_what_raises_once_for_a_whole_step_ends_nothing(
+async def test_a_single_exception_for_a_whole_step_ends_no_request(
     place: str, engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     STEP_PLACES[place](engine_._started(), monkeypatch)
@@ -312,7 +312,7 @@ async def test_what_raises_once_for_a_whole_step_ends_nothing(
     assert engine_.stats().healthy
 
 
-async def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
+async def test_a_step_that_fails_for_no_particular_request_costs_only_time(
     engine_: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine_._started().parts.executor.runner  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ async def test_a_step_that_fails_for_no_request_in_particular_costs_time_only(
 
     def raising(inputs: Any, embedded: Any = None) -> Any:
         calls.append(len(inputs.samplers))
-        if calls.count(3) == 1 and calls[-1] == 3:  # the first step in which each of the three gets a token
+        if calls.count(3) == 1 and calls[-1] == 3:  # the first step in which all three requests get a token
             raise Boom
         return forward(inputs, embedded)
 
@@ -344,7 +344,7 @@ async def test_a_recurrent_state_that_a_failed_step_may_have_changed_is_computed
 @pytest.mark.parametrize(
     "name", ["request_finished", "update_state_after_alloc", "get_num_new_matched_tokens"]
 )
-async def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blocks_back(
+async def test_a_request_whose_hook_raises_is_not_offered_and_frees_its_blocks(
     name: str, engine_: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook(name)(engine_._started(), monkeypatch)
@@ -359,8 +359,8 @@ async def test_a_request_that_was_to_be_offered_is_not_offered_and_gives_its_blo
 
 
 async def test_requests_are_answered_while_no_file_can_be_opened(engine_: Engine) -> None:
-    """A sampled request without a seed draws one; that took a file descriptor once."""
-    await answer(engine_, request_of("a"))  # whatever is opened at first is
+    """A sampled request without a seed draws one, which must not open a file."""
+    await answer(engine_, request_of("a"))  # opens whatever the first request needs
     unseeded = replace(SAMPLING["b"], seed=None)
     with no_more_descriptors():
         outputs = await answer(engine_, GenerationRequest("b", PROMPTS["b"], unseeded))
@@ -414,7 +414,7 @@ def metadata(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sabotage", [worker_half, block_manager, model, metadata])
-async def test_an_engine_that_cannot_continue_says_why_to_every_request_and_then_to_its_process(
+async def test_an_engine_that_cannot_continue_tells_every_request_why_and_then_its_process(
     sabotage: Sabotage, engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(engine_._started(), monkeypatch)
@@ -431,10 +431,10 @@ async def test_an_engine_that_cannot_continue_says_why_to_every_request_and_then
         await answer(engine_, request_of("a"))
 
 
-async def test_requests_that_all_fail_one_after_the_other_end_the_engine(
+async def test_an_engine_ends_after_too_many_failed_requests_in_a_row(
     engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own check passes, but no request can be computed: an engine that is well says so in vain."""
+    """The model's own check passes, but no request can be computed, so the engine must not count as healthy."""
 
     def raising(*arguments: Any) -> Any:
         raise Boom
@@ -449,7 +449,7 @@ async def test_requests_that_all_fail_one_after_the_other_end_the_engine(
     await until(lambda: bool(deaths))
 
 
-def test_closing_is_no_death(settings: EngineSettings, deaths: list[str]) -> None:
+def test_closing_an_engine_is_not_reported_as_its_death(settings: EngineSettings, deaths: list[str]) -> None:
     with running_engine(settings, deaths):
         pass
     assert deaths == []

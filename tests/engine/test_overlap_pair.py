@@ -1,4 +1,4 @@
-"""A prompt crosses while it is computed: the decode node begins before the prefill node has ended."""
+"""A prompt's cache is transferred while the prompt is computed: the decode node begins before the prefill node ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _make_pair(make_node: Any, connector: str = "inproc", **options: Any) -> tup
 
 
 def _early(prefill: Any, request_id: str, prompt: list[int] = PROMPT) -> Any:
-    """Begin to compute a prompt; what the node says of it after its first chunk."""
+    """Begin to compute a prompt. Returns the node's params after the first chunk."""
     prefill.add(request_id, prompt, max_tokens=1, kv_transfer_params=WISH)
     prefill.step()
     (output,) = prefill.outputs[request_id]
@@ -37,7 +37,7 @@ def _early(prefill: Any, request_id: str, prompt: list[int] = PROMPT) -> Any:
     ],
     ids=["inproc", "several"],
 )
-def test_the_decode_node_reads_what_is_computed_so_far_and_answers_as_one_node(
+def test_the_decode_node_reads_computed_blocks_early_and_answers_like_one_node(
     connector: str, connector_options: Any, make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = _make_pair(make_node, connector, kv_connector_extra_config=connector_options)
@@ -52,7 +52,9 @@ def test_the_decode_node_reads_what_is_computed_so_far_and_answers_as_one_node(
     assert [output.kv_transfer_params is None for output in prefill.outputs["a"]] == [False, False]
 
 
-def test_only_who_asks_is_told_early_and_only_of_prompts_of_several_steps(pair: tuple[Any, Any]) -> None:
+def test_early_offers_are_made_only_on_request_and_only_for_prompts_of_several_steps(
+    pair: tuple[Any, Any],
+) -> None:
     prefill, _ = pair
     prefill.add("short", PROMPT[:16], max_tokens=1, kv_transfer_params=WISH)
     prefill.add("plain", PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
@@ -63,7 +65,7 @@ def test_only_who_asks_is_told_early_and_only_of_prompts_of_several_steps(pair: 
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_prefill_that_is_aborted_after_it_began_to_cross_follows_policy(
+def test_a_prefill_that_is_aborted_during_the_transfer_ends_as_the_policy_says(
     policy: str, make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = _make_pair(make_node, kv_load_failure_policy=policy)
@@ -79,14 +81,15 @@ def test_a_prefill_that_is_aborted_after_it_began_to_cross_follows_policy(
 
 
 @pytest.mark.slow
-def test_many_prompts_cross_at_once_while_both_pools_are_too_small(
+def test_many_concurrent_handoffs_succeed_while_both_pools_are_too_small(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
-    # A lease is longer than this test waits: what is computed once more must not be held for a consumer that never comes.
+    # A lease is longer than this test waits, so a prompt that is recomputed must not be held for a consumer that never
+    # comes.
     prefill = make_node(connector="inproc", role="kv_producer", num_blocks=40, max_num_batched_tokens=8)
     decode = make_node(connector="inproc", role="kv_consumer", num_blocks=60)
     prompts = {f"r{index}": [index, *range(40, 60 + 7 * index)] for index in range(1, 9)}
-    for name in ("old", "older"):  # they grow, and take blocks from prompts that are being computed
+    for name in ("old", "older"):  # their answers grow, and take blocks from prompts that are being computed
         prefill.add(name, PROMPT[:12], max_tokens=60)
     for name, prompt in prompts.items():
         prefill.add(name, prompt, max_tokens=1, kv_transfer_params=WISH)
@@ -94,7 +97,7 @@ def test_many_prompts_cross_at_once_while_both_pools_are_too_small(
 
     def everything_is_over() -> bool:
         for name in prefill.outputs.keys() & prompts.keys() - asked:
-            # One in four prefills ends in the middle, and one decode is not wanted any more.
+            # One in four prefills is aborted in the middle, and so is one decode.
             params = prefill.outputs[name][0].kv_transfer_params
             decode.add(name, prompts[name], max_tokens=9, kv_transfer_params=params)
             asked.add(name)

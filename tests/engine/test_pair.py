@@ -1,4 +1,4 @@
-"""A prefill and a decode engine in one process: the answer is the single node's, and every block comes back."""
+"""A prefill and a decode engine in one process: the answer is the single node's, and every block is freed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_answer_is_the_single_nodes(
     assert decode.is_whole
 
 
-def test_one_block_of_all_layers_is_one_region_and_per_layer_it_is_one_a_layer(
+def test_a_block_is_one_region_in_the_uniform_layout_and_one_per_layer_in_the_other(
     make_pair: Any, drive: Any
 ) -> None:
     (prompt,) = _prompts([40])
@@ -72,7 +72,7 @@ def test_one_block_of_all_layers_is_one_region_and_per_layer_it_is_one_a_layer(
     assert regions == {"uniform": (1, 3), "per-layer": (3, 3)}
 
 
-def test_blocks_that_are_cached_here_are_not_moved_again(make_pair: Any, drive: Any) -> None:
+def test_locally_cached_blocks_are_not_transferred_again(make_pair: Any, drive: Any) -> None:
     prefill, decode = make_pair()
     (prompt,) = _prompts([40])
     for name, expected in (("first", 10), ("second", 4)):
@@ -84,7 +84,7 @@ def test_blocks_that_are_cached_here_are_not_moved_again(make_pair: Any, drive: 
     assert decode.last("second").metrics.num_cached_tokens == 24
 
 
-def test_a_prompt_that_is_cached_as_a_whole_moves_nothing_and_frees_the_producer(
+def test_a_completely_cached_prompt_transfers_nothing_and_frees_the_producer(
     make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = make_pair()
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_cached_as_a_whole_moves_nothing_and_frees_the_producer
     assert prefill.is_whole
 
 
-def test_preempted_after_its_load_a_request_is_computed_here(
+def test_a_request_that_is_preempted_after_its_load_is_recomputed(
     make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = make_pair(num_blocks=24, max_model_len=80)
@@ -115,7 +115,9 @@ def test_preempted_after_its_load_a_request_is_computed_here(
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-def test_aborted_at_each_stage_both_sides_are_free(num_steps: int, make_pair: Any, drive: Any) -> None:
+def test_an_abort_at_any_time_frees_the_blocks_of_both_sides(
+    num_steps: int, make_pair: Any, drive: Any
+) -> None:
     prefill, decode = make_pair()
     (prompt,) = _prompts([40])
     params = _prefill(drive, prefill, "a", prompt)
@@ -130,7 +132,7 @@ def test_aborted_at_each_stage_both_sides_are_free(num_steps: int, make_pair: An
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_offer_that_is_over_is_computed_again_or_failed_by_policy(
+def test_an_expired_offer_is_recomputed_or_failed_as_the_policy_says(
     policy: str, make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill, decode = make_pair(
@@ -163,7 +165,7 @@ def test_a_prefill_that_was_aborted_offers_nothing(make_pair: Any) -> None:
     assert prefill.is_whole
 
 
-def test_what_is_refused_here_is_let_go_of_there(make_pair: Any, drive: Any) -> None:
+def test_an_offer_that_the_decode_engine_declines_is_released(make_pair: Any, drive: Any) -> None:
     prefill, decode = make_pair()
     params = _prefill(drive, prefill, "a", range(40))
     with decode.at_work() as core:
@@ -175,10 +177,10 @@ def test_what_is_refused_here_is_let_go_of_there(make_pair: Any, drive: Any) -> 
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_a_decode_node_that_closes_lets_go_of_offers_that_it_has_not_read(
+def test_a_decode_node_that_closes_releases_offers_that_it_has_not_read(
     num_steps: int, make_pair: Any, drive: Any
 ) -> None:
-    """Also of those that it had not claimed yet; their leases run longer than the test waits."""
+    """This includes offers that it has not claimed yet. Their leases are longer than the test waits."""
     prefill, decode = make_pair(connector="shm", max_num_seqs=1)
     params = [_prefill(drive, prefill, f"r{i}", prompt) for i, prompt in enumerate(_prompts([40, 30]))]
     decode.add("busy", [1, 2, 3], max_tokens=300)

@@ -1,4 +1,4 @@
-"""A model over several worker processes: the tokens of one process, and nothing that outlives or outwaits another."""
+"""A model over several worker processes: it gives the tokens of one process, and no process outlives the others."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from reference.engine.types import GenerationRequest, SamplingParams
 from tests.support.client import wait_until
 from tests.support.engines import running_engine
 
-#: Worker processes import PyTorch, each for itself.
+#: Slow, because each worker process imports PyTorch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Three layers, keys and values of two heads of 16 floats.
+#: Three layers; keys and values; two heads of 16 floats.
 BYTES_A_TOKEN = 3 * 2 * 2 * 16 * 4
 
-#: One token, one block, a block and a token, several chunks; two that share a prefix.
+#: One token, one block, a block and a token, and two of several chunks that share a prefix.
 PROMPTS = [[9], [*range(4)], [*range(20, 25)], [*range(30, 70)], [*range(30, 62), 1, 2, 3]]
 
 
 @pytest.fixture(scope="module")
 def spread(make_module_node: Any) -> Any:
-    """A node of two ranks that offers and loads; its pool is too small for all prompts at once."""
+    """A node with two ranks that offers and loads. Its pool is too small for all prompts at once."""
     return make_module_node(
         connector="shm", role="kv_both", tensor_parallel_size=2, num_threads=1, num_blocks=40
     )
 
 
-def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
+def test_answers_are_those_of_one_process_even_if_requests_are_preempted(
     spread: Any, assert_same: Any
 ) -> None:
     for index, prompt in enumerate(PROMPTS):
@@ -50,7 +50,7 @@ def test_answers_are_those_of_one_process_also_when_requests_lose_their_blocks(
 
 
 def hand_over(drive: Any, producer: Any, consumer: Any, name: str, prompt: Sequence[int]) -> None:
-    """Prefill on one node and decode nine tokens on the other; afterwards both have all their blocks."""
+    """Prefill on one node and decode nine tokens on the other. Returns once all blocks of both are free."""
     producer.add(name, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     drive(producer, until=lambda: producer.is_over(name))
     consumer.add(name, prompt, max_tokens=9, kv_transfer_params=producer.last(name).kv_transfer_params)
@@ -62,12 +62,12 @@ def hand_over(drive: Any, producer: Any, consumer: Any, name: str, prompt: Seque
     ("block_size", "layout"), [(4, "uniform"), (8, "per-layer"), (2, "uniform")], ids=str
 )
 @pytest.mark.parametrize("splits", [False, True], ids=["2 to 1", "1 to 2"])
-def test_a_prompt_crosses_between_two_ranks_and_one(
+def test_a_prompt_is_handed_over_between_two_ranks_and_one(
     splits: bool, block_size: int, layout: str, spread: Any, make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     single = make_node(connector="shm", role="kv_both", block_size=block_size, layout=layout)
     producer, consumer = (single, spread) if splits else (spread, single)
-    # Not a whole number of blocks, several chunks, and unknown to either's prefix cache.
+    # The prompt has several chunks and a partial block, and is in neither prefix cache.
     name, prompt = f"{block_size}-{splits}", [100 * splits + block_size, *range(7, 50)]
     hand_over(drive, producer, consumer, name, prompt)
     last = consumer.last(name)
@@ -76,7 +76,7 @@ def test_a_prompt_crosses_between_two_ranks_and_one(
     assert last.metrics.transfer.num_bytes == len(prompt) * BYTES_A_TOKEN
 
 
-def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
+def test_stages_with_two_ranks_answer_like_one_process_and_hand_over_in_both_directions(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     spread = make_node(
@@ -98,15 +98,16 @@ def test_stages_of_two_ranks_answer_as_one_process_and_hand_over_either_way(
         assert transfer.error == ""
 
 
-def test_a_worker_that_is_gone_is_missed_while_there_is_nothing_to_do() -> None:
+def test_the_death_of_a_worker_is_noticed_while_there_is_nothing_to_do() -> None:
     group = WorkerGroup(2)
     os.kill(group.workers[1].pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
-        wait_until(lambda: group.check() is None)  # it never is: it raises as soon as the process is gone
+        # The condition never holds: `check` raises as soon as the process is gone.
+        wait_until(lambda: group.check() is None)
     assert group.workers == []
 
 
-def test_a_worker_that_does_not_reply_in_time_is_given_up() -> None:
+def test_waiting_for_a_worker_that_does_not_reply_is_bounded() -> None:
     group = WorkerGroup(1)
     os.kill(group.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(EngineDeadError, match=r"timed out .* ranks \[0\]"):
@@ -114,7 +115,7 @@ def test_a_worker_that_does_not_reply_in_time_is_given_up() -> None:
     assert group.workers == []
 
 
-def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
+def test_a_worker_ends_when_the_process_that_started_it_is_gone() -> None:
     group = WorkerGroup(1)
     (worker,) = group.workers
     worker.channel.close()
@@ -122,7 +123,7 @@ def test_a_worker_ends_when_whoever_started_it_is_gone() -> None:
     group.kill()
 
 
-async def test_when_a_rank_is_killed_its_node_says_why_and_what_it_offered_is_computed_again(
+async def test_when_a_rank_is_killed_its_node_says_why_and_its_offers_are_recomputed(
     make_node: Any, drive: Any, tiny_model: Callable[[str], Path], assert_same: Any
 ) -> None:
     prompt = [3, *range(20, 60)]

@@ -1,4 +1,4 @@
-"""Prompts with vectors in the place of tokens: computed, cached by content, and handed over."""
+"""Prompts with vectors in place of tokens are computed, cached by content, and handed over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reference.node.openai_request import parse_chat, parse_completion
 from reference.web.errors import ApiError
 
 HIDDEN = 64
-#: Steps have 16 tokens, blocks 4: the first item lies across two steps, the second has two tokens of its own.
+#: Steps have 16 tokens, blocks 4. The first item spans two steps; two positions of the second one are plain tokens.
 PROMPT = [7] * 43
 FIRST, SECOND = (12, 9), (30, 6)
 IS_EMBED = (True, True, False, True, True, False)
@@ -30,13 +30,13 @@ def vectors(seed: int, count: int) -> bytes:
 
 
 def items(first: int = 1, second: int = 2) -> tuple[PromptItem, ...]:
-    """Both items, their contents by seed."""
+    """Return both items, with contents drawn from seeds."""
     return (PromptItem(*FIRST, vectors(first, 9)), PromptItem(*SECOND, vectors(second, 4), IS_EMBED))
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Callable[[str], Path]) -> Callable[..., list[int]]:
-    """`(items, num_tokens)` → what transformers answers to the same vectors."""
+    """`(items, num_tokens)` → the answer of transformers to the same vectors."""
     model: Any = load_model(tiny_model("llama"), torch.float32, torch.device("cpu"), "eager")
 
     def answer(placed: Sequence[PromptItem], num_tokens: int) -> list[int]:
@@ -59,7 +59,7 @@ def expected(tiny_model: Callable[[str], Path]) -> Callable[..., list[int]]:
 
 
 def test_vectors_take_the_place_of_tokens(make_node: Any, expected: Any) -> None:
-    """Beside a request without any, in steps that begin inside an item."""
+    """A request without items runs at the same time, and steps begin inside an item."""
     node = make_node(enable_prefix_caching=False)
     node.add("plain", PROMPT, max_tokens=10)
     node.add("placed", PROMPT, max_tokens=10, items=items())
@@ -72,7 +72,7 @@ def test_vectors_take_the_place_of_tokens(make_node: Any, expected: Any) -> None
 @pytest.mark.parametrize(
     ("placed", "num_cached"),
     [
-        pytest.param(items(), 40, id="the same: all but the block of the last token"),
+        pytest.param(items(), 40, id="the same: all but the last token's block"),
         pytest.param(items(second=9), 28, id="another second item: up to its first block"),
         pytest.param(items(first=9), 12, id="another first item: up to its first block"),
         pytest.param((), 12, id="tokens of the same ids"),
@@ -80,7 +80,7 @@ def test_vectors_take_the_place_of_tokens(make_node: Any, expected: Any) -> None
         pytest.param((replace(items()[0], offset=11), items()[1]), 8, id="one token earlier"),
     ],
 )
-def test_blocks_are_found_again_by_what_is_in_them(
+def test_cached_blocks_are_found_by_their_contents(
     placed: tuple[PromptItem, ...], num_cached: int, make_node: Any, expected: Any
 ) -> None:
     node = make_node()
@@ -169,12 +169,12 @@ def test_malformed_items_are_refused(change: dict[str, Any], message: str) -> No
     assert caught.value.param == "prompt_items"
 
 
-def test_a_chat_has_no_places_for_vectors() -> None:
+def test_a_chat_cannot_contain_vectors() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "prompt_items": [as_json(items()[0])]}
     with pytest.raises(ApiError, match="list of token ids"):
         parse_chat(body)
 
 
-def test_a_model_that_looks_at_token_ids_in_its_layers_takes_none(make_node: Any) -> None:
+def test_a_model_whose_layers_use_token_ids_takes_no_vectors(make_node: Any) -> None:
     with pytest.raises(InvalidRequestError, match="takes tokens only"):
         make_node("gemma3n").add("a", PROMPT, items=items())

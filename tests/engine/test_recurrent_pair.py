@@ -1,4 +1,4 @@
-"""Models with recurrent layers: alone, and handed over from a prefill to a decode engine."""
+"""Models with recurrent layers, on one engine and handed over from a prefill to a decode engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILIES = [
     pytest.param("mamba2", id="mamba2, recurrent only"),
     pytest.param("qwen3_next", id="qwen3_next, gated delta rule"),
 ]
-#: A state fits the page of so many tokens.
+#: Tokens per block. A page of this many tokens is large enough for a state.
 BLOCK = 16
 OFFER = {"do_remote_decode": True}
 
@@ -38,7 +38,7 @@ def make_pair(make_node: Any) -> Any:
 
 
 def hand_over(drive: Any, prefill: Any, decode: Any, prompt: Sequence[int], num_tokens: int) -> Any:
-    """Prefill there, decode here; the last output."""
+    """Prefill on one node and decode on the other. Returns the last output."""
     prefill.add("a", prompt, max_tokens=1, kv_transfer_params=OFFER)
     drive(prefill, until=lambda: prefill.is_over("a"))
     decode.add("a", prompt, max_tokens=num_tokens, kv_transfer_params=prefill.last("a").kv_transfer_params)
@@ -49,10 +49,10 @@ def hand_over(drive: Any, prefill: Any, decode: Any, prompt: Sequence[int], num_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_side_by_side_answer_as_each_would_alone(
+def test_concurrent_requests_get_the_same_answers_as_alone(
     family: str, make_node: Any, reference: Any
 ) -> None:
-    """Several prefill chunks, one, and decodes among them; blocks that others used begin anew."""
+    """Requests with one or several prefill chunks run beside decodes. State blocks are reset before they are reused."""
     node = make_node(family, block_size=BLOCK, num_blocks=40)
     lengths = (61, 1, 16, 5)
     for _ in range(2):
@@ -81,8 +81,8 @@ def test_the_state_is_handed_over_and_the_answer_is_the_same(
     assert last.metrics.transfer.num_blocks == states + (len(groups) - states) * attention_blocks
 
 
-def test_a_preempted_request_begins_anew(make_node: Any, assert_same: Any) -> None:
-    """Nothing of a state is kept when its block is taken away."""
+def test_a_preempted_request_starts_over(make_node: Any, assert_same: Any) -> None:
+    """A state is lost when its block is taken away."""
     node = make_node("bamba", block_size=BLOCK, num_blocks=11)
     prompts = {"a": prompt_of(30), "b": prompt_of(31)}
     for name, prompt in prompts.items():
@@ -93,8 +93,10 @@ def test_a_preempted_request_begins_anew(make_node: Any, assert_same: Any) -> No
         assert_same(node.tokens(name), "bamba", prompt, 30)
 
 
-def test_what_another_node_computed_on_is_not_loaded(make_pair: Any, drive: Any, assert_same: Any) -> None:
-    """An offer that ends at, or behind, the prompt's last token has no state to go on from: it is computed here."""
+def test_a_state_past_the_prompts_last_token_is_not_loaded(
+    make_pair: Any, drive: Any, assert_same: Any
+) -> None:
+    """The state of an offer that ends at or past the prompt's last token cannot be continued, so it is recomputed."""
     prefill, decode = make_pair("bamba")
     prompt = prompt_of(40)
     prefill.add("a", [*prompt, 7], max_tokens=1, kv_transfer_params=OFFER)
@@ -116,7 +118,7 @@ def test_a_prompt_of_one_token_is_computed_where_it_is_decoded(
     assert last.metrics.transfer is None
 
 
-def test_an_answer_that_would_move_the_state_on_is_refused(make_pair: Any) -> None:
+def test_an_answer_that_would_advance_the_state_is_refused(make_pair: Any) -> None:
     prefill, _ = make_pair("mamba2")
     with pytest.raises(InvalidRequestError, match="max_tokens=2") as caught:
         prefill.add("a", [1, 2, 3], max_tokens=2, kv_transfer_params=OFFER)
@@ -134,7 +136,9 @@ def test_a_state_is_not_spread_over_several_processes(make_node: Any) -> None:
     assert caught.value.key == "tensor_parallel_size"
 
 
-def test_a_recurrent_model_without_a_longest_sequence_wants_one(tmp_path: Any, make_node: Any) -> None:
+def test_a_recurrent_model_without_a_maximum_length_needs_max_model_len(
+    tmp_path: Any, make_node: Any
+) -> None:
     write_tiny_model(tmp_path, "mamba2", max_position_embeddings=None)
     with pytest.raises(ConfigurationError, match="set max_model_len") as caught:
         make_node(model=str(tmp_path), block_size=BLOCK)

@@ -1,4 +1,4 @@
-"""Greedy is argmax; a seed is one request's own; top-p and temperature shape the distribution."""
+"""Sampling: greedy is argmax, each request has its own seed, top-p and temperature shape the distribution."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_different_seeds_differ_and_no_seed_draws_one() -> None:
     assert len(answers) == 4
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+def test_top_p_keeps_the_smallest_set_of_tokens_that_reaches_it() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert set(_draws(SamplingParams(seed=1, top_p=0.75), logits, 200)) == {0, 1}
     assert set(_draws(SamplingParams(seed=1, top_p=0.01), logits, 50)) == {0}
@@ -59,7 +59,7 @@ def test_draws_follow_the_softmax() -> None:
     assert [draws.count(token) / 4000 for token in range(3)] == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
 
 
-def test_the_largest_logits_of_each_row_that_wants_them() -> None:
+def test_the_largest_logits_are_returned_for_rows_that_ask_for_them() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 0.0, 0.0, 0.0], [0.5, 2.0, -1.0, 0.0]])
     samplers = [TokenSampler(SamplingParams(temperature=0.0, num_top_logits=number)) for number in (2, 0, 20)]
     tied, silent, every = top_logits(logits, samplers)

@@ -1,4 +1,4 @@
-"""What runs when, and whose blocks they are: the scheduler with a scripted connector, without a model."""
+"""The scheduler with a scripted connector and without a model: which requests run, and which blocks they hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK = 4
 
 
 class ScriptedConnector(SchedulerHalf):
-    """Answers as the test says: `loads` by request id, `offers` for those that finish with blocks to keep."""
+    """Answers as the test says: `loads` by request id, `offers` for finished requests that keep their blocks."""
 
     def __init__(self) -> None:
         self.loads: dict[str, tuple[int | None, bool]] = {}
@@ -54,7 +54,7 @@ class ScriptedConnector(SchedulerHalf):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVConnectorMetadata()  # nothing to tell
+        return KVConnectorMetadata()  # no orders
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
@@ -89,7 +89,7 @@ class Node:
         return request
 
     def step(self, report: KVConnectorOutput | None = None) -> tuple[dict[str, int], StepOutcome]:
-        """One step; returns what was scheduled, and what came of it."""
+        """Run one step. Returns the number of scheduled tokens by request, and the outcome."""
         plan = self.scheduler.plan()
         outcome = self.update(plan, report)
         return {item.request.request_id: item.num_new_tokens for item in plan.scheduled}, outcome
@@ -124,7 +124,7 @@ def _received(*request_ids: str, invalid: set[int] | None = None) -> KVConnector
 # -- computing ---------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_then_a_token_a_step(node: Node) -> None:
+def test_a_long_prompt_is_computed_in_chunks_and_then_one_token_per_step(node: Node) -> None:
     request = node.add("a", _tokens(40))
     assert [node.scheduled() for _ in range(5)] == [{"a": 16}, {"a": 16}, {"a": 8}, {"a": 1}, {"a": 1}]
     assert request.all_token_ids[40:] == [7, 7, 7]
@@ -154,7 +154,7 @@ def test_a_shared_prefix_is_not_computed_twice(node: Node) -> None:
     assert second.figures.num_cached_tokens == 8
 
 
-def test_finished_requests_give_their_blocks_back_and_are_told_once(node: Node) -> None:
+def test_finished_requests_free_their_blocks_and_are_reported_once(node: Node) -> None:
     free = node.manager.num_free_blocks
     request = node.add("a", _tokens(10))
     node.scheduled()
@@ -168,7 +168,7 @@ def test_finished_requests_give_their_blocks_back_and_are_told_once(node: Node) 
 # -- a pool that is too small ------------------------------------------------------------------------
 
 
-def test_the_newest_is_preempted_and_goes_on_later() -> None:
+def test_the_newest_request_is_preempted_and_continues_later() -> None:
     node = Node(num_blocks=7)
     old, new = node.add("old", _tokens(8)), node.add("new", _tokens(8, 100))
     for _ in range(30):
@@ -181,7 +181,7 @@ def test_the_newest_is_preempted_and_goes_on_later() -> None:
     assert node.manager.num_free_blocks == 6
 
 
-def test_a_preempted_request_is_told_and_keeps_its_tokens() -> None:
+def test_a_preempted_request_is_reported_and_keeps_its_tokens() -> None:
     node = Node(num_blocks=5)
     node.add("old", _tokens(8))
     new = node.add("new", _tokens(7, 100))
@@ -193,7 +193,7 @@ def test_a_preempted_request_is_told_and_keeps_its_tokens() -> None:
     assert (new.status, new.num_computed_tokens) == (RequestStatus.WAITING, 0)
 
 
-def test_with_blocks_on_offer_the_last_request_waits_instead_of_starting_over() -> None:
+def test_while_blocks_are_offered_the_last_request_waits_instead_of_being_preempted() -> None:
     node = Node(num_blocks=5)
     node.connector.offers = {"gone"}
     gone = node.add("gone", _tokens(8))
@@ -226,7 +226,7 @@ def test_a_request_that_loads_waits_with_its_blocks_and_then_computes_one_token(
     ]
 
 
-def test_only_what_is_not_cached_here_is_loaded(node: Node) -> None:
+def test_only_tokens_that_are_not_cached_are_loaded(node: Node) -> None:
     node.add("a", _tokens(8))
     node.step()
     node.connector.loads = {"b": (12, True)}
@@ -236,7 +236,7 @@ def test_only_what_is_not_cached_here_is_loaded(node: Node) -> None:
     assert ("alloc", "b", 4) in node.connector.calls
 
 
-def test_loaded_blocks_are_cached_only_when_they_are_there(node: Node) -> None:
+def test_loaded_blocks_enter_the_cache_only_after_they_have_arrived(node: Node) -> None:
     node.connector.loads = {"a": (12, True)}
     node.add("a", _tokens(12))
     node.step()
@@ -255,7 +255,7 @@ def test_others_run_while_one_loads(node: Node) -> None:
     assert [node.scheduled(), node.scheduled()] == [{"b": 5}, {"b": 1}]
 
 
-def test_a_connector_that_says_later_is_asked_again_and_others_overtake(node: Node) -> None:
+def test_a_connector_that_cannot_answer_yet_is_asked_again_while_others_run(node: Node) -> None:
     node.connector.loads = {"a": (None, False)}
     node.add("a", _tokens(10))
     node.add("b", _tokens(5, 100))
@@ -283,7 +283,7 @@ def test_a_failed_load_is_computed_from_the_valid_prefix_and_never_loaded_again(
     assert request.figures.num_loaded_tokens == 0
 
 
-def test_a_failed_load_without_blocks_named_is_computed_from_what_was_cached_here(node: Node) -> None:
+def test_a_failed_load_without_invalid_blocks_is_computed_from_the_cached_prefix(node: Node) -> None:
     node.connector.loads = {"a": (10, True)}
     node.add("a", _tokens(10))
     node.step()
@@ -293,7 +293,7 @@ def test_a_failed_load_without_blocks_named_is_computed_from_what_was_cached_her
     assert node.scheduled() == {"a": 10}
 
 
-def test_blocks_named_before_their_request_count_when_it_is_named(node: Node) -> None:
+def test_invalid_blocks_reported_before_their_request_count_once_it_is_reported(node: Node) -> None:
     node.connector.loads = {"a": (8, True)}
     node.add("a", _tokens(8))
     node.step()
@@ -304,7 +304,7 @@ def test_blocks_named_before_their_request_count_when_it_is_named(node: Node) ->
     assert node.scheduled() == {"a": 8}
 
 
-def test_by_policy_a_failed_load_fails_the_request_with_the_reason() -> None:
+def test_with_policy_fail_a_failed_load_fails_the_request_with_the_reason() -> None:
     node = Node(policy="fail")
     free = node.manager.num_free_blocks
     node.connector.loads = {"a": (8, True)}
@@ -318,7 +318,7 @@ def test_by_policy_a_failed_load_fails_the_request_with_the_reason() -> None:
     assert node.manager.num_free_blocks == free
 
 
-def test_a_synchronous_load_that_failed_voids_the_step(node: Node) -> None:
+def test_a_failed_synchronous_load_discards_the_steps_tokens(node: Node) -> None:
     node.connector.loads = {"a": (8, False)}
     request = node.add("a", _tokens(10))
     plan = node.scheduler.plan()
@@ -332,7 +332,7 @@ def test_a_synchronous_load_that_failed_voids_the_step(node: Node) -> None:
 # -- ends --------------------------------------------------------------------------------------------
 
 
-def test_offered_blocks_stay_out_of_the_pool_until_they_were_sent(node: Node) -> None:
+def test_offered_blocks_are_not_freed_until_they_are_sent(node: Node) -> None:
     free = node.manager.num_free_blocks
     node.connector.offers = {"a"}
     request = node.add("a", _tokens(10))
@@ -349,7 +349,7 @@ def test_offered_blocks_stay_out_of_the_pool_until_they_were_sent(node: Node) ->
     assert not node.scheduler.handoffs.is_pending
 
 
-def test_aborted_while_loading_the_blocks_stay_until_nothing_writes_there(node: Node) -> None:
+def test_after_an_abort_while_loading_blocks_are_held_until_the_load_ends(node: Node) -> None:
     free = node.manager.num_free_blocks
     node.connector.loads = {"a": (10, True)}
     request = node.add("a", _tokens(10))
@@ -364,7 +364,7 @@ def test_aborted_while_loading_the_blocks_stay_until_nothing_writes_there(node: 
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_aborted_at_any_other_stage_the_blocks_are_free_at_once(node: Node, num_steps: int) -> None:
+def test_after_an_abort_at_any_other_time_blocks_are_freed_at_once(node: Node, num_steps: int) -> None:
     free = node.manager.num_free_blocks
     request = node.add("a", _tokens(40))
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Random requests, loads, failures, offers and aborts: everybody ends, and every block comes back."""
+"""Random requests, loads, failures, offers and aborts: every request ends, and every block is freed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MAX_STEPS = 5000
 
 
 class Metadata(KVConnectorMetadata):
-    """Nothing to tell."""
+    """Orders without contents."""
 
 
 class RandomConnector(SchedulerHalf):
-    """Loads and offers at random; remembers what is under way, and ends each of it once."""
+    """Loads and offers at random. Remembers unfinished loads and offers, and ends each of them once."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -52,7 +52,7 @@ class RandomConnector(SchedulerHalf):
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            assert request.request_id not in self.loading, "one request loads once at a time"
+            assert request.request_id not in self.loading, "a request has at most one load at a time"
             self.loading[request.request_id] = set().union(*block_ids) - {0}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -66,7 +66,7 @@ class RandomConnector(SchedulerHalf):
         return is_offered, None
 
     def report(self) -> KVConnectorOutput:
-        """End some of what is under way."""
+        """End some loads and offers. Returns the report about them."""
         out = KVConnectorOutput()
         for request_id in sorted(self.loading):
             if self.dice.random() < 0.3:
@@ -90,7 +90,7 @@ def _pool(num_groups: int) -> KVCacheConfig:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_everybody_ends_and_every_block_comes_back(seed: int, num_groups: int) -> None:
+def test_every_request_ends_and_every_block_is_freed(seed: int, num_groups: int) -> None:
     dice = random.Random(seed)
     pool = _pool(num_groups)
     config = EngineConfig(
@@ -113,7 +113,7 @@ def test_everybody_ends_and_every_block_comes_back(seed: int, num_groups: int) -
     num_added = num_steps = 0
     while num_added < NUM_REQUESTS or scheduler.has_work:
         num_steps += 1
-        assert num_steps < MAX_STEPS, f"no end in sight: {scheduler.live_requests}"
+        assert num_steps < MAX_STEPS, f"requests that never end: {scheduler.live_requests}"
         if num_added < NUM_REQUESTS and dice.random() < 0.4:
             add(num_added)
             num_added += 1

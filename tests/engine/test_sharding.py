@@ -1,4 +1,4 @@
-"""Which part of a model each rank keeps, what cannot be spread, and what crosses between the processes."""
+"""Which part of a model each rank keeps, which models cannot be sharded, and what is sent between the processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_ranks_together_have_every_weight_and_key_value_heads_only_as_often_as_they_must(
+def test_the_ranks_together_have_every_weight_and_replicate_kv_heads_only_if_necessary(
     num_ranks: int, tiny_model: Callable[[str], Path]
 ) -> None:
     def parts(num: int, rank: int) -> Any:
@@ -52,7 +52,7 @@ def test_the_ranks_together_have_every_weight_and_key_value_heads_only_as_often_
         assert torch.equal(joined(axis, lambda r, n=name: getattr(r.mlp, n)), getattr(whole.mlp, name).weight)
     assert torch.equal(joined(0, lambda rank: rank.self_attn.q_proj), whole.self_attn.q_proj.weight)
     assert torch.equal(joined(1, lambda rank: rank.self_attn.o_proj), whole.self_attn.o_proj.weight)
-    # Two heads: one each for two ranks, each twice for four.
+    # There are two heads: each of two ranks has one, and with four ranks each head is on two ranks.
     head = [whole.self_attn.k_proj.weight[:16], whole.self_attn.k_proj.weight[16:]]
     assert torch.equal(
         joined(0, lambda rank: rank.self_attn.k_proj),
@@ -63,11 +63,13 @@ def test_the_ranks_together_have_every_weight_and_key_value_heads_only_as_often_
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32])
-def test_as_many_ranks_as_divide_the_heads_fit(num_ranks: int) -> None:
+def test_any_number_of_ranks_that_divides_the_heads_is_accepted(num_ranks: int) -> None:
     require_divisible(AutoConfig.for_model("llama", **LLAMA), num_ranks)
 
 
-def test_what_does_not_come_out_even_is_refused_with_what_would(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_that_do(
+    tmp_path: Path,
+) -> None:
     write_tiny_model(tmp_path, num_hidden_layers=1, hidden_size=72, head_dim=8, **SMOLLM2)
     with pytest.raises(
         ConfigurationError, match="9 attention heads, 3 key/value heads.*sizes that fit: 1, 3$"
@@ -76,17 +78,17 @@ def test_what_does_not_come_out_even_is_refused_with_what_would(tmp_path: Path) 
     assert error.value.key == "tensor_parallel_size"
 
 
-def test_a_kind_of_model_that_cannot_be_cut_is_named(tiny_model: Callable[[str], Path]) -> None:
+def test_a_kind_of_model_that_cannot_be_sharded_is_named(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigurationError, match="cannot spread llama4_text models.*experts"):
         EngineCore(EngineSettings(str(tiny_model("llama4")), tensor_parallel_size=2))
 
 
-def test_workers_are_for_the_cpu() -> None:
+def test_worker_processes_are_only_for_the_cpu() -> None:
     with pytest.raises(ConfigurationError, match="for the CPU"):
         EngineSettings(tensor_parallel_size=2, device="cuda")
 
 
-def test_orders_and_reports_cross_as_they_are() -> None:
+def test_orders_and_reports_survive_encoding() -> None:
     offer = RemoteOffer("engine", 2**63 - 1, "a", 7, ("shm:x", "shm:y"), 40, ((1, 2), (3,)))
     record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
     for value in (
@@ -115,7 +117,7 @@ class NoData:
     pass
 
 
-def test_nothing_but_data_crosses() -> None:
+def test_only_plain_data_can_be_encoded_and_decoded() -> None:
     with pytest.raises(TypeError, match="NoData cannot be sent"):
         encode([NoData()])
     good = encode(Local(1))

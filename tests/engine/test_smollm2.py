@@ -1,4 +1,4 @@
-"""The default model, as converted: real text, and the tokens that transformers gives."""
+"""The converted default model produces sensible text, and the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def tokenizer(core: EngineCore) -> Any:
     return core.parts.model.tokenizer
 
 
-def test_prompts_answered_together_are_answered_as_transformers_does(
-    core: EngineCore, tokenizer: Any
-) -> None:
+def test_concurrent_prompts_get_the_answers_of_transformers(core: EngineCore, tokenizer: Any) -> None:
     prompts = {text: tuple(tokenizer.encode(text)) for text in PROMPTS}
     for text, prompt in prompts.items():
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Which layers a stage of a pipeline runs, what of the pool it keeps, and what cannot be spread over stages."""
+"""Which layers a pipeline stage runs, which part of the pool it keeps, and which models cannot be split into stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stage_of(rank: int, num_stages: int) -> ParallelConfig:
 
 
 def planned(folder: Path, parallel: ParallelConfig) -> tuple[EngineConfig, KVCacheConfig]:
-    """The whole model's configuration and pool."""
+    """Return the whole model's configuration and pool."""
     layers = attention_layers(AutoConfig.from_pretrained(folder))
     model = ModelConfig("tiny", "float32", 16, layers)
     config = EngineConfig(model, CacheConfig(4, num_blocks_override=16), parallel=parallel)
@@ -47,7 +47,7 @@ def test_each_layer_is_on_one_stage_in_order_and_no_stage_has_two_more_than_anot
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_stages_keep_their_layers_of_every_group_of_one_pool(family: str, tiny_model: TinyModel) -> None:
+def test_each_stage_keeps_its_layers_of_every_group_of_the_pool(family: str, tiny_model: TinyModel) -> None:
     whole, pool = planned(tiny_model(family), stage_of(0, 2))
     stages = [
         part_of_stage(*planned(tiny_model(family), stage_of(rank, 2)), kept)
@@ -82,7 +82,7 @@ def test_the_weights_of_other_stages_are_dropped(tiny_model: TinyModel) -> None:
         ("gemma3n", 2, r"layers.4.self_attn reads the cache of model.layers.2.self_attn"),
     ],
 )
-def test_stages_that_cannot_stand_for_the_model_are_refused(
+def test_a_stage_without_some_kind_of_the_models_layers_is_refused(
     family: str, num_stages: int, why: str, tiny_model: TinyModel
 ) -> None:
     last = stage_of(num_stages - 1, num_stages)
@@ -100,7 +100,7 @@ def test_stages_that_cannot_stand_for_the_model_are_refused(
         ("bamba", 2, "cannot spread the layers of bamba models"),
     ],
 )
-def test_what_has_too_few_layers_or_a_state_is_refused_before_anything_starts(
+def test_a_model_with_too_few_layers_or_a_state_is_refused_before_any_process_starts(
     family: str, num_stages: int, why: str, tiny_model: TinyModel
 ) -> None:
     with pytest.raises(ConfigurationError, match=why) as error:
@@ -108,7 +108,7 @@ def test_what_has_too_few_layers_or_a_state_is_refused_before_anything_starts(
     assert error.value.key == "pipeline_parallel_size"
 
 
-def test_stages_are_for_the_cpu_and_have_no_adapters() -> None:
+def test_stages_are_only_for_the_cpu_and_cannot_have_adapters() -> None:
     with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2 is for the CPU"):
         EngineSettings(pipeline_parallel_size=2, device="cuda")
     with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2.* cannot use adapters"):

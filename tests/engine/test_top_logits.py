@@ -1,4 +1,4 @@
-"""A node says which tokens it finds most likely after a prompt: enough to tell a near-tie from a wrong answer."""
+"""A node reports the most likely tokens after a prompt, which distinguishes a near-tie from a wrong answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_they_are_the_models_logits_for_the_first_token(make_node: Any, tiny_mod
     assert [logit for _, logit in told.top_logits] == pytest.approx(largest.values.tolist(), abs=1e-3)
 
 
-def test_they_are_told_to_those_who_ask_and_each_gets_its_own(make_node: Any) -> None:
+def test_each_request_that_asks_for_them_gets_its_own(make_node: Any) -> None:
     node = make_node()
     prompts = {"a": PROMPT[:20], "b": PROMPT[20:], "c": PROMPT}
     for name, prompt in prompts.items():
@@ -55,7 +55,7 @@ def test_they_are_told_to_those_who_ask_and_each_gets_its_own(make_node: Any) ->
         assert [token for token, _ in told.top_logits] == node.tokens(name)[:1]
 
 
-def test_workers_of_other_processes_tell_them_too() -> None:
+def test_worker_processes_report_them_too() -> None:
     output = ModelRunnerOutput(("a",), ((3,),), top_logits={"a": ((3, 1.5), (4, 1.25))})
     assert decode(encode(output)) == output
 

@@ -1,4 +1,4 @@
-"""A node says whether it can hand over: in its health check, its metrics and each answer's header."""
+"""A node reports whether it can hand over: in its health check, its metrics and each answer's header."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.engines import served_engine
 
 DEADLINE_S = 20.0
 
-#: What a prefill node that runs shared memory would say.
+#: The params of a prefill node that uses shared memory.
 FOREIGN_OFFER = {
     "do_remote_prefill": True,
     "remote_engine_id": "there",
@@ -43,7 +43,7 @@ async def served(
     faults: list[Mapping[str, object]] | None = None,
     policy: str = "recompute",
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """A decode node whose transport is one process's memory, with these faults."""
+    """Serve a decode node with an in-process transport that has these faults."""
     transfer = KVTransferConfig(
         "FaultyConnector",
         "kv_both",
@@ -57,7 +57,7 @@ async def served(
 
 
 async def complete(client: TestClient[Any, Any], **fields: Any) -> tuple[int, str, Any]:
-    """Ask for two tokens: status, `X-KV-Transfer`, and the body's text."""
+    """Ask for two tokens. Returns the status, `X-KV-Transfer`, and the body."""
     body = {"prompt": [*range(9)], "max_tokens": 2, "temperature": 0, **fields}
     async with client.post("/v1/completions", json=body) as reply:
         return reply.status, reply.headers["X-KV-Transfer"], await reply.text()
@@ -74,7 +74,7 @@ async def metric(client: TestClient[Any, Any], name: str) -> float:
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
 
-async def test_a_node_whose_handoff_thread_died_says_so_while_it_has_nothing_to_do(
+async def test_the_death_of_the_handoff_thread_is_reported_while_a_node_has_nothing_to_do(
     tiny_model: Callable[[str], Path],
 ) -> None:
     broken = [
@@ -88,13 +88,13 @@ async def test_a_node_whose_handoff_thread_died_says_so_while_it_has_nothing_to_
         assert said[1]["status"] == "failing"
         assert "ZeroDivisionError: injected by a test" in said[1]["error"]
         assert await metric(client, "kvferry_engine_healthy") == 0
-        # It still computes what it is asked for, and stays out of service.
+        # It still computes requests, but stays out of service.
         assert (await complete(client))[:2] == (200, "none")
         assert (await health(client))[0] == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_offer_of_another_transport_is_computed_and_shown(
+async def test_an_offer_of_another_transport_is_recomputed_and_reported(
     stream: bool, tiny_model: Callable[[str], Path]
 ) -> None:
     async with served(tiny_model) as client:
@@ -124,13 +124,13 @@ async def test_a_load_that_fails_its_request_is_in_the_header_too(tiny_model: Ca
 @pytest.mark.parametrize(
     ("error", "outcome"), [(None, "none"), ("", "loaded"), ("the peer is gone", "failed")]
 )
-def test_the_header_says_what_became_of_the_load(error: str | None, outcome: str) -> None:
+def test_the_header_says_how_the_load_ended(error: str | None, outcome: str) -> None:
     record = TransferRecord("a", "shm", "mapped", "uniform", 1, 1, 1, 1, 0.1, error or "")
     transfer = None if error is None else record
     assert transfer_outcome(RequestMetrics(9, 1, 0, 0, 0, 0.1, transfer)) == outcome
 
 
-def test_one_rank_that_fails_is_enough() -> None:
+def test_a_failure_of_any_rank_is_a_failure_of_the_node() -> None:
     joined = KVOutputAggregator(2).aggregate([None, KVConnectorOutput(failure="it broke", warning="careful")])
     assert (joined.failure, joined.warning) == ("it broke", "careful")
     assert not KVConnectorOutput(failure="it broke").is_empty()

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine whose caches are laid out differently: the answer is the single node's all the same."""
+"""A prefill and a decode engine with different cache layouts give the single node's answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HND_PER_LAYER_8 = {"page_order": "HND", "layout": "per-layer", "block_size": 8}
 NHD_PER_LAYER_8 = {**HND_PER_LAYER_8, "page_order": "NHD"}
 
 NUM_LAYERS, NUM_PARTS, NUM_HEADS, NUM_TOKENS = 3, 2, 2, 40
-#: What is one run of bytes on both sides: a token's vector of one head, or of several tokens or heads in a row.
+#: Bytes that are contiguous on both sides: one vector, or the vectors of several consecutive tokens or heads.
 VECTORS = NUM_LAYERS * NUM_PARTS * NUM_HEADS * NUM_TOKENS
 
 
@@ -54,12 +54,12 @@ def test_the_answer_is_the_single_nodes(
     assert decode.is_whole
 
 
-def test_a_window_that_begins_inside_a_larger_block_is_computed_here(
+def test_a_window_that_begins_inside_a_larger_block_is_recomputed(
     make_node: Any, drive: Any, assert_same: Any
 ) -> None:
     prefill = make_node("mistral", connector="inproc", role="kv_producer", block_size=4)
     decode = make_node("mistral", connector="inproc", role="kv_consumer", block_size=16)
-    prompt = [(7919 * index) % 251 for index in range(66)]  # its last token looks back to token 42
+    prompt = [(7919 * index) % 251 for index in range(66)]  # the last token's window begins at token 42
     prefill.add("a", prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     drive(prefill, until=lambda: prefill.is_over("a"))
     params = prefill.last("a").kv_transfer_params
@@ -72,7 +72,9 @@ def test_a_window_that_begins_inside_a_larger_block_is_computed_here(
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
-def test_a_single_node_answers_alike_in_either_order(family: str, make_node: Any, assert_same: Any) -> None:
+def test_a_single_node_gives_the_same_answer_in_either_page_order(
+    family: str, make_node: Any, assert_same: Any
+) -> None:
     prompt = [(7919 * index) % 251 for index in range(70)]
     node = make_node(family, page_order="HND")
     assert_same(node.answer(prompt, max_tokens=12), family, prompt, 12)

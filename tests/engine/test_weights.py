@@ -1,4 +1,4 @@
-"""Folders that hold no model are told apart from those that do, and models from each other."""
+"""Folders without a usable model are refused with the reason, and different models get different identities."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def test_a_missing_file_is_named(copy: Path, missing: str, message: str) -> None
         _load(copy)
 
 
-def test_a_broken_config_is_told(copy: Path) -> None:
+def test_a_broken_config_is_reported(copy: Path) -> None:
     (copy / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
         _load(copy)
 
 
-def test_cut_off_weights_are_told(copy: Path) -> None:
+def test_truncated_weights_are_reported(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConfigurationError, match="weights cannot be loaded"):
         _load(copy)
 
 
-def test_weights_that_lack_a_layer_are_told(copy: Path) -> None:
+def test_weights_that_lack_a_layer_are_reported(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(ConfigurationError, match="weights are missing"):
         _load(copy)
 
 
-def test_a_missing_tokenizer_is_told(copy: Path) -> None:
+def test_a_missing_tokenizer_is_reported(copy: Path) -> None:
     for path in copy.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ConfigurationError, match="tokenizer cannot be loaded"):
@@ -89,7 +89,7 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {part for part, digest in one.items() if other[part] != digest}
 
 
-def test_identity_follows_contents_not_place(copy: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_contents_not_on_the_path(copy: Path, tmp_path: Path) -> None:
     parts = _parts(copy)
     assert _parts(Path(shutil.copytree(copy, tmp_path / "elsewhere"))) == parts
     assert _differing(_parts(write_tiny_model(tmp_path / "other", seed=1)), parts) == {"weights"}
@@ -99,14 +99,14 @@ def test_identity_follows_contents_not_place(copy: Path, tmp_path: Path) -> None
 
 
 def test_one_scaled_tensor_makes_other_weights(tmp_path: Path) -> None:
-    """A small one in the middle of a large file."""
+    """The tensor is small and in the middle of a large file."""
     folder = write_tiny_model(tmp_path / "large", intermediate_size=2048)
     parts = _parts(folder)
     scale_tensor(folder, "model.layers.1.self_attn.v_proj.weight", 1.5)
     assert _differing(_parts(folder), parts) == {"weights"}
 
 
-def test_tokenizer_and_chat_template_are_parts_of_their_own(copy: Path) -> None:
+def test_tokenizer_and_chat_template_are_separate_parts(copy: Path) -> None:
     parts = _parts(copy)
     (copy / "chat_template.jinja").write_text("{{ messages }} on Monday")
     assert _differing(_parts(copy), parts) == {"chat_template"}
@@ -116,7 +116,7 @@ def test_tokenizer_and_chat_template_are_parts_of_their_own(copy: Path) -> None:
     assert _differing(_parts(copy), parts) == {"chat_template", "tokenizer"}
 
 
-def test_weights_that_cannot_be_read_are_told(copy: Path) -> None:
+def test_weights_that_cannot_be_read_are_reported(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     (copy / "model.safetensors").mkdir()
     with pytest.raises(ConfigurationError, match="cannot hash the weight file") as error:
@@ -144,7 +144,7 @@ def test_settings_outside_their_range_are_named(key: str, value: object) -> None
     assert error.value.key == key
 
 
-def test_a_cache_folder_that_cannot_be_written_is_told(
+def test_a_cache_folder_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
