@@ -1,4 +1,4 @@
-"""What the random runs of real nodes rest on: faults that a seed repeats, and a verdict that misses nothing."""
+"""The parts of the soak: a seed repeats its faults, and the verdict detects every violation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KILL = Fault(at_s=5.0, kind="kill", target="router", lasts_s=1.0)
 
 
 def single_node(prompt: object, max_tokens: int) -> Expectation:
-    """After 7, tokens 8 and 6 have the same logit; after 7, 6 comes 5."""
+    """Answer for a single node: after 7, tokens 8 and 6 have the same logit; after 7 and 6, the next token is 5."""
     is_second = prompt == (1, 7, 6)
     return Expectation((), (5,) if is_second else (), [(8, 1.0), (6, 1.0)] if prompt == (1, 7) else [])
 
@@ -25,12 +25,12 @@ def single_node(prompt: object, max_tokens: int) -> Expectation:
 def outcome(
     ending: Ending, *token_ids: int, message: str = "", code: str = "", began_s: float = 4.0
 ) -> Outcome:
-    """Of a request for the tokens 7, 8, 9, which took two seconds."""
+    """Make the outcome of a request that took two seconds and whose expected answer is 7, 8, 9."""
     answer = Answer(list(token_ids), {"message": message, "code": code} if message else {})
     return Outcome(Ask("router", (1,), 3, False, inf), ending, began_s, began_s + 2, answer, [7, 8, 9])
 
 
-def test_a_seed_repeats_its_faults_and_another_has_others() -> None:
+def test_a_seed_repeats_its_faults_and_another_seed_has_others() -> None:
     first, again, other = (schedule(seed, 60, KINDS) for seed in (1, 1, 2))
     assert first == again != other
     assert {fault.kind for fault in first} == {"kill", "terminate", "pause", "cut"}
@@ -45,7 +45,7 @@ def test_no_fault_of_a_target_begins_before_its_last_one_has_ended() -> None:
             assert all(before.ends_s < after.at_s for before, after in pairwise(befalling))
 
 
-def test_faults_that_overlap_end_in_their_own_time() -> None:
+def test_overlapping_faults_end_at_their_own_times() -> None:
     long, short = Fault(1.0, "pause", "node", 5.0), KILL
     log: list[str] = []
     for _, act, fault in timeline(
@@ -90,5 +90,5 @@ def test_the_verdict_on_a_request(ended: Outcome, complaint: str) -> None:
     assert complaint in "".join(found)
 
 
-def test_a_run_without_an_answer_shows_nothing() -> None:
+def test_a_run_without_an_answer_is_a_violation() -> None:
     assert violations([KILL], [outcome("hung up")], single_node) == ["no request was answered"]

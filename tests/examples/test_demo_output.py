@@ -1,4 +1,4 @@
-"""What the demo says around its answers: legend, explanations, blank prompts, elapsed time."""
+"""What the demo prints besides its answers: legend, explanations, blank prompts, elapsed time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class TestTable:
             (Answer(error="HTTP 500"), "request failed"),
         ],
     )
-    def test_a_request_without_a_transfer_says_so_instead_of_zeros(self, answer: Answer, text: str) -> None:
+    def test_a_request_without_a_transfer_shows_that_instead_of_zeros(
+        self, answer: Answer, text: str
+    ) -> None:
         moved = answered(40, transfer=TRANSFER)
         lines = format_table(["a", "b"], [answer, moved], [report(answer), report(moved)]).splitlines()
         assert text in lines[-2]
@@ -87,7 +89,7 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("flags", "way"), [([], False), (["--overlap"], True), (["--no-overlap"], False)]
     )
-    def test_a_prompt_of_ones_own_is_sent_as_it_is_and_once(self, flags: list[str], way: bool) -> None:
+    def test_a_users_own_prompt_is_sent_unchanged_and_once(self, flags: list[str], way: bool) -> None:
         options = parse_arguments(["--prompt", "A {prompt}", *flags])
         assert options.requests == (("A {prompt}", way),)
         assert options.sent("A {prompt}") == "A {prompt}"
@@ -114,7 +116,7 @@ class Terminal(io.StringIO):
 
 
 class TestElapsed:
-    def test_on_a_terminal_it_is_one_line_that_is_erased(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_on_a_terminal_progress_is_one_line_that_is_erased(self, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
         with Elapsed("starting the nodes") as elapsed:
@@ -125,7 +127,7 @@ class TestElapsed:
         assert written.count("\n") == 1
         assert "\x1b[Kthe first is ready\n" in written
 
-    def test_elsewhere_it_is_plain_lines_now_and_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_elsewhere_progress_is_a_plain_line_now_and_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = io.StringIO()
         monkeypatch.setattr(sys, "stderr", log)
         with Elapsed("starting the nodes"):

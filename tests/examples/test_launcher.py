@@ -1,4 +1,4 @@
-"""What a launcher says of a process that ended by itself, and that it ends the others quickly."""
+"""What a launcher reports about a process that ended by itself, and that it ends the others quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from reference.demo.launcher import Child, Launcher
 from tests.support.client import wait_until
 
-#: It speaks as a node does: it listens, is ready, and then ends in one way or another.
+#: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.
 SCRIPT = """
 import os, signal, socket, sys, time
 link = socket.socket(fileno=int(sys.argv[2]))

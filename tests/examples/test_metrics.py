@@ -21,7 +21,7 @@ RECORD = TransferRecord("a", "shm", "mapped", "uniform", 5, 1, 9, 4096, 0.25)
 
 @pytest.fixture
 def node_page() -> str:
-    """Make the page of a node that has done everything once."""
+    """Return the page of a node that has done everything once."""
     stats = EngineStats(
         healthy=True, num_blocks=60, totals=EngineTotals(num_finished={"stop": 2, "abort": 1})
     )
@@ -33,7 +33,7 @@ def node_page() -> str:
 
 @pytest.fixture
 def router_page() -> str:
-    """Make the page of a router that has counted everything once."""
+    """Return the page of a router that has counted everything once."""
     handoffs = Handoffs()
     handoffs.pairs["http://p", "http://d"].counts["loaded"] += 1
     metrics = RouterMetrics([UpstreamNode("prefill", "http://p")], handoffs)

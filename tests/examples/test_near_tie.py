@@ -1,4 +1,4 @@
-"""A near-tie of logits excuses one token of an answer, and nothing else."""
+"""A near-tie of logits allows one token of an answer to differ, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reference.demo.run import _show
 
 PROMPT = (1, 2, 3)
 TOLERANCE = tolerance_of("float32")
-#: Answers of four tokens that part at the second one, between tokens 11 and 12.
+#: Two answers of four tokens that differ from the second token on, which is 11 or 12.
 EXPECTED = (10, 11, 20, 21)
 ANSWER = (10, 12, 30, 31)
 
@@ -31,7 +31,7 @@ TopLogits = Sequence[tuple[int, float]]
 def single_node(
     top_logits: TopLogits, continuations: Mapping[tuple[int, ...], tuple[int, ...]] | None = None
 ) -> AskAlone:
-    """A single node that finds the same tokens likely everywhere, and goes on from `(10, 12)` with 30, 31."""
+    """A single node that always returns the same top logits, and continues `(10, 12)` with 30, 31."""
     answers = {(10, 12): (30, 31), **(continuations or {})}
 
     def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
@@ -91,7 +91,7 @@ def test_anything_else_is_a_mismatch(top_logits: TopLogits) -> None:
 TIE = ((11, 5.0), (12, 5.0))
 
 
-def test_equal_answers_need_no_question() -> None:
+def test_equal_answers_need_no_request_to_the_single_node() -> None:
     def never(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
         raise AssertionError("asked")
 
@@ -102,7 +102,7 @@ def test_equal_answers_need_no_question() -> None:
     ("answer", "position"),
     [((10, 12, 30, 32), 3), ((10, 12, 33, 31), 2), ((10, 12, 30), 3), ((10, 12, 30, 31, 32), 4)],
 )
-def test_after_a_tie_the_answer_must_be_what_the_single_node_goes_on_with(
+def test_after_a_tie_the_answer_must_continue_as_the_single_node_does(
     answer: tuple[int, ...], position: int
 ) -> None:
     comparison = compare(PROMPT, answer, EXPECTED, single_node(TIE))
@@ -119,13 +119,13 @@ def test_an_answer_may_have_several_ties() -> None:
 
 
 @pytest.mark.parametrize("answer", [(), (10, 11), (10, 11, 20, 21, 22)])
-def test_a_length_is_no_tie(answer: tuple[int, ...]) -> None:
+def test_a_different_length_is_not_a_tie(answer: tuple[int, ...]) -> None:
     comparison = compare(PROMPT, answer, EXPECTED, single_node(((20, 5.0), (21, 5.0))))
     assert comparison.mismatch is not None
     assert comparison.mismatch.position == min(len(answer), len(EXPECTED))
 
 
-def test_the_beginning_of_an_answer_can_be_compared() -> None:
+def test_a_prefix_of_an_answer_can_be_compared() -> None:
     for part in ((), (10,), (10, 11, 20)):
         assert compare(PROMPT, part, EXPECTED, single_node(()), is_whole=False).is_identical
     begun = compare(PROMPT, (10, 12, 30), EXPECTED, single_node(TIE), is_whole=False)
@@ -134,13 +134,13 @@ def test_the_beginning_of_an_answer_can_be_compared() -> None:
     assert wrong.mismatch is not None
 
 
-def test_the_tolerance_follows_what_the_nodes_compute_in() -> None:
+def test_the_tolerance_depends_on_the_dtype_of_the_nodes() -> None:
     assert tolerance_of("auto") == tolerance_of("float32") < tolerance_of("bfloat16")
     assert tolerance_of("auto", "cuda:0") == tolerance_of("bfloat16")
 
 
 class TestTable:
-    """What the demo makes of it."""
+    """How the demo's table shows a comparison."""
 
     @staticmethod
     def _report(comparison: Comparison | None, error: str = "") -> tuple[Answer, str, bool]:
@@ -149,7 +149,7 @@ class TestTable:
         report = report_of(answer, Answer(token_ids=list(EXPECTED)), comparison, "shm", "uniform")
         return answer, format_table(["prompt"], [answer], [report]).split()[-1], report.is_right
 
-    def test_a_tie_is_named_and_right(self) -> None:
+    def test_a_tie_is_named_and_counts_as_right(self) -> None:
         comparison = compare(PROMPT, ANSWER, EXPECTED, single_node(TIE))
         assert self._report(comparison)[1:] == ("near-tie", True)
 
@@ -169,7 +169,7 @@ class TestTable:
 
 
 def verdict_of(out: str) -> str:
-    """The last cell of the table's last line; an empty line and the legend follow it."""
+    """Return the last cell of the table. An empty line and the legend follow it."""
     table, _, _ = out.partition("\n\n  tokens ")
     return table.split()[-1]
 
@@ -192,7 +192,7 @@ class TestDemo:
             ({}, "nothing was transferred"),
         ],
     )
-    def test_a_near_tie_is_shown_with_both_logits_and_what_became_of_the_transfer(
+    def test_a_near_tie_is_shown_with_both_logits_and_the_outcome_of_the_transfer(
         self, transfer: Mapping[str, object], what: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self._run(ANSWER, TIE, transfer) == 0
@@ -203,7 +203,7 @@ class TestDemo:
         assert what in err
         assert str(transfer.get("error", "")) in err
 
-    def test_a_mismatch_is_one_whatever_became_of_the_transfer(
+    def test_a_mismatch_is_reported_whatever_the_outcome_of_the_transfer(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self._run(ANSWER, ((11, 5.0), (12, 4.0)), {"num_bytes": 4096, "error": ""}) == 1

@@ -27,7 +27,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("words", PROGRAMS, ids=lambda words: Path(words[0]).name)
 def test_an_abbreviated_option_is_refused(words: list[str]) -> None:
-    """What abbreviates one option today may abbreviate two tomorrow, or be the user's slip."""
+    """An abbreviation of one option may become ambiguous later, or may be a typing error."""
     done = run(*words)
     assert done.returncode == 2
     assert f"unrecognized arguments: {words[-2]}" in done.stderr
@@ -46,7 +46,7 @@ def test_an_abbreviated_option_is_refused(words: list[str]) -> None:
     ],
     ids=str,
 )
-def test_each_role_has_a_port_of_its_own(words: list[str], port: int) -> None:
+def test_each_role_has_its_own_default_port(words: list[str], port: int) -> None:
     assert parse_arguments(words).port == port
 
 

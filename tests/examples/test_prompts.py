@@ -1,4 +1,4 @@
-"""Prompts of any size: what cannot fit is refused unread, and a long one holds up no other request."""
+"""Prompts of any size: one that cannot fit is refused unread, and a long one delays no other request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, Prompt
 from reference.web.errors import ApiError
 
 LONGEST = 100
-#: Pieces that tokenizers make much of, or little: many bytes into one, one into many, nothing at all.
+#: Pieces of text that tokenizers treat very differently: many bytes become one token, one character many, or none.
 PIECES = ["a", " ", "        ", "\n", "\u00a0", "\u3000", "the ferry", "é", "e\u0301", "\u1112\u1161\u11ab", "\u212a", "\u1fef", "𝐊",
           "İ", "字", "🙂", "👩\u200d👧", "<end>", " <end> ", "\x00", "\x04", "\u0390", "ﷺ", "▁", "\ufffd", "0123"]  # fmt: skip
 
 
 def byte_level(*merged: str, without: str = "", **components: Any) -> PreTrainedTokenizerFast:
-    """A token for each byte but a few, and some that stand for several."""
+    """Make a tokenizer with one token for each byte except those of `without`, and a token for each of `merged`."""
     missing = {letter for letter, _ in pre_tokenizers.ByteLevel(False, False).pre_tokenize_str(without)}
     letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set("".join(missing)))
     vocabulary = {letter: number for number, letter in enumerate(letters)}
@@ -51,7 +51,7 @@ def byte_level(*merged: str, without: str = "", **components: Any) -> PreTrained
 
 
 def byte_fallback(**components: Any) -> PreTrainedTokenizerFast:
-    """As of Llama 2: spaces are written as ▁, and what is unknown as its bytes."""
+    """Make a tokenizer like Llama 2's: spaces become ▁, and unknown characters become their bytes."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aefhrty", "▁▁", "▁▁▁▁", "th", "the"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [("▁", "▁"), ("▁▁", "▁▁"), ("t", "h"), ("th", "e")]
@@ -114,7 +114,7 @@ UNBOUNDED = {
 @pytest.mark.parametrize("name", BOUNDED)
 @given(text=st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"])).map("".join))
 @settings(max_examples=150, deadline=None)
-def test_no_text_has_fewer_tokens_than_its_size_tells(name: str, text: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound_for_its_size(name: str, text: str) -> None:
     tokenizer = BOUNDED[name]
     num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
     assert 0 <= size_bound_of(tokenizer).least_tokens(text) <= num_tokens or text == ""
@@ -129,13 +129,12 @@ def test_the_default_models_tokenizer_has_a_bound() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder(DEFAULT_MODEL))
     bound = size_bound_of(tokenizer)
     assert bound.least_tokens("a" * 81_000) == 1000
-    assert (
-        bound.least_tokens("\x04" * 1000) == len(tokenizer.encode("\x04" * 1000)) == 0
-    )  # it has no such byte
+    # The tokenizer has no token for this byte.
+    assert bound.least_tokens("\x04" * 1000) == len(tokenizer.encode("\x04" * 1000)) == 0
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_where_text_may_disappear_nothing_is_told_by_its_size(name: str) -> None:
+def test_there_is_no_bound_where_a_tokenizer_may_drop_text(name: str) -> None:
     assert size_bound_of(UNBOUNDED[name]).least_tokens("a " * 10000) == 0
 
 
@@ -143,7 +142,7 @@ def test_where_text_may_disappear_nothing_is_told_by_its_size(name: str) -> None
 
 
 class SlowTokenizer(PreTrainedTokenizerFast):
-    """Tokenizes a text that begins with "slow" when the test lets it."""
+    """Tokenizes a text that begins with "slow" only when the test allows it."""
 
     def encode(self, text: str, **settings: Any) -> list[int]:
         if text.startswith("slow"):
@@ -181,7 +180,7 @@ SLOW = "slow" + "!" * SHORT_CHARS
 
 
 @pytest.mark.parametrize("prompt", ["a" * (LONGEST * 8 + 1), [1] * (LONGEST + 1), [[1] * (LONGEST + 1)]])
-async def test_what_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
+async def test_a_prompt_that_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
     async with reader_of(byte_level("Ġ" * 8)) as reader:
         with pytest.raises(PromptTooLongError, match=f"at most {LONGEST} are possible") as caught:
             reader.refuse_by_size(prompt)
@@ -192,7 +191,7 @@ async def test_what_cannot_fit_is_refused_by_its_size(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt", [" " * (LONGEST * 8), [1] * LONGEST, [[1] * LONGEST], ["a"], [], None, {}, "\ud800"]
 )
-async def test_what_may_fit_or_is_wrong_otherwise_is_not_refused_by_its_size(prompt: Any) -> None:
+async def test_a_prompt_that_may_fit_or_is_malformed_is_not_refused_by_its_size(prompt: Any) -> None:
     async with reader_of(byte_level("Ġ" * 8)) as reader:
         reader.refuse_by_size(prompt)
 
@@ -204,8 +203,8 @@ async def test_the_longest_text_that_fits_is_read() -> None:
         assert len(await reader.read(" " * (LONGEST * 8))) == LONGEST
 
 
-async def test_a_chat_is_measured_as_the_template_writes_it() -> None:
-    """A template may leave out most of what it was given."""
+async def test_a_chat_is_measured_after_its_template_is_applied() -> None:
+    """A template may drop most of the messages that it is given."""
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'][-50:] }}{% endfor %}"
 
@@ -216,7 +215,7 @@ async def test_a_chat_is_measured_as_the_template_writes_it() -> None:
             await reader.read(ChatPrompt(chat.messages * 3))
 
 
-async def test_a_long_prompt_holds_up_neither_the_loop_nor_short_prompts() -> None:
+async def test_a_long_prompt_delays_neither_the_loop_nor_short_prompts() -> None:
     tokenizer = slow_tokenizer()
 
     async with reader_of(tokenizer, 10_000) as reader:
@@ -229,7 +228,7 @@ async def test_a_long_prompt_holds_up_neither_the_loop_nor_short_prompts() -> No
         assert [len(ids) for ids in await asyncio.gather(*long)] == [len(SLOW)] * NUM_THREADS
 
 
-async def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until_one_leaves() -> None:
+async def test_a_limited_number_of_long_prompts_waits_and_one_more_must_retry_later() -> None:
     tokenizer = slow_tokenizer()
 
     async with reader_of(tokenizer, 10_000) as reader:
@@ -238,9 +237,10 @@ async def test_so_many_long_prompts_wait_and_one_more_is_told_to_come_back_until
         with pytest.raises(ApiError, match="long prompts are waiting") as caught:
             await reader.read(SLOW)
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
-        for task in tasks[:-1]:  # of those that run and of those that wait
+        for task in tasks[:-1]:  # some are running, some are waiting
             task.cancel()
-        await until(lambda: reader.num_waiting == 1)  # a thread ends when its text is done, whoever has left
+        # A thread goes on until its text is done, even if its request was cancelled.
+        await until(lambda: reader.num_waiting == 1)
         tokenizer.let_go.set()
         assert len(await tasks[-1]) == len(SLOW)
         assert len(await reader.read(SLOW)) == len(SLOW)
@@ -262,7 +262,7 @@ def test_several_prompts_are_refused_with_the_reason(prompt: Any) -> None:
     [[], [[]], [[[]]], [["a"]], [[["a"]]], [[[1]]], [1, "a"], ["a", 1], [True], [1.5], [None], [{}], {}, None, 7, True],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+def test_a_value_that_is_not_a_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(ApiError, match="'prompt' must be a string or a list") as caught:
         parse_completion({"prompt": prompt})
     assert (caught.value.status, caught.value.param) == (400, "prompt")

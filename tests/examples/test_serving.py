@@ -1,4 +1,4 @@
-"""The outer life of a process: its exit status, and output that cannot be written."""
+"""A server process: its exit status, output that cannot be written, and its limit of open files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_output_that_cannot_be_written_changes_nothing(output: str, end: str) ->
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_can_be_written_is(end: str) -> None:
+def test_output_that_can_be_written_is_complete(end: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(end=end)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What is tested on a GPU: skipped, with the reason, where there is none."""
+"""Fixtures of the tests on a GPU. Without a GPU the tests are skipped."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def exact_convolutions() -> Iterator[None]:
-    """float32 is float32, as it is in matrix products: TF32 could turn the greedy choice of a recurrent model."""
+    """Compute convolutions in full float32, like matrix products. TF32 could change a recurrent model's tokens."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Family → folder of a tiny random model of it, written once."""
+    """Return the folder of a family's tiny random model, which is written once."""
     return tiny_models_in(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
 def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
-    """Make engine cores on the GPU; closed at the end of the test."""
+    """Make engine cores on the GPU. They are closed at the end of the test."""
     with stepped_nodes(tiny_model, device="cuda", dtype="float32", **PAGE) as make:
         yield make
 
 
 @pytest.fixture
 def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int], int], list[int]]:
-    """`(family, prompt, num_tokens)` → the greedy answer of transformers' own generate, on the GPU."""
+    """`(family, prompt, num_tokens)` → the greedy answer of transformers' own `generate`, on the GPU."""
 
     def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
         device = torch.device("cuda")

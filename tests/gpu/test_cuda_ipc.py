@@ -1,6 +1,6 @@
-"""A pool on a GPU, mapped by another process: the right bytes, in time, and none of a producer that died.
+"""A pool on a GPU that another process maps: reads are right and ordered with kernels, also when the producer dies.
 
-`tests/transports/test_cuda_ipc.py` tries the same code against a stand-in of the driver, where there is no GPU.
+`tests/transports/test_cuda_ipc.py` tests the same code without a GPU, with a stand-in for the driver.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ABOUT_A_SECOND = 1 << 30  # in cycles
 
 Start = Callable[[str, str], tuple["subprocess.Popen[str]", dict[str, Any]]]
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two CUDA devices")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this test needs two CUDA devices")
 BOTH_PLACES = [
     pytest.param("cuda:0", id="one GPU"),
     pytest.param("cuda:1", id="two GPUs", marks=two_gpus),
@@ -45,7 +45,7 @@ BOTH_PLACES = [
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`(role, device)` → a producer process, and what it says of itself."""
+    """`(role, device)` → a producer process, and the JSON object that it prints."""
     children: list[subprocess.Popen[str]] = []
 
     def start(role: str, device: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
@@ -111,7 +111,7 @@ def test_bytes_of_another_process_arrive(device: str, start: Start, reader: Read
 
 
 @pytest.mark.parametrize("device", BOTH_PLACES)
-def test_scattered_regions_arrive_each_in_its_place(device: str, start: Start, reader: Reader) -> None:
+def test_scattered_regions_arrive_in_their_places(device: str, start: Start, reader: Reader) -> None:
     peer_id = reader.connect(start("pool", device)[1]["address"])
     rows = [(slot * 8192, (2047 - slot) * 4096, 512 + slot) for slot in range(2048)]
     reader.start_read(peer_id, *rows)
@@ -134,7 +134,7 @@ def test_a_producer_that_is_killed_during_reads_delivers_only_right_bytes(
     reader.until(lambda: any(isinstance(event, PeerLost) for event in reader.seen))
     assert sorted(ended.transfer_id for ended in reader.ends()) == ids
     assert torch.equal(reader.memory.cpu(), pattern(0, POOL_BYTES)) or reader.ends()[-1].error is not None
-    # The GPU still works for us, and with another producer.
+    # The GPU still works in this process, and another producer can be read.
     again = reader.connect(start("pool", "cuda:0")[1]["address"])
     reader.memory.zero_()
     torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def test_a_producer_that_is_killed_during_reads_delivers_only_right_bytes(
     assert torch.equal(reader.memory.cpu(), pattern(0, POOL_BYTES))
 
 
-def test_a_mark_holds_until_what_was_launched_before_has_run() -> None:
+def test_a_mark_is_passed_once_all_earlier_kernels_have_run() -> None:
     device = torch.device("cuda:0")
     torch.cuda._sleep(ABOUT_A_SECOND)  # type: ignore[no-untyped-call]
     is_computed = mark_computed(device)
@@ -155,7 +155,7 @@ def test_a_mark_holds_until_what_was_launched_before_has_run() -> None:
 
 @pytest.mark.parametrize("device", BOTH_PLACES)
 def test_a_load_never_races_a_forward_pass(device: str, start: Start) -> None:
-    """Neither the producer's, which is still computing what it offers, nor ours, which still writes those blocks."""
+    """The producer still computes the offered blocks, and this process still writes the blocks that it loads into."""
     told = start("offer", device)[1]
     config = SHAPE.kv_cache_config()
     worker = HandoffWorker(engine_config("shm"), config, SharedMemoryTransport(), ConnectorOptions())

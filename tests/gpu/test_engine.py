@@ -1,4 +1,4 @@
-"""The reference engine with model and pool on a GPU, alone and over a connector that can read it."""
+"""The reference engine with model and pool on a GPU, alone and with connectors that can read GPU memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.connector.config import KVTransferConfig
 from kvferry.transports.errors import ConfigurationError
 
 DEMO = Path(__file__).parents[2] / "examples" / "disagg_pair.py"
-#: Several steps of prefill; its last block is not full.
+#: Several steps of prefill. The last block is not full.
 PROMPT = [random.Random(5).randrange(256) for _ in range(77)]
 
 
@@ -23,7 +23,7 @@ PROMPT = [random.Random(5).randrange(256) for _ in range(77)]
     [
         pytest.param("llama", id="llama, full attention"),
         pytest.param("gemma3", id="gemma3, windows and full"),
-        pytest.param("gemma4", id="gemma4, layers of unlike sizes"),
+        pytest.param("gemma4", id="gemma4, layers of different sizes"),
         pytest.param("bamba", id="bamba, recurrent and full"),
     ],
 )
@@ -41,10 +41,10 @@ def test_a_cached_prefix_changes_nothing(make_node: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["uniform", "per-layer"])
-def test_what_a_connector_of_ones_own_loads_is_there_before_the_step_computes(
+def test_a_custom_connectors_load_is_complete_before_the_step_computes(
     layout: str, make_node: Any, reference: Any, tmp_path: Path
 ) -> None:
-    """It copies in `start_load_kv`, on the stream that the forward pass then uses."""
+    """The connector copies in `start_load_kv`, on the stream that the forward pass uses afterwards."""
     transfer = KVTransferConfig(
         "FileConnector",
         "kv_both",
@@ -65,7 +65,7 @@ def test_a_node_serves_its_pool_over_shm(layout: str, make_node: Any, reference:
     assert node.answer(PROMPT, max_tokens=8) == reference("llama", PROMPT, 8)
 
 
-def test_a_connector_that_serves_main_memory_only_says_so(make_node: Any) -> None:
+def test_a_connector_that_serves_only_main_memory_is_refused(make_node: Any) -> None:
     with pytest.raises(ConfigurationError, match="serves main memory, not cuda") as caught:
         make_node("llama", kv_transfer=KVTransferConfig("zeromq", "kv_both"))
     assert caught.value.key == "device"

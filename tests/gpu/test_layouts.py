@@ -1,4 +1,4 @@
-"""The pool's layouts in a GPU's memory: where the bytes of a block lie, and that attention sees what was written."""
+"""The pool's layouts in GPU memory: where the bytes of a block lie, and that attention reads what was written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUP = AttentionGroup(TorchAttentionBackend, NAMES, SPEC, 0)
 
 
 class OnDevice(WorkerHalf):
-    """A worker half that takes the pool wherever it is."""
+    """A worker half that accepts a pool on any device."""
 
     prefer_cross_layer_blocks = True
 

@@ -1,8 +1,8 @@
-"""The other process of the GPU tests. It says one line of JSON, and ends when stdin does.
+"""The other process of the GPU tests. It prints one line of JSON, and ends when its stdin is closed.
 
 gpu_producer.py pool DEVICE     serve a pool of 64 MiB in which byte i is i * 7 % 251; guard 3 holds 9
-gpu_producer.py offer DEVICE    offer blocks 1 and 2 of a cache, while a slow kernel stands before the one that
-                                fills them with 7
+gpu_producer.py offer DEVICE    offer blocks 1 and 2 of a cache, while a slow kernel delays the one that fills
+                                them with 7
 """
 
 from __future__ import annotations
