@@ -150,7 +150,7 @@ def test_locally_cached_blocks_are_not_transferred_again(
 def test_a_window_that_the_producer_has_freed_is_recomputed(
     make_pair: Any, drive: Any, assert_same: Any
 ) -> None:
-    """A producer that goes on generating frees blocks that the prompt's last token sees. No other block is read instead."""
+    """A producer that goes on generating frees blocks that the prompt's last token sees. The consumer recomputes."""
     prefill, decode = make_pair("gemma3")
     params = _prefill(drive, prefill, PROMPT, num_tokens=30)
     _decode(drive, prefill, decode, PROMPT, params)

@@ -1,4 +1,4 @@
-"""One node's identity, its two roles, and a clock that stands still."""
+"""One node's identity, and its producer and consumer protocols."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def welcome(identity: Identity) -> Welcome:
 
 @pytest.fixture
 def producer(identity: Identity, config: HandoffConfig) -> ProducerProtocol:
-    """A producer with two guards and two consumers, 1 and 2, that have said hello."""
+    """A producer with two guards, and two consumers, 1 and 2, that have sent their hello."""
     producer = ProducerProtocol(identity, config, num_guards=2)
     for peer in (1, 2):
         producer.peer_connected(peer, now=0.0)

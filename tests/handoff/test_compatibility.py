@@ -1,4 +1,4 @@
-"""Two nodes work together exactly if their fields are equal; the error names what a person would mend first."""
+"""Two nodes are compatible exactly if their fields are equal. The error names the difference to fix first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_first_difference_is_named(remote: dict[str, str | int], field: str,
 
 
 @pytest.mark.parametrize("field", ADVISORY)
-def test_what_may_differ_is_told_and_refuses_nothing(field: str) -> None:
+def test_an_allowed_difference_is_reported_and_refuses_nothing(field: str) -> None:
     ours, theirs = FIELDS | {field: "x"}, FIELDS | {field: "y"}
     require_compatible(ours, theirs)
     assert digest(ours) == digest(theirs) == digest(FIELDS)
@@ -51,7 +51,7 @@ def test_what_may_differ_is_told_and_refuses_nothing(field: str) -> None:
 
 
 @pytest.mark.parametrize("unknown", [{}, {"tokenizer": ""}])
-def test_what_one_side_does_not_know_is_not_compared(unknown: dict[str, str | int]) -> None:
+def test_a_field_that_one_side_does_not_know_is_not_compared(unknown: dict[str, str | int]) -> None:
     known = FIELDS | {"tokenizer": "x"}
     for pair in [(known, FIELDS | unknown), (FIELDS | unknown, known), (known, known)]:
         assert advisory_differences(*pair) == ()

@@ -1,4 +1,4 @@
-"""The consumer's table, row by row, and what happens between the rows."""
+"""Every row of the consumer's state table, and the cases between the rows."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_a_load_that_comes_before_the_grant_waits_for_it(
     assert isinstance(read, StartRead)
 
 
-def test_a_read_that_ended_well_is_released_and_reported(
-    consumer: ConsumerProtocol, welcome: Welcome
-) -> None:
+def test_a_read_that_succeeds_is_released_and_reported(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     reading(consumer, welcome)
     released, ended = consumer.read_ended(READ, None, 1.0)
     assert released == Send(PEER, Release("theirs", 3, True, 0, 1))
@@ -116,7 +114,7 @@ def test_a_read_that_ended_well_is_released_and_reported(
     assert (consumer.num_loads, consumer.num_reads) == (0, 0)
 
 
-def test_a_read_that_failed_is_released_and_reported(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+def test_a_read_that_fails_is_released_and_reported(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     reading(consumer, welcome)
     stale = StaleRegionError("the guard changed")
     released, ended = consumer.read_ended(READ, stale, 1.0)
@@ -186,7 +184,7 @@ def test_a_drop_before_the_handshake_releases_the_offer_after_it(
 ) -> None:
     connecting(consumer, welcome)
     assert consumer.drop("ours", 0.0) == []
-    # A producer listens to a release only from the rank that claimed.
+    # A producer accepts a release only from the rank that claimed the offer.
     assert consumer.receive(PEER, welcome, 0.0) == [
         Send(PEER, Claim("theirs", 3, 0, 1)),
         Send(PEER, Release("theirs", 3, False, 0, 1)),
@@ -194,7 +192,7 @@ def test_a_drop_before_the_handshake_releases_the_offer_after_it(
 
 
 def test_an_offer_of_another_content_is_not_read(consumer: ConsumerProtocol, welcome: Welcome) -> None:
-    """Its blocks are right, and another prompt's."""
+    """The granted blocks are intact, but they belong to another prompt."""
     claiming(consumer, welcome)
     consumer.load("ours", BLOCKS, 0.0)
     released, ended = consumer.receive(PEER, replace(GRANT, content="of another prompt"), 1.0)
@@ -225,7 +223,7 @@ def test_a_parked_claim_waits_while_its_producer_says_so(
     assert isinstance(consumer.receive(PEER, GRANT, now)[0], StartRead)
 
 
-def test_a_producer_that_falls_silent_is_waited_for_in_bounds(
+def test_the_wait_for_a_silent_producer_is_bounded(
     consumer: ConsumerProtocol, welcome: Welcome, config: HandoffConfig
 ) -> None:
     claiming(consumer, welcome)
@@ -235,7 +233,7 @@ def test_a_producer_that_falls_silent_is_waited_for_in_bounds(
     assert isinstance(only_end(consumer.advance(8.0 + config.claim_timeout_s)).error, TransferTimeoutError)
 
 
-def test_a_drop_before_the_handshake_tells_nothing_to_another_node(
+def test_after_a_drop_before_the_handshake_nothing_is_sent_to_a_restarted_node(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
     connecting(consumer, welcome)
@@ -279,7 +277,7 @@ def waiting(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     assert consumer.read_ended(read, None, 1.0) == []
 
 
-def test_what_is_ready_is_read_and_then_the_rest(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+def test_ready_blocks_are_read_first_and_then_the_rest(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     waiting(consumer, welcome)
     completed, read = consumer.receive(PEER, Progress("theirs", 3, 12, ((16,),)), 2.0)
     assert completed == OfferCompleted("ours")
@@ -304,7 +302,7 @@ def test_progress_during_a_read_is_read_after_it(consumer: ConsumerProtocol, wel
     assert isinstance(second, StartRead)
 
 
-def test_no_progress_ends_the_load(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+def test_a_load_without_progress_ends(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     waiting(consumer, welcome)
     assert isinstance(only_end(consumer.advance(31.0)).error, TransferTimeoutError)
 
@@ -348,7 +346,7 @@ def test_every_wait_ends(
 
 
 @pytest.mark.parametrize("reach", [reading, draining])
-def test_a_transport_that_does_not_end_a_read_loses_its_peer(
+def test_a_read_that_the_transport_does_not_end_costs_the_peer(
     consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
 ) -> None:
     reach(consumer, welcome)

@@ -1,4 +1,4 @@
-"""A consumer among peers that fail, do not fit, or lie, and an engine that orders things out of order."""
+"""A consumer with peers that fail, are incompatible or lie, and with an engine whose orders come in a wrong order."""
 
 from __future__ import annotations
 
@@ -66,20 +66,19 @@ after_the_handshake = pytest.mark.parametrize("reach", [claiming, granted])
 # -- peers -------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_fails_fails_its_claims_and_rests(
+def test_a_failed_connection_fails_its_claims_and_is_retried_after_a_backoff(
     consumer: ConsumerProtocol, welcome: Welcome
 ) -> None:
     connecting(consumer, welcome)
     consumer.peer_lost(PEER, PeerLostError("no node there"), 1.0)
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 1.0)).error, PeerLostError)
-    assert (
-        consumer.claim("second", OFFER, 1.5) == []
-    )  # it rests for 1 s, and the claim waits for the next attempt
+    # The backoff is 1 s. The claim waits for the next attempt.
+    assert consumer.claim("second", OFFER, 1.5) == []
     assert consumer.next_deadline() == 2.0
     assert consumer.advance(2.0) == [Connect(ADDRESS, 4.0)]
 
 
-def test_the_rest_doubles_up_to_its_limit_and_is_forgotten(consumer: ConsumerProtocol) -> None:
+def test_the_backoff_doubles_up_to_its_limit_and_is_forgotten(consumer: ConsumerProtocol) -> None:
     now = 0.0
     rests = []
     for number in range(4):
@@ -98,7 +97,7 @@ def test_the_rest_doubles_up_to_its_limit_and_is_forgotten(consumer: ConsumerPro
     assert consumer.claim("late", OFFER, now) == [Connect(ADDRESS, 4.0)]
 
 
-def test_a_restarted_node_is_another_one(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+def test_a_restarted_node_is_a_different_node(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     connecting(consumer, welcome)
     consumer.receive(PEER, replace(welcome, epoch=23), 0.0)
     error = only_end(consumer.load("ours", BLOCKS, 0.0)).error
@@ -116,7 +115,7 @@ def test_a_restarted_node_is_another_one(consumer: ConsumerProtocol, welcome: We
         ({"layout": {}}, ProtocolError, "layout.num_blocks is missing"),
     ],
 )
-def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(
+def test_an_incompatible_peer_is_dropped_and_the_field_is_named(
     consumer: ConsumerProtocol,
     welcome: Welcome,
     change: dict[str, object],
@@ -130,7 +129,7 @@ def test_a_peer_that_does_not_fit_is_dropped_and_the_field_is_named(
     assert what in str(failure)
 
 
-def test_a_peer_that_differs_in_what_may_differ_is_warned_of_once(
+def test_an_allowed_difference_of_a_peer_is_warned_about_once(
     identity: Identity, config: HandoffConfig, welcome: Welcome
 ) -> None:
     def fields(tokenizer: str, chat_template: str) -> dict[str, str | int]:
@@ -139,7 +138,7 @@ def test_a_peer_that_differs_in_what_may_differ_is_warned_of_once(
     clock = count(0.0, 100.0)
 
     def warnings(consumer: ConsumerProtocol, welcome: Welcome) -> list[PeerDiffers]:
-        """Of a handshake that succeeds, and after which the connection is lost."""
+        """Return the warnings of a successful handshake. The connection is lost afterwards."""
         now = next(clock)
         assert consumer.claim("ours", replace(OFFER, epoch=welcome.epoch), now) == [Connect(ADDRESS, 4.0)]
         consumer.connecting(ADDRESS, PEER, now)
@@ -174,7 +173,7 @@ def test_layouts_that_cannot_be_paired_are_refused_at_the_handshake(
 
 
 @pytest.mark.parametrize("reach", [connecting, claiming])
-def test_a_peer_that_talks_out_of_turn_is_dropped(
+def test_a_peer_that_sends_a_message_out_of_turn_is_dropped(
     consumer: ConsumerProtocol, welcome: Welcome, reach: Reach
 ) -> None:
     reach(consumer, welcome)
@@ -183,9 +182,7 @@ def test_a_peer_that_talks_out_of_turn_is_dropped(
     assert isinstance(only_end(consumer.load("ours", BLOCKS, 0.0)).error, ProtocolError)
 
 
-def test_a_connection_that_nobody_waits_for_any_more_is_closed(
-    consumer: ConsumerProtocol, welcome: Welcome
-) -> None:
+def test_a_connection_that_no_claim_waits_for_is_closed(consumer: ConsumerProtocol, welcome: Welcome) -> None:
     assert consumer.connecting("sim://elsewhere", 9, 0.0) == [Disconnect(9)]
     assert consumer.peer_connected(9, 0.0) == []
     assert consumer.receive(9, welcome, 0.0) == []
@@ -240,7 +237,7 @@ def test_blocks_that_cannot_be_read_fail_the_load(
 
 
 @pytest.mark.parametrize("blocks", [(GroupBlocks(3, ()),), (GroupBlocks(1, (0, 0)),)])
-def test_a_load_of_nothing_is_done_at_once(
+def test_a_load_without_blocks_ends_at_once(
     consumer: ConsumerProtocol, welcome: Welcome, blocks: tuple[GroupBlocks, ...]
 ) -> None:
     granted(consumer, welcome)
@@ -259,7 +256,9 @@ def test_a_load_of_nothing_is_done_at_once(
         Deny("another", 3, ""),
     ],
 )
-def test_messages_about_nothing_are_ignored(consumer: ConsumerProtocol, welcome: Welcome, message) -> None:
+def test_messages_about_unknown_requests_are_ignored(
+    consumer: ConsumerProtocol, welcome: Welcome, message
+) -> None:
     granted(consumer, welcome)
     assert consumer.receive(PEER, message, 0.0) == []
     assert isinstance(consumer.load("ours", BLOCKS, 0.0)[0], StartRead)
@@ -341,7 +340,9 @@ class TestConnectionsInProgress:
     def consumer(self, identity: Identity, config: HandoffConfig) -> ConsumerProtocol:
         return ConsumerProtocol(identity, replace(config, max_connecting=2))
 
-    def test_others_wait_for_their_turn_and_the_time_counts(self, consumer: ConsumerProtocol) -> None:
+    def test_further_connections_wait_and_their_timeout_runs_meanwhile(
+        self, consumer: ConsumerProtocol
+    ) -> None:
         many = offer_at("many", *(f"sim://{number}" for number in range(4)))
         assert consumer.claim("many", many, 0.0) == [Connect("sim://0", 4.0), Connect("sim://1", 4.0)]
         consumer.connecting("sim://0", 1, 0.0)
@@ -363,7 +364,9 @@ class TestConnectionsInProgress:
         assert consumer.next_deadline() <= 1.0
         assert consumer.advance(1.0) == [Connect("sim://2", 3.0)]
 
-    def test_whoever_waits_too_long_is_told_why(self, consumer: ConsumerProtocol) -> None:
+    def test_a_load_whose_connection_waits_too_long_fails_with_the_reason(
+        self, consumer: ConsumerProtocol
+    ) -> None:
         consumer.claim("first", offer_at("first", "sim://1", "sim://2"), 0.0)
         assert consumer.claim("late", offer_at("late", "sim://3"), 0.0) == []
         consumer.load("late", BLOCKS, 0.0)

@@ -1,4 +1,4 @@
-"""Claims and releases that reach a producer before it made the offer: they wait for as long as the request is known."""
+"""Claims and releases that reach a producer before it makes the offer wait for as long as the request is known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PEER, OTHER = 1, 2
 
 @pytest.fixture
 def announced(producer: ProducerProtocol) -> ProducerProtocol:
-    """A producer that knows a request "r", whose offer will be number 7."""
+    """A producer that knows a request "r", whose offer will have the lease number 7."""
     assert producer.announce("r", 7) == []
     return producer
 
@@ -66,7 +66,7 @@ def test_an_early_claim_is_granted_when_the_offer_is_opened(announced: ProducerP
 def test_an_early_claim_waits_for_as_long_as_its_request_is_known(
     announced: ProducerProtocol, config: HandoffConfig
 ) -> None:
-    """The prompt takes an hour to compute; the consumer hears often enough that it is worth waiting."""
+    """The prompt takes an hour to compute. The producer tells the consumer often enough that it should keep waiting."""
     parked(announced)
     now = 0.0
     while now < 3600.0:
@@ -86,7 +86,7 @@ def test_without_claims_an_announcement_costs_nothing(announced: ProducerProtoco
     assert announced.next_deadline() == math.inf
 
 
-def test_what_was_not_announced_is_denied_at_once(announced: ProducerProtocol) -> None:
+def test_a_claim_of_an_unannounced_offer_is_denied_at_once(announced: ProducerProtocol) -> None:
     for claim in (Claim("r", 8, 0, 1), Claim("not r", 7, 0, 1)):
         assert "never made" in denial(announced.receive(PEER, claim, now=0.0))
     assert announced.receive(PEER, Release("r", 8, False, 0, 1), now=0.0) == []
@@ -99,12 +99,12 @@ def test_a_second_early_claimant_is_denied(announced: ProducerProtocol) -> None:
     assert isinstance(only(announced.offer("r", 7, TABLES, 12, now=1.0)[1:]), Grant)
 
 
-def test_one_peer_holds_one_early_claim_of_an_offer(announced: ProducerProtocol) -> None:
+def test_a_peer_can_hold_only_one_early_claim_of_an_offer(announced: ProducerProtocol) -> None:
     parked(announced, num_ranks=2)
     assert "another rank" in denial(announced.receive(PEER, Claim("r", 7, 1, 2), now=0.0))
 
 
-def test_all_ranks_may_be_early(announced: ProducerProtocol) -> None:
+def test_all_ranks_of_a_consumer_may_claim_early(announced: ProducerProtocol) -> None:
     announced.peer_connected(3, now=0.0)
     announced.receive(3, Hello(PROTOCOL_VERSION, "peer-1", 5, "d"), now=0.0)
     parked(announced, PEER, 0, 2)
@@ -145,7 +145,7 @@ def test_an_early_claim_without_a_guard_is_denied(announced: ProducerProtocol) -
     assert isinstance(ended, OfferEnded)
 
 
-def test_a_claim_of_what_is_withdrawn_is_denied_at_once(announced: ProducerProtocol) -> None:
+def test_a_claim_of_a_withdrawn_offer_is_denied_at_once(announced: ProducerProtocol) -> None:
     parked(announced)
     assert "lost its blocks" in denial(announced.withdraw(7))
     assert announced.next_deadline() == math.inf

@@ -1,4 +1,4 @@
-"""Deadlines that cannot work are refused before anything starts, by name."""
+"""Deadlines that cannot work are refused by name before anything starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.transports.errors import ConfigurationError
 
 
-def test_the_defaults_fit_together() -> None:
+def test_the_defaults_are_consistent() -> None:
     HandoffConfig()
     HandoffConfig(lease_s=2, heartbeat_s=1)
 

@@ -1,4 +1,4 @@
-"""A layout says where pages lie, and a hostile peer's layout is refused by the field that is wrong."""
+"""A layout says where pages lie. A hostile peer's layout is refused with the name of the wrong field."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_view_without_whole_blocks_is_refused(
         )
 
 
-def test_vectors_in_pieces_keep_the_inside_secret() -> None:
+def test_pages_whose_vectors_are_not_contiguous_are_opaque() -> None:
     assert slot_array_of_view((4, 2, 4, 1, 8), (64, 32, 1, 8, 4), itemsize=2, element="f") is None
 
 
@@ -174,7 +174,7 @@ SLOTS: dict[str, Any] = {
 }
 
 
-def test_what_is_inside_a_page_survives_the_wire() -> None:
+def test_the_slots_of_a_page_survive_the_wire() -> None:
     layout = KVLayout.from_plain(with_layer(slots=SLOTS, shard={"first": 2, "num": 1, "total": 8}))
     assert layout.layers[0].shard == Shard(2, 1, 8)
     assert layout.layers[0].slots == SlotArray(**SLOTS)

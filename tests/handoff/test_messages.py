@@ -1,4 +1,4 @@
-"""Messages survive the wire, and nothing else does."""
+"""Every message survives encoding and decoding, and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_there_is_an_example_of_every_message() -> None:
 
 @pytest.fixture
 def renamed() -> Iterator[None]:
-    """All classes of messages have another name."""
+    """All message classes are renamed."""
     names = {type(message): type(message).__name__ for message in EXAMPLES}
     for kind in names:
         kind.__name__ = "Renamed"
@@ -147,7 +147,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
 def test_nesting_is_bounded_before_it_takes_time(nested: bytes) -> None:
-    """A whole message of containers within containers; what is counted is arrays and maps, not seconds."""
+    """A long message of nested containers. The test counts arrays and maps, not seconds."""
     deep = nested * 400 + b"\xc0"
     num_deep = (MAX_MESSAGE_BYTES - 100) // len(deep)
     data = b"\x92\xa7Welcome\x81\xa1x\xdd" + num_deep.to_bytes(4, "big") + deep * num_deep
@@ -283,13 +283,13 @@ def test_a_bad_value_is_named(tag: str, change: dict[str, object], message: str)
         (msgpack.packb(msgpack.ExtType(1, b"x")), "not MessagePack"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+def test_bytes_that_are_not_a_message_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         decode(data)
 
 
 @pytest.mark.parametrize("tag", ["Hello", "Welcome"])
-def test_another_version_is_told_before_anything_else(tag: str) -> None:
+def test_another_version_is_reported_before_anything_else(tag: str) -> None:
     with pytest.raises(VersionMismatchError) as caught:
         decode(packed(tag, version=PROTOCOL_VERSION + 1, something="new"))
     assert (caught.value.local, caught.value.remote) == (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
@@ -311,6 +311,6 @@ def test_a_long_prompt_fits_into_a_message() -> None:
     ],
     ids=["long", "lease", "surrogate", "size", "object"],
 )
-def test_what_could_not_be_decoded_is_not_encoded(message: messages.Message) -> None:
+def test_a_message_that_could_not_be_decoded_is_not_encoded(message: messages.Message) -> None:
     with pytest.raises(ProtocolError):
         encode(message)

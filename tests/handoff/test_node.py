@@ -1,4 +1,4 @@
-"""What a peer does reaches the role that it concerns, and a peer that misbehaves is dropped by both."""
+"""A peer's messages reach the protocol that they concern, and a peer that misbehaves is dropped by both protocols."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELLO = Hello(PROTOCOL_VERSION, "there", 22, "d")
 
 @pytest.fixture
 def node(identity: Identity, config: HandoffConfig) -> NodeProtocol:
-    """A node with one consumer connected, and one producer it connects to."""
+    """A node that is connected to one consumer, and connects to one producer."""
     node = NodeProtocol(ProducerProtocol(identity, config, 4), ConsumerProtocol(identity, config))
     node.peer_connected(CONSUMER, incoming=True, now=0.0)
     assert isinstance(node.message_received(CONSUMER, encode(HELLO), 0.0)[0].message, Welcome)
@@ -55,7 +55,7 @@ def test_a_consumer_that_sends_garbage_loses_what_it_claimed(node: NodeProtocol,
     assert [type(action) for action in actions] == [Disconnect, ClearGuard, OfferEnded]
 
 
-def test_a_consumer_of_another_version_is_told_ours(node: NodeProtocol) -> None:
+def test_a_consumer_of_another_version_is_sent_our_version(node: NodeProtocol) -> None:
     node.peer_connected(5, incoming=True, now=0.0)
     (answer,) = node.message_received(5, msgpack.packb(["Hello", {"version": PROTOCOL_VERSION + 1}]), 0.0)
     assert isinstance(answer, Send)
@@ -78,7 +78,7 @@ def test_messages_of_the_other_role_are_ignored(node: NodeProtocol) -> None:
     assert node.message_received(CONSUMER, encode(Grant("theirs", 3, 0, 12, 12, ((1,),))), 0.0) == []
 
 
-def test_a_peer_that_cannot_be_sent_to_is_dropped(node: NodeProtocol) -> None:
+def test_a_peer_to_which_sending_fails_is_dropped(node: NodeProtocol) -> None:
     assert Disconnect(PRODUCER) in node.peer_failed(PRODUCER, BackpressureError("full"), 0.0)
     (ended,) = node.consumer.load("ours", (GroupBlocks(0, (1,)),), 0.0)
     assert isinstance(ended, LoadEnded)

@@ -1,4 +1,4 @@
-"""Numbers of offers: never the same twice, and not to be guessed from those that are known."""
+"""Lease numbers of offers are unique, and cannot be guessed from other ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_no_number_is_drawn_twice() -> None:
     assert max(drawn) < 1 << 62 <= MAX_LEASE
 
 
-def test_a_number_does_not_tell_the_next_one() -> None:
+def test_a_number_does_not_reveal_the_next_one() -> None:
     """Numbers are spread over the whole range, and so are the distances from each to the next."""
     numbers = GuardNumbers()
     drawn = [numbers.draw() for _ in range(MANY)]

@@ -85,17 +85,17 @@ def test_a_hundred_thousand_regions_take_milliseconds() -> None:
     assert best_s < 0.1  # about 6 ms on an idle core
 
 
-# -- which bytes: against an oracle that goes byte by byte --------------------------------------------
+# -- which bytes: against an oracle that copies byte by byte ------------------------------------------
 
 
 def page_bytes_at(layer: LayerLayout, block_id: int) -> list[int]:
-    """Pool offset of each byte of a page."""
+    """Return the pool offset of each byte of a page."""
     start = layer.base_offset + block_id * layer.block_stride
     return [start + offset + i for offset, num_bytes in layer.fragments for i in range(num_bytes)]
 
 
 def naive_copy(local: KVLayout, remote: KVLayout, blocks: list[BlockPairs]) -> dict[int, int]:
-    """Local pool offset → remote pool offset of each byte that moves."""
+    """Return local pool offset → remote pool offset of each byte that is transferred."""
     theirs = {layer.name: layer for layer in remote.layers}
     return {
         to: source
@@ -122,7 +122,7 @@ NUM_BLOCKS = 6
 
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
-    """Layers of two groups; each cache is a view of its own stride order, or all are one block-major buffer."""
+    """Draw layers of two groups. Each cache is a view with its own stride order, or all are one block-major buffer."""
     names = draw(st.permutations(NAMES))
     order = draw(st.permutations(range(5)))
     physical = np.empty([(NUM_BLOCKS, *PAGE_SHAPE)[axis] for axis in order], dtype=np.int8)
@@ -167,7 +167,7 @@ def test_the_plan_moves_what_the_oracle_moves(
 
 @given(layouts(), layouts(), group_pairs())
 @settings(deadline=None, max_examples=50)
-def test_no_two_regions_could_be_one(local: KVLayout, remote: KVLayout, pairs: BlockPairs) -> None:
+def test_no_two_regions_could_be_merged(local: KVLayout, remote: KVLayout, pairs: BlockPairs) -> None:
     table = plan(local, remote, [pairs, pairs_of()]).table
     ends = table[:, :2] + table[:, 2:]
     for end in ends.tolist():
@@ -175,7 +175,7 @@ def test_no_two_regions_could_be_one(local: KVLayout, remote: KVLayout, pairs: B
 
 
 def cut(layout: KVLayout, *sizes: int) -> KVLayout:
-    """The same bytes, cut into fragments of other sizes."""
+    """Cut the same bytes into fragments of other sizes."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     fragments = tuple(zip(starts, sizes, strict=True))
     return replace(layout, layers=tuple(replace(layer, fragments=fragments) for layer in layout.layers))
@@ -225,7 +225,7 @@ def test_layouts_that_cannot_be_paired_are_refused_by_name(remote: KVLayout, fie
     assert caught.value.field == field
 
 
-def test_a_cache_that_only_we_share_is_refused() -> None:
+def test_a_cache_that_only_the_local_layers_share_is_refused() -> None:
     remote = uniform_layout(NAMES[:2], **SIZES)
     local = replace(remote, layers=(remote.layers[0], replace(remote.layers[0], name=NAMES[1])))
     with pytest.raises(IncompatiblePeerError, match="share"):
@@ -243,7 +243,7 @@ def test_a_cache_that_only_we_share_is_refused() -> None:
         (pairs_of((5, 1), (5, 2)), "written twice"),
     ],
 )
-def test_blocks_that_must_not_move_are_refused(pairs: BlockPairs, message: str) -> None:
+def test_blocks_that_must_not_be_transferred_are_refused(pairs: BlockPairs, message: str) -> None:
     layout = uniform_layout(NAMES, **SIZES)
     with pytest.raises(RegionError, match=message):
         plan(layout, layout, [pairs])

@@ -1,4 +1,4 @@
-"""The producer's table, row by row, and what happens between the rows."""
+"""Every row of the producer's state table, and the cases between the rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: b
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, delivered: bool) -> None:
-    """A peer that merely learned the number of an offer cannot end it, before or after its consumer claimed."""
+    """A peer that only knows an offer's lease number cannot end the offer, either before or after the offer is claimed."""
     offered(producer)
     assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
     producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0)
@@ -104,7 +104,7 @@ def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, d
     assert producer.num_offers == 1
 
 
-def test_an_offer_that_nobody_can_claim_is_given_up(producer: ProducerProtocol) -> None:
+def test_an_offer_that_no_consumer_will_claim_is_given_up(producer: ProducerProtocol) -> None:
     guard = offered(producer)
     assert producer.give_up("another", 1) == producer.give_up("r", 2) == []
     cleared, ended = producer.give_up("r", 1)
@@ -138,8 +138,8 @@ def test_a_claimed_lease_runs_out_and_is_revoked(producer: ProducerProtocol) -> 
     assert ended.outcome == "expired"
 
 
-def test_a_consumer_cannot_hold_an_offer_for_ever(producer: ProducerProtocol, config: HandoffConfig) -> None:
-    """It sends heartbeats, and is never done."""
+def test_a_consumer_cannot_hold_an_offer_forever(producer: ProducerProtocol, config: HandoffConfig) -> None:
+    """The consumer sends heartbeats, but never finishes."""
     claimed(producer)
     now = 0.0
     while producer.num_offers and now < 2 * config.max_hold_s:
@@ -152,7 +152,7 @@ def test_a_consumer_cannot_hold_an_offer_for_ever(producer: ProducerProtocol, co
     )
 
 
-def test_a_lost_claimant_ends_its_offers_only(producer: ProducerProtocol) -> None:
+def test_a_lost_claimant_ends_only_its_offers(producer: ProducerProtocol) -> None:
     guard = claimed(producer)
     offered(producer, lease=2, request_id="s")
     cleared, ended = producer.peer_lost(PEER, now=1.0)
@@ -234,7 +234,7 @@ def test_lease_numbers_only_grow(producer: ProducerProtocol) -> None:
 
 
 def opened(producer: ProducerProtocol) -> None:
-    """An open offer, 8 of 12 tokens ready, that a consumer has claimed."""
+    """Open an offer with 8 of 12 tokens ready, and let a consumer claim it."""
     producer.open("r", 1, ((4, 5),), 12, 8)
     (granted,) = producer.receive(PEER, Claim("r", 1, 0, 1), now=0.0)
     assert isinstance(granted, Send)
@@ -243,7 +243,7 @@ def opened(producer: ProducerProtocol) -> None:
     assert granted.message.block_ids == ((4, 5),)
 
 
-def test_claimants_hear_of_what_becomes_ready(producer: ProducerProtocol) -> None:
+def test_claimants_are_told_which_blocks_become_ready(producer: ProducerProtocol) -> None:
     opened(producer)
     assert producer.extend("r", ((4, 5),), 8) == []
     assert producer.complete("r", TABLES, now=1.0) == [Send(PEER, Progress("r", 1, 12, ((6,),)))]
@@ -265,7 +265,7 @@ def test_an_open_offer_ends_with_its_blocks(producer: ProducerProtocol) -> None:
     assert producer.complete("r", TABLES, now=2.0) == []
 
 
-def test_blocks_that_are_others_now_end_the_offer(producer: ProducerProtocol) -> None:
+def test_an_offer_ends_if_its_blocks_change(producer: ProducerProtocol) -> None:
     opened(producer)
     actions = producer.extend("r", ((4, 9, 6),), 12)
     assert isinstance(actions[0], ClearGuard)
@@ -277,7 +277,7 @@ def test_blocks_that_are_others_now_end_the_offer(producer: ProducerProtocol) ->
 
 @pytest.fixture
 def two_ranks(producer: ProducerProtocol) -> ProducerProtocol:
-    """An offer that is claimed by both ranks of one consumer, over two connections."""
+    """A producer with an offer that both ranks of one consumer have claimed, over two connections."""
     for peer in (3, 4):
         producer.peer_connected(peer, now=0.0)
         producer.receive(peer, Hello(PROTOCOL_VERSION, "pair", 6, "d"), now=0.0)
@@ -298,7 +298,7 @@ def outcome(actions: list[Action]) -> str:
     ("first", "second", "expected"),
     [(True, True, "delivered"), (True, False, "aborted"), (False, True, "aborted")],
 )
-def test_an_offer_is_delivered_when_every_rank_has_it(
+def test_an_offer_is_delivered_when_every_rank_has_loaded_it(
     two_ranks: ProducerProtocol, first: bool, second: bool, expected: str
 ) -> None:
     assert two_ranks.receive(3, Release("r", 1, first, 0, 2), now=2.0) == []
@@ -306,14 +306,14 @@ def test_an_offer_is_delivered_when_every_rank_has_it(
     assert outcome(two_ranks.receive(4, Release("r", 1, second, 1, 2), now=3.0)) == expected
 
 
-def test_a_rank_that_is_lost_ends_its_own_share_only(two_ranks: ProducerProtocol) -> None:
+def test_a_rank_that_is_lost_ends_only_its_own_share(two_ranks: ProducerProtocol) -> None:
     assert two_ranks.peer_lost(3, now=2.0) == []
     two_ranks.receive(4, Heartbeat((1,)), now=3.0)
     assert two_ranks.next_deadline() == 33.0
     assert outcome(two_ranks.receive(4, Release("r", 1, True, 1, 2), now=4.0)) == "aborted"
 
 
-def test_a_rank_that_never_comes_is_waited_for_in_bounds(two_ranks: ProducerProtocol) -> None:
+def test_the_wait_for_a_rank_that_never_claims_is_bounded(two_ranks: ProducerProtocol) -> None:
     offered(two_ranks, lease=2, request_id="s", now=1.0)
     two_ranks.receive(3, Claim("s", 2, 0, 2), now=1.0)
     two_ranks.receive(3, Release("s", 2, True, 0, 2), now=2.0)
@@ -347,7 +347,7 @@ def test_a_contradictory_claim_is_denied(
     assert two_ranks.num_offers == 1
 
 
-def test_a_rank_cannot_claim_again_what_it_is_done_with(two_ranks: ProducerProtocol) -> None:
+def test_a_rank_cannot_claim_again_after_its_release(two_ranks: ProducerProtocol) -> None:
     two_ranks.receive(3, Release("r", 1, True, 0, 2), now=2.0)
     assert "over for this rank" in denial(two_ranks.receive(3, Claim("r", 1, 0, 2), now=3.0))
 

@@ -1,4 +1,4 @@
-"""Nodes of different shapes: every byte that is due comes from where it means the same, and nothing else moves."""
+"""Nodes of different shapes: every needed byte comes from the same vector of the producer, and no other byte moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvferry.transports.regions import RegionPairs
 
 @dataclass(frozen=True)
 class Model:
-    """What two nodes have in common. Layer `i` is of group `i % num_groups`."""
+    """What two nodes have in common. Layer `i` is in group `i % num_groups`."""
 
     num_layers: int = 4
     num_heads: int = 4
@@ -35,10 +35,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a rank keeps its share.
+    """The shape of a rank's cache.
 
     Attributes:
-        page_order: Physical order of (part, slot, head), inside a kernel block.
+        page_order: Physical order of (part, slot, head) inside a kernel block.
     """
 
     block_size: int = 4
@@ -53,7 +53,7 @@ NHD, HND = (0, 1, 2), (0, 2, 1)
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's pool; `views`: layer → its cache: (kernel block, slot, part, head, byte), with the heads of `shard`."""
+    """One rank's pool. `views`: layer → the heads of `shard` as (kernel block, slot, part, head, byte)."""
 
     pool: np.ndarray
     layout: KVLayout
@@ -70,7 +70,7 @@ def rank_of(model: Model, shape: Shape, layers: Sequence[int], shard: Shard, see
         0, 256, int(np.prod((*outer, *page, model.vector_bytes))), dtype=np.uint8
     )
     physical = pool.reshape(*outer, *physical_page, model.vector_bytes)
-    if shape.uniform:  # the kernel blocks of a block follow each other in each layer
+    if shape.uniform:  # within a layer, the kernel blocks of a block are consecutive
         physical = physical.swapaxes(0, 1)
     logical = physical.transpose(0, 1, *(2 + np.argsort(shape.page_order)), 5)
     described, views = [], {}
@@ -101,13 +101,13 @@ def layer_of(
 
 
 def shards_of(num_heads: int, tp_size: int) -> list[Shard]:
-    """As engines split heads: evenly; with more ranks than heads, several keep the same one."""
+    """Split heads evenly, as engines do. With more ranks than heads, several ranks keep the same head."""
     num = max(1, num_heads // tp_size)
     return [Shard(rank * num_heads // tp_size, num, num_heads) for rank in range(tp_size)]
 
 
 def ranks_of(model: Model, shape: Shape, *, tp: int = 1, stages: Sequence[Sequence[int]] = ()) -> list[Rank]:
-    """All ranks of a node: for each pipeline stage (its layers) the tensor-parallel ranks."""
+    """Make all ranks of a node: for each pipeline stage (its layers) the tensor-parallel ranks."""
     return [
         rank_of(model, shape, layers, shard, seed=100 * stage + index)
         for stage, layers in enumerate(stages or [range(model.num_layers)])
@@ -120,7 +120,7 @@ def tables_of(first: int, local: Sequence[int], remote: Sequence[int]) -> GroupT
 
 
 def replicas_made_equal(producers: Sequence[Rank]) -> None:
-    """Ranks that keep the same head hold the same bytes."""
+    """Give ranks that keep the same head the same bytes."""
     first: dict[tuple[str, int], np.ndarray] = {}
     for rank in producers:
         for name, view in rank.views.items():
@@ -129,11 +129,11 @@ def replicas_made_equal(producers: Sequence[Rank]) -> None:
                 vectors[:] = first.setdefault((name, rank.shard.first + head), vectors)
 
 
-# -- an oracle that goes token by token, head by head ------------------------------------------------
+# -- an oracle that copies token by token, head by head ----------------------------------------------
 
 
 def slot_view(view: np.ndarray, shape: Shape, block: int, offset: int) -> np.ndarray:
-    """One token's bytes: (part, head, byte)."""
+    """Return one token's bytes as (part, head, byte)."""
     kernel_block, within = divmod(block * shape.block_size + offset, shape.kernel_block_size)
     return view[kernel_block, within]  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ def expected_pool(
     groups: Sequence[GroupTables],
     num_tokens: int,
 ) -> np.ndarray:
-    """Our pool after the load. Works in place, on a pool that it restores."""
+    """Return our pool as it must be after the load. Works in place, and restores the pool."""
     before = ours.pool.copy()
     for layer in ours.layout.layers:
         group = groups[layer.group_index]
@@ -178,7 +178,7 @@ def expected_pool(
 
 
 def copied(ours: Rank, producers: Sequence[Rank], plans: Sequence[RegionPairs]) -> np.ndarray:
-    """Our pool after the regions were copied, each byte at most once."""
+    """Return our pool after copying the regions. Check that each byte is written at most once."""
     pool, times = ours.pool.copy(), np.zeros(ours.pool.size, dtype=np.int64)
     for rank, pairs in zip(producers, plans, strict=True):
         for to, source, num_bytes in pairs.table.tolist():
@@ -254,7 +254,7 @@ def test_the_plan_moves_what_the_oracle_moves(data: st.DataObject) -> None:
 
 
 def assert_merged(plans: Sequence[RegionPairs]) -> None:
-    """No two regions could be one."""
+    """Check that no two regions could be merged."""
     for pairs in plans:
         starts = {(to, source) for to, source, _ in pairs.table.tolist()}
         ends = {(to + size, source + size) for to, source, size in pairs.table.tolist()}
@@ -270,11 +270,11 @@ EIGHT_OF_FOURS = replace(PER_LAYER, block_size=8)
 
 FOUR = tables_of(0, range(1, 5), range(11, 15))
 TWO_FROM_FOUR = tables_of(0, [1, 2], range(11, 15))
-THREE_FROM_TWO = tables_of(1, range(1, 4), [11, 12])  # the first four tokens are here already
+THREE_FROM_TWO = tables_of(1, range(1, 4), [11, 12])  # the first four tokens are already cached
 
 
-# A page of 4 layers is 4 * 2 runs of keys or values. Where the last of one page and the first of the next are
-# neighbours on both sides, they are joined: hence the subtractions.
+# A page of 4 layers is 4 * 2 runs of keys or values. If the last run of a page and the first one of the next page are
+# adjacent on both sides, they are merged: hence the subtractions.
 @pytest.mark.parametrize(
     ("ours", "our_tp", "theirs", "their_tp", "blocks", "num_tokens", "num_regions"),
     [
@@ -292,7 +292,7 @@ THREE_FROM_TWO = tables_of(1, range(1, 4), [11, 12])  # the first four tokens ar
         (UNIFORM, 1, EIGHT, 1, THREE_FROM_TWO, 16, [3 * 4 * 2 - 1]),
     ],
 )
-def test_what_is_adjacent_on_both_sides_is_one_region(
+def test_bytes_that_are_adjacent_on_both_sides_are_one_region(
     ours: Shape,
     our_tp: int,
     theirs: Shape,
@@ -324,7 +324,7 @@ def test_replicated_heads_come_from_one_rank() -> None:
     assert [rank for rank, pairs in enumerate(plans) if len(pairs)] == [0, 4]
 
 
-def test_a_latent_without_heads_comes_from_one_rank() -> None:
+def test_a_latent_vector_without_heads_comes_from_one_rank() -> None:
     model = Model(num_heads=1, num_parts=1)
     consumer, *_ = ranks_of(model, Shape(), tp=2)
     producers = ranks_of(model, Shape(), tp=4)
@@ -347,15 +347,15 @@ def test_a_hundred_thousand_regions_take_milliseconds() -> None:
     assert min(timeit.repeat(lambda: planner.plan(tables, 12800), number=1, repeat=5)) < 0.1  # idle: 0.006
 
 
-# -- pages that move whole ---------------------------------------------------------------------------
+# -- pages that are transferred whole ----------------------------------------------------------------
 
 
 def secret(layout: KVLayout) -> KVLayout:
-    """The same pages, of whose inside nothing is known."""
+    """Make the pages of a layout opaque."""
     return replace(layout, layers=tuple(replace(layer, slots=None) for layer in layout.layers))
 
 
-def test_pages_with_a_secret_inside_move_whole_and_from_the_rank_with_the_same_shard() -> None:
+def test_opaque_pages_are_transferred_whole_from_the_rank_with_the_same_shard() -> None:
     shape = Shape()
     producers = [secret(rank.layout) for rank in ranks_of(Model(), shape, tp=2)]
     second = secret(ranks_of(Model(), shape, tp=2)[1].layout)
@@ -384,17 +384,17 @@ LAYOUT = ranks_of(Model(), Shape())[0].layout
         ([], "0 block tables for 1 groups"),
     ],
 )
-def test_blocks_that_must_not_move_are_refused(tables: list[GroupTables], message: str) -> None:
+def test_blocks_that_must_not_be_transferred_are_refused(tables: list[GroupTables], message: str) -> None:
     with pytest.raises(RegionError, match=message):
         ReshardPlanner(LAYOUT, [LAYOUT]).plan(tables, 7)
 
 
-def test_a_larger_block_of_which_the_producer_let_a_part_go_is_not_filled_in_part() -> None:
+def test_a_larger_block_is_not_filled_if_the_producer_has_freed_a_part_of_it() -> None:
     (larger,) = ranks_of(Model(), Shape(block_size=8))
     with pytest.raises(RegionError, match="remote block 0"):
         ReshardPlanner(larger.layout, [LAYOUT]).plan([tables_of(0, [1], [0, 5])], 8)
 
 
-def test_a_position_that_nobody_needs_is_left_out() -> None:
+def test_a_position_without_a_local_block_is_left_out() -> None:
     (plan,) = ReshardPlanner(LAYOUT, [LAYOUT]).plan([tables_of(0, [0, 3], [0, 5])], 8)
     assert plan.num_bytes == sum(layer.page_bytes for layer in LAYOUT.layers)

@@ -1,4 +1,4 @@
-"""The protocol keeps its promises in every schedule, and the simulator would notice if it did not."""
+"""The protocol keeps its promises in every schedule, and the simulator detects it when they are broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_promises_hold_in_thousands_of_schedules() -> None:
         simulation = Simulation()
         explore(simulation, seed)
         outcomes.update(simulation.outcomes)
-    # Every way to end was seen often enough to mean something.
+    # Every outcome occurred often enough for the test to be meaningful.
     assert set(outcomes) == {
         "offer delivered",
         "offer aborted",
@@ -83,7 +83,7 @@ def test_promises_hold_in_many_more_and_longer_schedules() -> None:
         explore(Simulation(), seed, num_steps=200)
 
 
-def test_a_world_without_faults_loads_everything() -> None:
+def test_without_faults_everything_is_loaded() -> None:
     simulation = Simulation()
     for number in range(20):
         simulation.offer(0, number)
@@ -99,7 +99,7 @@ numbers = st.integers(0, 63)
 
 
 class AnySchedule(RuleBasedStateMachine):
-    """The same operations, chosen by Hypothesis, which also shrinks what it finds."""
+    """The same operations, chosen by Hypothesis, which also shrinks a failing schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class ForgetsWhatItAnnounced(ProducerProtocol):
 
 
 class ReportsWithTheFirstPart(ConsumerProtocol):
-    """It looks right between nodes of one rank."""
+    """This bug is invisible between nodes with one rank."""
 
     def read_ended(self, read, error, now):
         actions = super().read_ended(read, error, now)
@@ -285,7 +285,7 @@ def first_broken_promise(
     spreads: tuple[Spread, ...] = (Spread(), Spread(), Spread()),
 ) -> str:
     for seed in range(5000):
-        try:  # long enough for blocks and guards to be used again while somebody reads
+        try:  # long enough that blocks and guards are reused while a peer still reads
             explore(Simulation(producer, consumer, checks_after_copy, spreads), seed, num_steps=160)
         except PromiseBroken as broken:
             return broken.promise
@@ -358,5 +358,5 @@ def test_a_planted_bug_is_found(producer, consumer, checks_after_copy, promise) 
         ),
     ],
 )
-def test_a_planted_bug_that_one_rank_would_hide_is_found(producer, consumer, promises) -> None:
+def test_a_planted_bug_that_shows_only_with_several_ranks_is_found(producer, consumer, promises) -> None:
     assert first_broken_promise(producer, consumer, True, SPREADS["four-two-one"]) in promises

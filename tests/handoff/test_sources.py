@@ -1,4 +1,4 @@
-"""Each head of each layer comes from exactly one rank, and what cannot be paired is refused by its field."""
+"""Each head of each layer comes from exactly one rank. Layouts that cannot be paired are refused by field name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layout_of(
     num_parts: int = 2,
     head_size: int = 8,
 ) -> KVLayout:
-    """One rank's layers, each with a cache of its own."""
+    """Make one rank's layers, each with its own cache."""
     shape = (NUM_BLOCKS, num_parts, block_size, shard.num, head_size)
     strides = [num_parts * block_size * shard.num * head_size]
     for size in shape[1:]:
@@ -54,7 +54,7 @@ def changed(layout: KVLayout, **changes: Any) -> KVLayout:
 
 
 def secret(layout: KVLayout, **changes: Any) -> KVLayout:
-    """The same pages, of whose inside nothing is known."""
+    """Make the pages of a layout opaque."""
     return changed(layout, slots=None, **changes)
 
 
@@ -70,7 +70,7 @@ QUARTERS = [layout_of(Shard(first, 1, 4)) for first in range(4)]
 
 
 def shares(local: KVLayout, remotes: list[KVLayout]) -> list[tuple[int, int, int]]:
-    """Rank, first head and number of heads of each share."""
+    """Return the rank, first head and number of heads of each share."""
     return [(share.rank, share.first, share.num) for share in choose_sources(local, remotes)]
 
 
@@ -87,10 +87,10 @@ def shares(local: KVLayout, remotes: list[KVLayout]) -> list[tuple[int, int, int
         pytest.param(secret(HALVES[1]), list(map(secret, HALVES)), [(1, 2, 2)], id="whole-pages"),
     ],
 )
-def test_heads_come_from_whoever_has_them(
+def test_heads_come_from_the_ranks_that_have_them(
     local: KVLayout, remotes: list[KVLayout], expected: list[tuple[int, int, int]]
 ) -> None:
-    assert shares(local, remotes) == expected * 2  # for both layers alike
+    assert shares(local, remotes) == expected * 2  # the same for both layers
 
 
 def test_layers_come_from_the_stage_that_has_them() -> None:
@@ -118,7 +118,7 @@ def test_layers_come_from_the_stage_that_has_them() -> None:
         ([secret(half) for half in HALVES], "layers.layers.0.page_format"),
     ],
 )
-def test_what_cannot_be_paired_is_refused_by_name(remotes: list[KVLayout], field: str) -> None:
+def test_layouts_that_cannot_be_paired_are_refused_by_name(remotes: list[KVLayout], field: str) -> None:
     with pytest.raises(IncompatiblePeerError) as caught:
         choose_sources(OURS, remotes)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""The states of offers and loads: their tables are those of `docs/design.md`, and nothing changes in another way."""
+"""The states of offers and loads have the tables in `docs/design.md`, and no other transition happens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvferry.connector.handoff.testing.load_states import GRANT, OFFER
 from kvferry.transports.errors import KVTransferStateError
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
-#: A number that must not be shown: a peer that knows it can read.
+#: A lease number. It must not be shown, because a peer that knows it can read the offer.
 LEASE = 4611686018427387904
 
 
 def changes_in_design(heading: str) -> set[tuple[str, str]]:
-    """The changes of state that a table of the design has."""
+    """Return the transitions in a table of the design."""
     _, _, section = DESIGN.read_text().partition(f"### {heading}\n")
     rows = [
         line.split("|")[1:4] for line in section.partition("\n### ")[0].splitlines() if line.startswith("|")
@@ -60,7 +60,7 @@ def offer() -> Offer:
     return Offer("r", LEASE, HandoffConfig())
 
 
-def test_an_offer_tells_its_state_and_keeps_its_number_to_itself(offer: Offer) -> None:
+def test_an_offers_repr_shows_its_state_and_hides_its_number(offer: Offer) -> None:
     assert repr(offer) == "<offer of request 'r': announced, 0 read>"
     offer.open(Grant("r", LEASE, 0, 12, 8, ((4, 5),)))
     assert repr(offer) == "<offer of request 'r': open, 8 of 12 tokens ready, 0 read>"
@@ -82,7 +82,7 @@ def test_an_offer_ends_once(offer: Offer) -> None:
         offer.end()
 
 
-def test_a_load_tells_its_state_and_keeps_its_number_to_itself() -> None:
+def test_a_loads_repr_shows_its_state_and_hides_its_number() -> None:
     load = Load("ours", OFFER)
     assert repr(load) == "<load of request 'ours': connecting, ranks: connecting>"
     (part,) = load.parts
@@ -113,7 +113,7 @@ class EndsTwice(ProducerProtocol):
         return actions
 
 
-def test_the_simulator_finds_a_change_that_no_table_has_and_shows_all_states() -> None:
+def test_the_simulator_finds_a_transition_that_is_in_no_table_and_shows_all_states() -> None:
     with pytest.raises(PromiseBroken, match="cannot become ended.*sim://a/0: ") as caught:
         explore_many(EndsTwice)
     assert "offer of request 'prefill-" in caught.value.states
