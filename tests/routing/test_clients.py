@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: what was done for them ends, and no process writes a traceback."""
+"""Clients that leave at any moment: work for them ends, and no process writes a traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 @dataclass
 class Waiting:
-    """A node that is reached and then waits, at one of the moments of an answer."""
+    """A node that waits when it reaches one of the moments of an answer."""
 
     moment: str
     reached: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,7 +45,7 @@ class Waiting:
         await response.prepare(request)
         await response.write(b"data: {}\n\n")
         await self._pass("stream")
-        while True:  # more than all buffers on the way take
+        while True:  # more than fits into all buffers on the way
             await response.write(b"data: " + bytes(1 << 16) + b"\n\n")
             self.reached.set()
 

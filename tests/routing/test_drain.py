@@ -1,4 +1,4 @@
-"""A router process that is told to end: it finishes what is under way, or ends at once if it is told twice."""
+"""Stopping a router process: it finishes the requests in flight, or ends at once after a second signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENTS = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
 
 @dataclass
 class Node:
-    """A node of either role, which streams its answer's end once it may."""
+    """A node of either role. It streams the end of its answer when the test allows it."""
 
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass
 class Running:
-    """A router process with a stream under way."""
+    """A router process with a stream in flight."""
 
     node: Node
     url: str
@@ -98,7 +98,7 @@ async def running(*arguments: str) -> AsyncIterator[Running]:
                 await process.communicate()
 
 
-async def test_a_router_that_is_told_to_end_finishes_what_is_under_way() -> None:
+async def test_a_router_that_is_stopped_finishes_the_requests_in_flight() -> None:
     async with running() as router:
         router.process.send_signal(signal.SIGTERM)
         await router.until_draining()

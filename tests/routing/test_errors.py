@@ -1,4 +1,4 @@
-"""What the servers make of what goes wrong while they answer."""
+"""How servers handle errors while they answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference.web.errors import error_middleware
 
 
 async def leave_in_the_middle(request: web.Request) -> web.StreamResponse:
-    """Answer a client whose connection breaks just then."""
+    """Answer a client whose connection breaks before the first byte."""
     assert request.transport is not None
     request.transport.abort()
     response = web.StreamResponse()
@@ -21,7 +21,7 @@ async def leave_in_the_middle(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_a_client_that_leaves_while_it_is_answered_is_no_bug_of_the_server(
+async def test_a_client_that_leaves_during_its_answer_is_not_logged_as_a_bug_of_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     app = web.Application(middlewares=[error_middleware])

@@ -1,4 +1,4 @@
-"""Handoffs that end badly: the producer hears of it at once, and the router says between which nodes, how often and why."""
+"""Failed handoffs: the producer is told at once, and the router reports between which nodes, how often and why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Prefill:
-    """A node that offers, and remembers which offers it need not keep."""
+    """A node that makes offers, and records which of them are released."""
 
     releases: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -60,7 +60,7 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """A node that answers as the test's function does."""
+    """A node that answers with the test's function."""
 
     answer: Answer
     url: str = ""
@@ -75,7 +75,7 @@ class Decode:
 
 
 def whole(told: str = "", error: str = "", status: int = 200) -> Answer:
-    """A whole answer that tells, in the header and in the body, how the load went."""
+    """Make a handler of whole answers that say in header and body how the load ended."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         headers = {"X-KV-Transfer": told} if told else {}
@@ -109,7 +109,7 @@ async def health_of(client: TestClient[Any, Any]) -> dict[str, Any]:
 
 
 async def handoffs(client: TestClient[Any, Any]) -> dict[str, int]:
-    """The counts of the one pair there is, by `/metrics`, which must be those of `/health`."""
+    """Return the counts of the only pair from `/metrics`. Check that `/health` has the same."""
     (pair,) = (await health_of(client))["handoffs"]
     async with client.get("/metrics") as response:
         text = await response.text()
@@ -131,7 +131,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 def assert_release(prefill: Prefill) -> None:
-    """It is an ordinary request that carries what the node offered, and is understood by any node."""
+    """Check the release: an ordinary request that contains the node's params, so that every node understands it."""
     (release,) = prefill.releases
     assert (release["prompt"], release["max_tokens"], release["model"]) == ([0], 1, "m")
     flags = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
@@ -139,7 +139,7 @@ def assert_release(prefill: Prefill) -> None:
 
 
 @pytest.mark.parametrize("told", ["failed", ""], ids=["by the header", "by the answer alone"])
-async def test_a_pair_that_never_hands_over_is_told_of_everywhere(
+async def test_a_pair_that_never_hands_over_is_reported_in_health_metrics_and_log(
     told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = Prefill(), Decode(whole(told, WHY))
@@ -159,7 +159,7 @@ async def test_a_pair_that_never_hands_over_is_told_of_everywhere(
 
 
 @pytest.mark.parametrize("told", ["loaded", "none", ""])
-async def test_a_handoff_that_went_well_is_counted_and_not_released(told: str) -> None:
+async def test_a_successful_handoff_is_counted_and_not_released(told: str) -> None:
     prefill = Prefill()
     async with routed([prefill], [Decode(whole(told))]) as client:
         await ask(client)
@@ -168,7 +168,7 @@ async def test_a_handoff_that_went_well_is_counted_and_not_released(told: str) -
     assert not prefill.releases
 
 
-async def test_a_pair_that_hands_over_again_is_well() -> None:
+async def test_a_pair_that_hands_over_again_is_healthy() -> None:
     decode = Decode(whole("failed", WHY))
     async with routed([Prefill()], [decode]) as client:
         await ask(client)
@@ -179,7 +179,7 @@ async def test_a_pair_that_hands_over_again_is_well() -> None:
         assert (health["status"], health["handoffs"][0]["last_error"]) == ("ok", WHY)
 
 
-async def test_the_producer_hears_of_a_failed_handoff_before_the_answer_ends(
+async def test_the_producer_is_told_about_a_failed_handoff_before_the_answer_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill = Prefill()
@@ -225,7 +225,7 @@ async def test_an_offer_that_the_decode_node_does_not_take_is_released(
     assert_release(prefill)
 
 
-async def test_a_prefill_whose_cache_cannot_cross_is_not_computed_to_its_end() -> None:
+async def test_a_prefill_whose_handoff_fails_is_not_computed_to_its_end() -> None:
     prefill = Prefill()
     async with routed([prefill], [Decode(whole("failed", WHY))], overlap=True) as client:
         assert (await ask(client))[0] == 200
@@ -288,7 +288,7 @@ async def test_several_prompts_are_refused_with_the_reason(prompt: list[Any]) ->
         ("never", "recompute", 503),
     ],
 )
-async def test_a_decode_node_is_asked_alone_as_its_policy_and_the_option_say(
+async def test_a_decode_node_is_used_alone_as_its_policy_and_the_option_say(
     mode: Any, policy: str, status: int
 ) -> None:
     bodies = []
@@ -308,7 +308,7 @@ async def test_a_decode_node_is_asked_alone_as_its_policy_and_the_option_say(
     assert bodies == ([{"prompt": "p", "model": "m"}] if status == 200 else [])
 
 
-async def test_a_router_with_decode_nodes_alone_is_in_service_and_says_so() -> None:
+async def test_a_router_with_only_decode_nodes_is_in_service_and_says_so() -> None:
     class Leaving(Prefill):
         is_leaving = False
 

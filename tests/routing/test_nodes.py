@@ -1,4 +1,4 @@
-"""When a node counts as ready, draining or gone, and what that means for the requests at it."""
+"""When a node counts as ready, draining or gone, and what happens to its requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from reference.router.nodes import NodeState, UpstreamNode
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
-#: Checks that follow each other fast, and that fail fast.
+#: Frequent checks with a short timeout.
 CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 0.5}
-#: Checks that a slow machine does not fail.
+#: Checks that succeed on a slow machine, too.
 PATIENT_CHECKS: dict[str, Any] = {"check_interval_s": 0.02, "check_timeout_s": 10.0}
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 EVENTS = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
@@ -32,7 +32,7 @@ OK, FROZEN = "ok", "frozen"
 
 @dataclass
 class Player:
-    """A node that answers `/health` as told, and completions once it may."""
+    """A node that answers `/health` as the test says, and completions when the test allows it."""
 
     says: str | dict[str, Any] = OK
     num_checks: int = 0
@@ -90,7 +90,7 @@ async def ask(client: TestClient[Any, Any], **fields: Any) -> tuple[int, str]:
 
 
 async def health_of(client: TestClient[Any, Any], role: str) -> dict[str, Any]:
-    """What the router says of its node of that role."""
+    """Return what the router reports about its node with that role."""
     async with client.get("/health") as response:
         (node,) = (node for node in (await response.json())["nodes"] if node["role"] == role)
     return dict(node)
@@ -119,13 +119,13 @@ async def until_checked(node: Player, times: int) -> None:
 
 
 def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
-    """The states in the log's lines about a node, in order."""
+    """Return the states in the log's lines about nodes with that role, in order."""
     lines = [record.getMessage() for record in caplog.records if record.name == "reference.router.nodes"]
     return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_may_take_as_long_as_its_node_is_well(
+async def test_an_answer_may_take_as_long_as_its_node_is_healthy(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -141,7 +141,7 @@ async def test_an_answer_may_take_as_long_as_its_node_is_well(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_limit_on_an_answer_ends_that_answer_alone(stream: bool) -> None:
+async def test_the_limit_on_an_answer_ends_only_that_answer(stream: bool) -> None:
     slow, quick = Player(), Player()
     quick.may_end.set()
     async with routed([Player()], [slow, quick], answer_timeout_s=1.0, **PATIENT_CHECKS) as client:
@@ -157,7 +157,7 @@ async def test_the_limit_on_an_answer_ends_that_answer_alone(stream: bool) -> No
         assert [node["state"] for node in nodes] == ["ready"] * 3
 
 
-async def test_the_whole_answer_of_a_frozen_node_comes_from_another() -> None:
+async def test_the_whole_answer_of_a_frozen_node_comes_from_another_node() -> None:
     frozen, other = Player(), Player()
     other.may_end.set()
     async with routed([Player()], [frozen, other], **CHECKS) as client:
@@ -169,7 +169,7 @@ async def test_the_whole_answer_of_a_frozen_node_comes_from_another() -> None:
         await asyncio.wait_for(frozen.aborted.wait(), DEADLINE_S)
 
 
-async def test_the_stream_of_a_frozen_node_ends_with_what_the_health_check_found() -> None:
+async def test_the_stream_of_a_frozen_node_ends_with_the_result_of_the_health_check() -> None:
     frozen = Player()
     async with routed([Player()], [frozen], **CHECKS) as client:
         asking = asyncio.create_task(ask(client, stream=True))
@@ -229,7 +229,7 @@ async def test_one_broken_connection_does_not_make_a_node_gone(caplog: pytest.Lo
     assert changes_of(caplog, "decode") == ["ready"]
 
 
-async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(
+async def test_a_draining_node_gets_no_new_requests_and_finishes_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -249,7 +249,7 @@ async def test_a_draining_node_gets_nothing_new_and_finishes_what_it_has(
 
 
 @pytest.mark.parametrize("word", ["starting", "failing"])
-async def test_a_node_that_cannot_take_requests_finishes_what_it_has(word: str) -> None:
+async def test_a_node_that_cannot_take_requests_finishes_those_it_has(word: str) -> None:
     node = Player()
     async with routed([Player()], [node], **PATIENT_CHECKS) as client:
         asking = asyncio.create_task(ask(client, stream=True))
@@ -275,9 +275,9 @@ async def test_a_dead_engine_ends_the_requests_at_its_node() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_a_node_dies_the_clients_error_names_what_its_health_check_knows(stream: bool) -> None:
+async def test_when_a_node_dies_the_clients_error_contains_the_health_checks_reason(stream: bool) -> None:
     node = Player(dies=True)
-    # Only the check that follows the broken connection can tell.
+    # Only the check after the broken connection can find the cause.
     async with routed([Player()], [node]) as client:
         asking = asyncio.create_task(ask(client, stream=stream))
         await node.asked.wait()
@@ -288,7 +288,7 @@ async def test_when_a_node_dies_the_clients_error_names_what_its_health_check_kn
         assert "/health says dead: a worker was killed" in text
 
 
-async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
+async def test_a_nodes_last_health_is_remembered_when_its_process_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -300,10 +300,13 @@ async def test_what_a_node_said_last_is_remembered_when_its_process_is_gone(
     node.note(Health(NodeState.READY))
     assert not node.last_error
     assert changes_of(caplog, "decode") == ["ready", "draining", "gone", "ready"]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # it had said so
+    # No warning, because the node had announced its end.
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_without_descriptors_does_not_consider_its_nodes_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     node = UpstreamNode("decode", "http://well")
     node.note(Health(NodeState.READY))
     for _ in range(5):
@@ -313,7 +316,7 @@ async def test_a_router_that_is_out_of_descriptors_blames_no_node(caplog: pytest
     assert "the router cannot check" in line
 
 
-async def test_a_503_without_a_node_says_when_to_try_again() -> None:
+async def test_a_503_without_a_node_says_when_to_retry() -> None:
     decode = Player()
     async with routed([Player()], [decode], **PATIENT_CHECKS) as client:
         decode.says = {"status": "starting"}

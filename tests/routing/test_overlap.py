@@ -1,4 +1,4 @@
-"""The router lets a decode begin while its prefill still runs, and minds both."""
+"""The router starts a decode while its prefill still runs, and handles failures of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 
 @dataclass
 class Prefill:
-    """A node that streams events when it is let to, and notices when nobody wants them any more."""
+    """A node that streams events when the test allows it, and notices when the router hangs up."""
 
     events: Sequence[bytes]
     may_send: Sequence[asyncio.Event] = ()
@@ -39,7 +39,7 @@ class Prefill:
                     assert request.transport is not None
                     request.transport.abort()
                     break
-                # In pieces, as a network delivers them.
+                # In pieces, as a network may deliver them.
                 await response.write(event[:5])
                 await response.write(event[5:] + b"\n\n")
         except asyncio.CancelledError:
@@ -50,7 +50,7 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """A node that answers, and says when it was asked."""
+    """A node that answers, and signals when it is asked."""
 
     status: int = 200
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +93,7 @@ async def lost_prefills(client: TestClient[Any, Any]) -> int:
 
 async def test_the_decode_begins_while_the_prefill_runs() -> None:
     decode = Decode()
-    # The prefill ends only after the decode was asked.
+    # The prefill ends only after the decode has been asked.
     prefill = Prefill([EARLY_EVENT, event(finish=1), DONE], [set_event(), decode.asked])
     async with routed([prefill], [decode], overlap=True) as client:
         assert (await ask(client))[0] == 200
@@ -104,7 +104,7 @@ async def test_the_decode_begins_while_the_prefill_runs() -> None:
     assert not prefill.hung_up.is_set()
 
 
-async def test_a_prefill_that_says_nothing_early_is_waited_for() -> None:
+async def test_a_prefill_without_an_early_offer_is_waited_for() -> None:
     decode = Decode()
     prefill = Prefill([event(kv_transfer_params=None), event(kv_transfer_params=EARLY, finish=1), DONE])
     async with routed([prefill], [decode], overlap=True) as client:
@@ -141,7 +141,7 @@ async def test_a_prefill_that_fails_is_replaced_before_its_offer_and_left_to_the
     assert (len(broken.bodies), len(other.bodies), len(decode.bodies)) == (1, int(is_early), 1)
 
 
-async def test_when_the_decode_node_is_gone_its_prefill_is_given_up_and_made_again() -> None:
+async def test_when_the_decode_node_is_gone_its_prefill_is_cancelled_and_repeated() -> None:
     gone, other = Decode(status=503), Decode()
     never = asyncio.Event()
     first = Prefill([EARLY_EVENT, DONE], [set_event(), never])

@@ -1,4 +1,4 @@
-"""The router before nodes that speak vLLM's protocol and do what each test needs."""
+"""The router with fake nodes that use vLLM's protocol and behave as each test needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class FakeNode:
-    """A node that answers as told, and remembers what it was asked."""
+    """A node that answers as the test says, and records its requests."""
 
     answer: Answer
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +90,7 @@ async def die_in_the_middle(request: web.Request) -> web.StreamResponse:
 async def ask(
     prefill: Sequence[FakeNode], decode: Sequence[FakeNode], times: int = 1, **fields: Any
 ) -> list[tuple[int, bytes]]:
-    """Send the same request some times; status and body of each answer."""
+    """Send the same request several times. Returns the status and body of each answer."""
     answers = []
     async with routed(prefill, decode) as client:
         for _ in range(times):
@@ -129,7 +129,7 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
     }
 
 
-async def test_the_decode_node_gets_the_clients_request_with_what_the_prefill_node_said() -> None:
+async def test_the_decode_node_gets_the_clients_request_with_the_prefill_nodes_params() -> None:
     prefill, decode = FakeNode(offer), FakeNode(answer_whole)
     assert await ask([prefill], [decode], temperature=0.5) == [(200, b'{"choices": [{"text": "one two"}]}')]
     assert decode.bodies == [
@@ -149,7 +149,7 @@ async def test_a_stream_passes_unchanged() -> None:
     assert await ask([FakeNode(offer)], [FakeNode(answer_stream)], stream=True) == [(200, EVENTS)]
 
 
-async def test_a_refusal_goes_to_the_client_and_nobody_else_is_asked() -> None:
+async def test_a_refusal_goes_to_the_client_and_no_other_node_is_asked() -> None:
     other, decode = FakeNode(offer), FakeNode(answer_whole)
     ((status, body),) = await ask([FakeNode(refuse), other], [decode])
     assert (status, json.loads(body)["error"]["message"]) == (400, "no such thing")
@@ -165,7 +165,7 @@ async def test_another_prefill_node_takes_over(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", [die_at_once, die_before_the_first_byte])
-async def test_another_decode_node_takes_over_after_a_new_prefill(answer: Answer) -> None:
+async def test_another_decode_node_takes_over_with_a_new_prefill(answer: Answer) -> None:
     prefill, broken, other = FakeNode(offer), FakeNode(answer), FakeNode(answer_stream)
     assert await ask([prefill], [broken, other], stream=True) == [(200, EVENTS)]
     assert len(prefill.bodies) == 2
@@ -188,7 +188,7 @@ async def test_a_decode_node_lost_in_the_middle_ends_the_stream_with_an_error() 
     assert done == b"data: [DONE]"
 
 
-async def test_without_a_node_that_answers_the_client_is_told_which_were_tried() -> None:
+async def test_without_a_node_that_answers_the_error_names_those_that_were_tried() -> None:
     ((status, body),) = await ask([FakeNode(die_at_once)], [FakeNode(answer_whole)])
     message = json.loads(body)["error"]["message"]
     assert status == 503
@@ -204,7 +204,7 @@ async def test_equal_nodes_take_turns() -> None:
     assert [len(node.bodies) for node in decode] == [2, 2, 2]
 
 
-async def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
+async def test_a_node_is_tried_before_its_first_health_check() -> None:
     pool = NodePool("decode", ["http://unknown", "http://known"])
     unknown, known = pool.nodes
     known.note(Health(NodeState.READY))
@@ -218,7 +218,7 @@ async def test_a_node_is_tried_before_anything_was_heard_of_it() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": "x"}, {"stream": 1}, {"n": 0}], ids=str)
-async def test_what_only_the_decode_node_would_refuse_is_refused_before_the_prefill(
+async def test_a_request_that_the_decode_node_would_refuse_is_refused_before_the_prefill(
     fields: dict[str, Any],
 ) -> None:
     prefill = FakeNode(offer)
