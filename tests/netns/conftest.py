@@ -1,8 +1,8 @@
-"""Two hosts in miniature: network namespaces, what joins them, and what may happen on the way.
+"""Two hosts in miniature: network namespaces, the links between them, and faults of these links.
 
-Each host is a network namespace with an address of its own on its loopback interface, `10.79.0.1` and `10.79.0.2`.
-Two ways lead from one to the other, and a route chooses: a veth pair of limited rate, whose link is cut and mended, and
-a pair of TUN interfaces with a relay in this process between them, which delays and loses packets.
+Each host is a network namespace with its own address on its loopback interface, `10.79.0.1` and `10.79.0.2`.
+There are two links between them, and a route selects one: a veth pair with a limited rate, which can be cut and
+repaired, and a pair of TUN interfaces with a relay in this process, which delays and loses packets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOSTS = ("p", "d")
 ADDRESS = {"p": "10.79.0.1", "d": "10.79.0.2"}
 LINK_ADDRESS = {"p": "10.77.0.1", "d": "10.77.0.2"}
 OTHER = {"p": "d", "d": "p"}
-RATE = "100mbit"  # a pool of 32 MiB takes almost three seconds, so a test can act while it crosses
+RATE = "100mbit"  # a pool of 32 MiB takes almost three seconds, so a test can act during a transfer
 
 
 def ip(*arguments: str) -> None:
@@ -38,11 +38,11 @@ def ip(*arguments: str) -> None:
 
 
 class Relay(threading.Thread):
-    """The wire between the two TUN interfaces.
+    """Forwards packets between the two TUN interfaces.
 
     Attributes:
-        delay_s: Time that a packet is under way.
-        loss: Share of the packets that never arrive.
+        delay_s: Delay of each packet.
+        loss: Fraction of packets that are lost.
     """
 
     def __init__(self, descriptors: tuple[int, int]) -> None:
@@ -77,7 +77,7 @@ class Relay(threading.Thread):
     def _deliver(self, now: float) -> None:
         while self._under_way and self._under_way[0][0] <= now:
             _, _, descriptor, packet = heapq.heappop(self._under_way)
-            with contextlib.suppress(OSError):  # an interface that is full or down loses packets, as in life
+            with contextlib.suppress(OSError):  # an interface that is full or down loses packets
                 os.write(descriptor, packet)
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class Relay(threading.Thread):
 
 
 class Network:
-    """Two hosts and what joins them. Everything is in namespaces of this process's own, named after it.
+    """Two hosts and the links between them. Their namespaces are named after this process.
 
     Attributes:
-        hosts: What the hosts are called.
+        hosts: Names of the hosts.
         address: Host → its address.
     """
 
@@ -112,12 +112,14 @@ class Network:
         return f"kvferry-{os.getpid()}-{host}"
 
     def inside(self, host: str) -> list[str]:
-        """What runs the command that follows on a host."""
+        """Return the prefix that runs a command on a host."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     def _let_ucx_use_lo(self, host: str) -> None:
-        """Let the host be known by its own address: UCX takes a device's first one, and only if any route leads from
-        the device to the other host, be it one that nothing takes.
+        """Make UCX use the host's own address.
+
+        UCX takes the first address of a device, and only if the device has a route to the other host. So add such a
+        route, with a metric that keeps it unused.
         """
         for change in (
             ("addr", "del", "127.0.0.1/8"),
@@ -137,27 +139,27 @@ class Network:
         self.mend()
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Set the veth link down, which drops all packets."""
         ip("-n", self.namespace("p"), "link", "set", "veth", "down")
 
     def deafen(self, host: str) -> None:
-        """Let nothing that the other host sends arrive here; what this one sends still does."""
+        """Drop all packets to this host. Packets from it still arrive."""
         sender = self.namespace(OTHER[host])
         nowhere = ("lladdr", "02:00:00:00:00:99", "dev", "veth", "nud", "permanent")
         ip("-n", sender, "neigh", "replace", LINK_ADDRESS[host], *nowhere)
 
     def mend(self) -> None:
-        """Undo whatever was done to the cable."""
+        """Restore the veth link after `cut` or `deafen`, and route all traffic through it."""
         for host in HOSTS:
             namespace, neighbour = self.namespace(host), LINK_ADDRESS[OTHER[host]]
             ip("-n", namespace, "link", "set", "veth", "up")
-            with contextlib.suppress(subprocess.CalledProcessError):  # there is none
+            with contextlib.suppress(subprocess.CalledProcessError):  # no such entry
                 ip("-n", namespace, "neigh", "del", neighbour, "dev", "veth")
             route = (ADDRESS[OTHER[host]], "via", neighbour, "dev", "veth", "src", ADDRESS[host])
             ip("-n", namespace, "route", "replace", *route)
 
     def add_relay(self) -> Relay:
-        """Lay a second way between the hosts, which nothing takes yet."""
+        """Add the second link between the hosts. No traffic uses it yet."""
         relay = Relay((self._add_tun("p"), self._add_tun("d")))
         relay.start()
         self._resources.callback(relay.close)
@@ -173,7 +175,7 @@ class Network:
         return descriptor
 
     def use_relay(self) -> None:
-        """Lead all traffic through the relay. `mend` leads it back."""
+        """Route all traffic through the relay. `mend` routes it back."""
         for host in HOSTS:
             route = (ADDRESS[OTHER[host]], "dev", self._tun(host), "src", ADDRESS[host])
             ip("-n", self.namespace(host), "route", "replace", *route)
@@ -194,13 +196,11 @@ def remove_leftovers() -> None:
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("building network namespaces takes root, and iproute2's ip and tc")
+        pytest.skip("network namespaces need root, and iproute2's ip and tc")
     with ExitStack() as resources:
         try:
             remove_leftovers()
             made = Network(resources)
         except subprocess.CalledProcessError as error:
-            pytest.skip(
-                f"this machine builds no network namespaces, veth pairs and rate limits: {error.stderr}"
-            )
+            pytest.skip(f"cannot create network namespaces, veth pairs and rate limits: {error.stderr}")
         yield made

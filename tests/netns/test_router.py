@@ -1,4 +1,4 @@
-"""Real nodes and a router, end to end, on two hosts in miniature: one host is lost, and comes back."""
+"""Real nodes and a router on two hosts in miniature: one host is lost, and comes back."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ INSIDE = Path(__file__).parent / "children" / "inside.py"
 START_TIMEOUT_S = 110.0
 LEASE_S = 6.0
 MAX_TOKENS = 6
-#: Connection attempts run into the void for 5 s, and what waits for a lease waits for that too.
+#: Seconds to recover. A connection attempt to a lost host takes 5 s, in addition to the lease.
 MISSED_S = 30.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 class Host:
-    """Starts processes on a host, and calls what talks to them in threads that are there."""
+    """Starts processes on a host, and runs their clients in threads that are in the host's namespace."""
 
     def __init__(self, network: Any, host: str, launcher: Launcher, resources: ExitStack) -> None:
         self.address: str = network.address[host]
@@ -57,13 +57,13 @@ class Host:
         return self._threads.submit(function).result()
 
     def call_all(self, functions: list[Callable[[], T]]) -> list[T]:
-        """Call all at once."""
+        """Call all functions concurrently."""
         return [future.result() for future in [self._threads.submit(function) for function in functions]]
 
 
 @dataclass(frozen=True)
 class Town:
-    """A prefill node on the host `p`; on the host `d` another one, the decode node, the router, and a single node."""
+    """A prefill node on the host `p`. On the host `d`: another one, the decode node, the router, and a single node."""
 
     p: Host
     d: Host
@@ -74,7 +74,7 @@ class Town:
     single: Client
 
     def ask(self, prompts: list[str]) -> list[Reply]:
-        """Ask the router for all of them at once; the answers are the single node's."""
+        """Send all prompts to the router concurrently. Check that the answers are the single node's."""
         expected = [self.complete(self.single, prompt).token_ids for prompt in prompts]
         replies = self.d.call_all([lambda p=prompt: complete(self.router, p) for prompt in prompts])
         for prompt, reply, reference in zip(prompts, replies, expected, strict=True):
@@ -89,12 +89,12 @@ class Town:
         return self.d.call(lambda: ask_alone(self.single)(prompt, max_tokens))
 
     def sees_far_node(self) -> bool:
-        """Whether the router takes the prefill node on the other host for healthy."""
+        """Whether the router considers the prefill node on the other host healthy."""
         labels = f'{{role="prefill",url="{self.p.url_of(self.far.process)}"}}'
         return self.d.call(lambda: self.router.metric(f"kvferry_router_node_healthy{labels}")) == 1.0
 
     def wait_until_whole(self) -> None:
-        """Wait until all blocks of all nodes are free, at the latest when the leases have run out."""
+        """Wait until all blocks of all nodes are free. This takes a lease at most, and a reserve."""
         for host, client in ((self.p, self.far), (self.d, self.near), (self.d, self.decode)):
             wait_until(lambda host=host, client=client: host.call(client.is_whole), MISSED_S)
 
@@ -152,14 +152,14 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
 
         offered = made.complete(made.far, prompts[4], max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
         network.cut()
-        made.ask(prompts[5:9])  # two of them to the host that is gone
+        made.ask(prompts[5:9])  # two of them go to the lost host first
         params = offered.body["kv_transfer_params"]
         recomputed = made.complete(made.decode, prompts[4], kv_transfer_params=params)
         expected = made.complete(made.single, prompts[4]).token_ids
         assert_same_answer(prompts[4], recomputed.token_ids, expected, made.ask_alone)
         assert recomputed.transfer["error"]
         wait_until(lambda: not made.sees_far_node(), MISSED_S)
-        made.wait_until_whole()  # while it is still cut
+        made.wait_until_whole()  # while the link is still cut
 
         network.mend()
         wait_until(made.sees_far_node, MISSED_S)

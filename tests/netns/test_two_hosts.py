@@ -1,4 +1,4 @@
-"""A prefill and a decode node on two hosts in miniature, and what the network between them can do to a handoff."""
+"""A prefill and a decode node on two hosts in miniature: handoffs while the network between them fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_TOKENS = 24 * 16  # 24 MiB
 NUM_BLOCKS = 32
 PEER_TIMEOUT_S = 2.0
 LEASE_S = 4.0
-#: Whatever becomes of a peer, both sides know after this: what notices it, the lease, and a busy machine.
+#: Seconds after which both sides have noticed the loss of a peer: the peer timeout, the lease, and a reserve.
 SETTLED_S = PEER_TIMEOUT_S + LEASE_S + 9.0
 CONNECT = {"connect_timeout_s": 3.0, "claim_timeout_s": 4.0}
 HANDOFF = {"lease_s": LEASE_S, "heartbeat_s": 0.5, "read_timeout_s": 15.0, **CONNECT}
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Host:
-    """The node on one of the hosts. `prefix` is what runs a command there."""
+    """The node on one of the hosts. `prefix` runs a command on that host."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Host:
         self._pipe.recv()
 
     def num_received(self) -> int:
-        """Bytes that came over the cable."""
+        """Return the number of bytes that arrived over the veth link."""
         lines = Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines()
         (counters,) = [line.partition(":")[2] for line in lines if line.strip().startswith("veth:")]
         return int(counters.split()[0])
@@ -78,21 +78,21 @@ class Host:
 
 
 class Pair:
-    """Two nodes, and handoffs from one to the other."""
+    """Two nodes that hand over from one to the other."""
 
     def __init__(self, prefill: Host, decode: Host) -> None:
         self.prefill, self.decode = prefill, decode
         self._ids = itertools.count()
 
     def start_load(self) -> tuple[str, str]:
-        """Prefill a prompt and order its load; returns the request's id and a digest of its blocks."""
+        """Prefill a prompt and order its load. Returns the request's id and a digest of its blocks."""
         request_id = f"r{next(self._ids)}"
         params, digest = self.prefill.ask("prefill", request_id, NUM_TOKENS)
         self.decode.ask("load", request_id, NUM_TOKENS, params)
         return request_id, digest
 
     def end_load(self, request_id: str, timeout_s: float) -> tuple[str, str]:
-        """Wait for the one report of a load; returns why it failed, and a digest of the blocks."""
+        """Wait for the one report of a load. Returns why it failed, and a digest of the blocks."""
         wait_until(lambda: self.decode.ask("result", request_id)[0] > 0, timeout_s)
         num_reports, error, digest = self.decode.ask("result", request_id)
         assert num_reports == 1
@@ -105,23 +105,23 @@ class Pair:
         self.assert_whole()
 
     def assert_recovers(self) -> None:
-        """Over a cable that was mended the next handoff succeeds, or the one after it on a machine that is too busy.
+        """Check that the next handoff over the repaired link succeeds, or on a machine that is too busy the one after it.
 
-        Of the old connection nothing is left: the decode node lost it, which failed its load, and the prefill node did,
-        which freed its blocks. So what fails now is a new one, and that takes a silence.
+        Both nodes have dropped the old connection: the load failed on the decode node, and the prefill node freed its
+        blocks. So if a handoff fails now, its new connection must have been silent for the peer timeout.
         """
         began = time.monotonic()
         request_id, expected = self.start_load()
         error, digest = self.end_load(request_id, 30)
         self.assert_whole()
         if error:
-            assert time.monotonic() - began > PEER_TIMEOUT_S / 2, f"no silence, and yet: {error}"
+            assert time.monotonic() - began > PEER_TIMEOUT_S / 2, f"failed without a silence: {error}"
             self.assert_delivers()
         else:
             assert digest == expected
 
     def assert_whole(self) -> None:
-        """Nobody holds a block any more, at the latest when the lease has run out."""
+        """Check that all blocks are free once the lease has expired."""
         wait_until(lambda: self.prefill.ask("num_free") == NUM_BLOCKS, SETTLED_S)
         assert self.decode.ask("num_free") == NUM_BLOCKS
 
@@ -135,7 +135,7 @@ def wait_until(holds: Callable[[], bool], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def running(*hosts: Host) -> Iterator[Pair]:
-    """The pair of a prefill and a decode node that were just started; they end with the block."""
+    """Wait for a prefill and a decode node that were just started, and close them when the block ends."""
     with ExitStack() as resources:
         for host in hosts:
             resources.callback(host.close)
@@ -145,7 +145,7 @@ def running(*hosts: Host) -> Iterator[Pair]:
 
 
 def zeromq_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
-    """Options of a node; all nodes of a folder hold one secret."""
+    """Return the options of a node. All nodes of a folder share one secret."""
     secret = folder / "secret"
     secret.write_text("a secret that both hosts hold\n")
     secret.chmod(0o600)
@@ -153,12 +153,12 @@ def zeromq_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
         "bind_host": network.address[host],
         "shared_secret_file": str(secret),
         "peer_timeout_s": PEER_TIMEOUT_S,
-        "slice_bytes": 256 << 10,  # so that a heartbeat never waits long behind what is under way
+        "slice_bytes": 256 << 10,  # small slices, so that a heartbeat never waits long for data in flight
     }
 
 
 def ucx_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
-    """Options of a node. UCX neither encrypts nor authenticates; the host's own address is on `lo`."""
+    """Return the options of a node. UCX neither encrypts nor authenticates. The host's own address is on `lo`."""
     return {
         "bind_host": network.address[host],
         "allow_plaintext": True,
@@ -170,7 +170,7 @@ def ucx_options(network: Any, host: str, folder: Path) -> dict[str, Any]:
 
 OPTIONS = {"zeromq": zeromq_options, "ucx": ucx_options}
 
-#: For what other tests show of the rest as well.
+#: For promises that other tests check for the other transports.
 one_is_enough = pytest.mark.parametrize("nodes", ["zeromq"], indirect=True)
 
 
@@ -191,18 +191,18 @@ def nodes(
 
 @pytest.fixture
 def pair(network: Any, nodes: Pair) -> Iterator[Pair]:
-    """The nodes, over the veth pair, and mended again when the test is over."""
+    """The nodes, connected by the veth pair, which is repaired after the test."""
     nodes.assert_whole()
     yield nodes
     network.mend()
 
 
 @one_is_enough
-def test_a_cache_crosses_from_one_host_to_the_other(pair: Pair) -> None:
+def test_a_cache_is_transferred_from_one_host_to_the_other(pair: Pair) -> None:
     pair.assert_delivers()
 
 
-def test_auto_goes_by_what_connects(network: Any, tmp_path: Path) -> None:
+def test_auto_uses_the_transport_that_connects(network: Any, tmp_path: Path) -> None:
     options = [
         {"network": "zeromq", "network_options": zeromq_options(network, host, tmp_path)}
         for host in network.hosts
@@ -215,20 +215,18 @@ def test_auto_goes_by_what_connects(network: Any, tmp_path: Path) -> None:
     assert "shared memory does not connect" in reason
 
 
-#: What a container has of its own beside its network: processes, shared memory, mounts, a name.
+#: The namespaces of a container besides its network: processes, shared memory, mounts, host name.
 CONTAINER = ("unshare", "--pid", "--ipc", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc")
 
 
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
-    """A folder with a short path: that of a socket file has at most 107 bytes, and `tmp_path` may take most of them."""
+    """A folder with a short path, because socket paths have at most 107 bytes and `tmp_path` may be long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
 
 
-def test_shared_memory_between_containers_takes_a_folder_and_nothing_else(
-    network: Any, socket_dir: Path
-) -> None:
+def test_shared_memory_between_containers_needs_only_a_shared_folder(network: Any, socket_dir: Path) -> None:
     options = {"socket_dir": str(socket_dir)}
     hosts = [Host([*network.inside(host), *CONTAINER], "shm", options) for host in network.hosts]
     with running(*hosts) as pair:
@@ -266,14 +264,14 @@ class TestTheCable:
         network.cut()
         error, _ = pair.end_load(request_id, SETTLED_S)
         assert error != ""
-        pair.assert_whole()  # while it is still cut
+        pair.assert_whole()  # while the link is still cut
         network.mend()
         pair.assert_recovers()
 
-    def test_mended_in_time_delays_the_load(self, network: Any, pair: Pair) -> None:
+    def test_repaired_in_time_delays_the_load(self, network: Any, pair: Pair) -> None:
         request_id, expected = start_and_wait_until_half_way(pair)
         network.cut()
-        time.sleep(0.2)  # for how long it is cut; a tenth of what makes a peer count as lost
+        time.sleep(0.2)  # the link is cut for a tenth of the peer timeout
         network.mend()
         assert pair.end_load(request_id, 30) == ("", expected)
         pair.assert_whole()
@@ -289,7 +287,9 @@ class TestTheCable:
         pair.assert_recovers()
 
     @pytest.mark.parametrize("deaf", ["p", "d"], ids=["prefill", "decode"])
-    def test_one_way_only_fails_the_load_in_time(self, network: Any, pair: Pair, deaf: str) -> None:
+    def test_broken_in_one_direction_fails_the_load_in_time(
+        self, network: Any, pair: Pair, deaf: str
+    ) -> None:
         request_id, _ = start_and_wait_until_half_way(pair)
         network.deafen(deaf)
         error, _ = pair.end_load(request_id, SETTLED_S)
@@ -302,20 +302,20 @@ class TestTheCable:
 @pytest.fixture(scope="module")
 def laid_relay(network: Any) -> Any:
     if not Path("/dev/net/tun").exists():
-        pytest.skip("delaying and losing packets takes /dev/net/tun")
+        pytest.skip("delaying and losing packets needs /dev/net/tun")
     return network.add_relay()
 
 
 @pytest.fixture
 def relay(network: Any, laid_relay: Any) -> Iterator[Any]:
-    """The relay, which all traffic takes until the test is over."""
+    """The relay, through which all traffic goes until the test is over."""
     network.use_relay()
     yield laid_relay
     network.mend()
 
 
 @pytest.mark.parametrize(("delay_s", "loss"), [(0.02, 0.0), (0.0, 0.01)], ids=["long", "lossy"])
-def test_a_long_or_lossy_way_delivers_every_byte(
+def test_a_slow_or_lossy_link_delivers_every_byte(
     relay: Any, nodes: Pair, delay_s: float, loss: float
 ) -> None:
     relay.delay_s, relay.loss, relay.num_lost = delay_s, loss, 0

@@ -11,7 +11,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and whatever it starts, into a namespace that `ip netns` made."""
+    """Move this thread, and all that it starts, into a namespace that `ip netns` made."""
     descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):

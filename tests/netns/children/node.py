@@ -1,6 +1,6 @@
-"""A node without a model that lives in a network namespace and does what it is told over a pipe.
+"""A node without a model that runs in a network namespace and takes orders over a pipe.
 
-Usage: node.py FD CONNECTOR OPTIONS    the pipe's descriptor; a name; `kv_connector_extra_config` as JSON
+Usage: node.py FD CONNECTOR OPTIONS    the pipe's descriptor; a connector; `kv_connector_extra_config` as JSON
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SHAPE = CacheShape(num_layers=4, num_blocks=33, block_size=16, num_kv_heads=32, 
 
 
 class Program:
-    """A node's requests by id, and a method for each thing it can be told."""
+    """A node's requests by id, and a method for each order."""
 
     def __init__(self, node: ModelFreeNode) -> None:
         self._node = node
         self._loads: dict[str, tuple[Request, list[int]]] = {}
 
     def prefill(self, request_id: str, num_tokens: int) -> tuple[dict[str, Any] | None, str]:
-        """Offer a prompt; returns the params for the consumer and a digest of the blocks."""
+        """Offer a prompt. Returns the params for the consumer and a digest of the blocks."""
         blocks, params = self._node.prefill(request_id, num_tokens, seed=hash(request_id) % 1000)
         return params, self._digest(blocks)
 
@@ -39,7 +39,7 @@ class Program:
         self._loads[request_id] = request, blocks
 
     def result(self, request_id: str) -> tuple[int, str, str]:
-        """How often the load was reported, why it failed, and a digest of the blocks."""
+        """Return how often the load was reported, why it failed, and a digest of the blocks."""
         node, (_, blocks) = self._node, self._loads[request_id]
         return node.num_reports(request_id, "recving"), node.load_error(request_id), self._digest(blocks)
 
@@ -49,11 +49,11 @@ class Program:
         self._node.finish(request, blocks, "stop")
 
     def num_free(self) -> int:
-        """Blocks that belong to nobody."""
+        """Return the number of free blocks."""
         return len(set(self._node.free_blocks))
 
     def routes(self) -> list[tuple[str, str]]:
-        """Of each transfer into this node, the transport that was used, and why."""
+        """Return the transport of each transfer into this node, and why it was chosen."""
         return [(record.transport, record.reason) for record in self._node.stats.transfers]
 
     def _digest(self, blocks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""`node.py` on a host with RDMA, as far as its start can tell; no RDMA leads to the other host."""
+"""`node.py` on a host that seems to have RDMA when the node starts. The other host cannot be reached by RDMA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import node
 from kvferry.transports.ucx import transport
 
 if __name__ == "__main__":
-    transport.require_network = lambda _: (
-        "ucx:rc_mlx5"
-    )  # what UCX would find there; nothing else is stood in for
+    # The only stand-in: the network that UCX would find on such a host.
+    transport.require_network = lambda _: "ucx:rc_mlx5"
     node.main()
