@@ -1,4 +1,4 @@
-"""Requests as an engine would have them, small specs, and the process's hash seed put back after each test."""
+"""Requests like an engine's, small specs, and a fixture that restores the process's hash seed after each test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Request:
-    """What hashing and the block manager see of an engine's request."""
+    """The part of an engine's request that hashing and the block manager use."""
 
     request_id: str
     all_token_ids: list[int]
@@ -87,7 +87,7 @@ def chunked() -> Callable[[int], ChunkedLocalAttentionSpec]:
 
 @pytest.fixture
 def make_manager() -> Callable[..., KVCacheManager]:
-    """Of `(num_blocks, *specs)`, a group each."""
+    """`(num_blocks, *specs)` → a manager with one group per spec."""
 
     def make(
         num_blocks: int, *specs: KVCacheSpec, max_model_len: int = 1000, caching: bool = True

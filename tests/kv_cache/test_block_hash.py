@@ -71,7 +71,7 @@ def test_a_lone_surrogate_in_a_salt_can_be_hashed() -> None:
     assert sha256("\ud800") != sha256("\ud801")
 
 
-def test_what_has_no_canonical_encoding_is_refused() -> None:
+def test_a_value_without_a_canonical_encoding_is_refused() -> None:
     with pytest.raises(TypeError):
         sha256(object())
 
@@ -94,14 +94,14 @@ def test_a_content_hash_without_a_seed_warns(caplog: pytest.LogCaptureFixture) -
     assert "hash_seed" in caplog.text
 
 
-def test_a_seed_or_a_hash_of_ones_own_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_or_a_custom_hash_function_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         init_none_hash(sha256, "seed")
         init_none_hash(lambda value: repr(value).encode(), "")
     assert not caplog.records
 
 
-def test_without_a_seed_every_start_is_another_node() -> None:
+def test_without_a_seed_every_start_has_other_hashes() -> None:
     init_none_hash(sha256, "")
     first = none_hash()
     init_none_hash(sha256, "")
@@ -168,7 +168,7 @@ def test_a_salt_keeps_all_blocks_apart(make_request: MakeRequest) -> None:
     assert not set(plain.block_hashes) & set(salted.block_hashes)
 
 
-def test_items_count_where_they_reach_into_the_block(make_request: MakeRequest) -> None:
+def test_items_count_in_every_block_that_they_reach_into(make_request: MakeRequest) -> None:
     request = make_request("r", list(range(16)), mm_features=(IMAGE, SOUND))
     keys, mm_idx = generate_block_hash_extra_keys(request, 0, 4, 0)
     assert (keys, mm_idx) == ((("mm", "image", 2),), 0)  # it reaches into the next block

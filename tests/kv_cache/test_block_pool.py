@@ -25,7 +25,7 @@ def test_block_0_is_never_given_out(pool: BlockPool) -> None:
     assert pool.num_free_blocks == 0
 
 
-def test_the_null_block_is_ignored_wherever_it_stands(pool: BlockPool) -> None:
+def test_the_null_block_is_ignored_wherever_it_appears(pool: BlockPool) -> None:
     null = [pool.null_block]
     pool.touch(null)
     pool.pin(null)
@@ -42,20 +42,20 @@ def test_a_pool_needs_a_null_block() -> None:
         BlockPool(0)
 
 
-def test_usage_leaves_the_null_block_out(pool: BlockPool) -> None:
+def test_usage_does_not_count_the_null_block(pool: BlockPool) -> None:
     assert pool.get_usage() == 0.0
     pool.get_new_blocks(1)
     assert pool.get_usage() == 0.25
     assert BlockPool(1).get_usage() == 0.0
 
 
-def test_more_than_there_is_takes_none(pool: BlockPool) -> None:
+def test_a_request_for_more_blocks_than_are_free_takes_none(pool: BlockPool) -> None:
     with pytest.raises(KVTransferStateError, match="cannot take 5 blocks: 4 are free"):
         pool.get_new_blocks(5)
     assert pool.num_free_blocks == 4
 
 
-def test_a_block_is_free_when_its_last_holder_let_go(pool: BlockPool) -> None:
+def test_a_block_is_free_when_its_last_holder_releases_it(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(1)
     pool.touch(blocks)
     pool.free_blocks(blocks)
@@ -98,7 +98,7 @@ def test_a_free_block_keeps_its_contents_until_it_is_taken(pool: BlockPool) -> N
     pool.check_integrity()
 
 
-def test_the_least_recently_used_goes_first_and_of_a_chain_the_tail(pool: BlockPool) -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_tail(pool: BlockPool) -> None:
     older, newer = pool.get_new_blocks(2), pool.get_new_blocks(2)
     pool.cache_full_blocks(older, [A, D], 0)
     pool.cache_full_blocks(newer, [B, C], 0)
@@ -132,8 +132,8 @@ def test_blocks_without_cached_contents_are_taken_first(pool: BlockPool, is_tran
     pool.check_integrity()
 
 
-def test_many_short_requests_leave_a_cached_prefix_alone(pool: BlockPool) -> None:
-    """The tail block of each is never full, so never cached: it is taken again and again."""
+def test_many_short_requests_do_not_evict_a_cached_prefix(pool: BlockPool) -> None:
+    """The last block of each is never full and so never cached. The same block is taken again and again."""
     prefix = pool.get_new_blocks(1)
     pool.cache_full_blocks(prefix, [A], 0)
     pool.free_blocks(prefix)
@@ -238,7 +238,7 @@ def test_a_pin_takes_a_free_block_out_of_the_queue(pool: BlockPool) -> None:
     pool.check_integrity()
 
 
-def test_no_one_frees_what_only_a_transfer_holds(pool: BlockPool) -> None:
+def test_a_block_that_only_a_transfer_holds_cannot_be_freed(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(1)
     pool.pin(blocks)
     pool.free_blocks(blocks)
@@ -257,7 +257,7 @@ def test_only_a_pinned_block_is_unpinned(pool: BlockPool) -> None:
 # -- checking ----------------------------------------------------------------------------------------
 
 
-def test_a_broken_pool_says_what_is_broken(pool: BlockPool) -> None:
+def test_the_check_of_a_broken_pool_says_what_is_broken(pool: BlockPool) -> None:
     block = pool.get_new_blocks(1)[0]
     block.ref_cnt = 0
     with pytest.raises(KVTransferStateError, match="held or free, not both"):

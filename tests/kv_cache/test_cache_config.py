@@ -37,11 +37,11 @@ def layers(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 # -- one rank ----------------------------------------------------------------------------------------
 
 
-def test_a_model_that_keeps_nothing_has_the_null_block_alone(make_config: MakeConfig) -> None:
+def test_a_model_without_a_cache_has_only_the_null_block(make_config: MakeConfig) -> None:
     assert get_kv_cache_config(make_config(), {}, 2**30) == KVCacheConfig(1, (), ())
 
 
-def test_one_kind_has_one_tensor_a_layer(full: FullAttentionSpec, make_config: MakeConfig) -> None:
+def test_one_kind_has_one_tensor_per_layer(full: FullAttentionSpec, make_config: MakeConfig) -> None:
     page = full.page_size_bytes
     config = get_kv_cache_config(make_config(), layers(full, full), 10 * page + 1)
     assert config.num_blocks == 5
@@ -74,7 +74,7 @@ def test_several_kinds_share_as_many_tensors_as_a_group_has_layers(
     )
 
 
-def test_padding_is_reported_with_what_it_wastes(
+def test_padding_is_reported_with_the_share_that_it_wastes(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -138,7 +138,7 @@ def test_groups_come_in_the_first_ranks_order(full: FullAttentionSpec, windowed:
     assert unified[1].kv_cache_groups == (later[1], later[0])
 
 
-def test_parts_of_a_pipeline_may_have_composites_of_other_layers(full: FullAttentionSpec) -> None:
+def test_pipeline_stages_may_have_composite_groups_of_different_layers(full: FullAttentionSpec) -> None:
     wide = replace(full, num_kv_heads=4)
     configs = [
         KVCacheConfig(4, (), (KVCacheGroupSpec(tuple(members), UniformTypeKVCacheSpecs(4, members)),))
@@ -175,6 +175,6 @@ def test_concurrency_counts_every_groups_blocks(
     assert get_max_concurrency_for_kv_cache_config(config, pool) == 36 / (16 + 2)
 
 
-def test_a_model_that_keeps_nothing_never_runs_out(make_config: MakeConfig) -> None:
+def test_a_model_without_a_cache_has_unlimited_concurrency(make_config: MakeConfig) -> None:
     pool = get_kv_cache_config(make_config(), {}, 0)
     assert get_max_concurrency_for_kv_cache_config(make_config(), pool) == math.inf

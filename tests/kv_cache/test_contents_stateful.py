@@ -1,7 +1,7 @@
-"""Random schedules over the whole manager, with a memory beside it: no query ever sees a wrong token.
+"""Random schedules for the whole manager, with a model of its memory: no query ever sees a wrong token.
 
-The memory holds, for each slot that was written, which token of which prefix it is. Every step checks all slots
-that its queries look back to; a transfer checks that what it holds did not change.
+For each slot that was written, the model knows which token of which prefix it holds. Every step checks all slots
+that its queries see. A transfer checks that the blocks that it holds do not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIRST_SEEN: dict[KVCacheSpec, Callable[[int], int]] = {
 MODELS = [(FULL,), (FULL, WINDOWED), (FULL, WINDOWED, CHUNKED), (WINDOWED, WINDOWED)]
 
 Content = tuple[int, tuple[int, ...]]
-"""A token: its group, and all tokens up to it."""
+"""A token's contents: its group, and all tokens up to it."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class EngineWithMemory(RuleBasedStateMachine):
                 self.memory[slot] = self.content(request, group, position)
 
     def check_seen(self, request: Request, start: int, end: int) -> None:
-        """All that queries from `start` to `end` look back to is what it should be."""
+        """Check that all tokens that the queries from `start` to `end` see are the right ones."""
         for group, spec in enumerate(self.specs):
             for position in range(FIRST_SEEN[spec](start), end):
                 slot = self.slot(request, group, position)
@@ -228,7 +228,9 @@ class EngineWithMemory(RuleBasedStateMachine):
         self.receive(request, failed)
         arrived = request.num_computed_tokens + request.num_loading
         valid = self.manager.invalidate_blocks(failed)
-        assert set(valid) == {request.request_id}, "no one else can have a block that is still being loaded"
+        assert set(valid) == {request.request_id}, (
+            "no other request can have a block that is still being loaded"
+        )
         request.num_computed_tokens = min(arrived, valid[request.request_id], request.num_tokens - 1)
         self.running.append(request)
 
@@ -249,7 +251,7 @@ class EngineWithMemory(RuleBasedStateMachine):
 
     @rule(ids=st.sets(st.integers(1, 23), max_size=4))
     def lose(self, ids: set[int]) -> None:
-        """The contents of blocks that no one holds are lost: holes in what the cache knows."""
+        """Invalidate blocks that no request holds, which leaves holes in cached prefixes."""
         in_tables = {
             block_id
             for request in self.loading + self.running
@@ -299,7 +301,7 @@ class TestContentsLonger(EngineWithMemory.TestCase):
 
 
 def _random_step(machine: EngineWithMemory, rng: random.Random) -> None:
-    """One step that is possible now; Hypothesis' schedules shrink well, but are short."""
+    """Take one step that is possible now. Hypothesis' schedules shrink well, but they are short."""
     pick, chunk = rng.randrange(31), rng.randint(1, 8)
     steps: list[tuple[object, Callable[[], None]]] = [
         (

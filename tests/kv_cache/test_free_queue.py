@@ -27,7 +27,7 @@ def test_blocks_come_out_in_the_order_in_which_they_went_in() -> None:
     assert queue.num_free_blocks == 1
 
 
-def test_what_goes_back_comes_out_last() -> None:
+def test_a_block_that_is_put_back_comes_out_last() -> None:
     queue = FreeKVCacheBlockQueue(make_blocks(3))
     first, second = queue.popleft_n(2)
     queue.append_n([second, first])
@@ -58,7 +58,7 @@ def test_an_empty_queue_says_that_it_is_empty() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 4])
-def test_a_number_that_is_not_there_takes_none(count: int) -> None:
+def test_a_request_for_more_blocks_than_there_are_takes_none(count: int) -> None:
     queue = FreeKVCacheBlockQueue(make_blocks(3))
     with pytest.raises(KVTransferStateError, match=f"cannot take {count} blocks: 3 are free"):
         queue.popleft_n(count)
@@ -81,7 +81,7 @@ def test_a_block_cannot_be_freed_twice() -> None:
     assert ids(queue.get_all_free_blocks()) == [0, 1]
 
 
-def test_a_list_with_a_duplicate_is_appended_up_to_it() -> None:
+def test_a_list_with_a_duplicate_is_appended_up_to_the_duplicate() -> None:
     blocks = make_blocks(3)
     queue = FreeKVCacheBlockQueue([])
     with pytest.raises(KVTransferStateError, match="block 0: it is in the free queue already"):
@@ -89,7 +89,7 @@ def test_a_list_with_a_duplicate_is_appended_up_to_it() -> None:
     assert ids(queue.get_all_free_blocks()) == [0, 1]
 
 
-def test_what_is_put_in_front_comes_out_first() -> None:
+def test_a_block_that_is_put_in_front_comes_out_first() -> None:
     queue = FreeKVCacheBlockQueue(make_blocks(3))
     queue.prepend_n([KVCacheBlock(7), KVCacheBlock(8)])
     assert ids(queue.get_all_free_blocks()) == [7, 8, 0, 1, 2]
@@ -159,4 +159,4 @@ def test_moving_blocks_allocates_nothing() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak - before < 1024  # frames and loop variables; a node a block would be tens of kilobytes
+    assert peak - before < 1024  # frames and loop variables; one node per block would take tens of kilobytes

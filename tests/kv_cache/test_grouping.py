@@ -43,7 +43,7 @@ def layers(*specs: KVCacheSpec) -> dict[str, KVCacheSpec]:
 # -- what kind of model it is ------------------------------------------------------------------------
 
 
-def test_a_model_is_attention_free_when_nothing_is_kept(full: FullAttentionSpec) -> None:
+def test_a_model_without_a_cache_is_attention_free(full: FullAttentionSpec) -> None:
     assert is_kv_cache_type_attention_free({})
     assert is_kv_cache_type_attention_free(layers(ENCODER))
     assert not is_kv_cache_type_attention_free(layers(ENCODER, full))
@@ -136,7 +136,7 @@ def test_a_kind_that_does_not_divide_is_padded(
     assert padding_share(groups) == pytest.approx(1 / 6)
 
 
-def test_kinds_of_almost_one_size_are_one_group_each(
+def test_kinds_with_almost_equal_layer_counts_are_one_group_each(
     full: FullAttentionSpec, windowed: Windowed, make_config: MakeConfig
 ) -> None:
     groups = get_kv_cache_groups(make_config(), layers(*[full] * 9, *[windowed(8)] * 10))
@@ -192,10 +192,10 @@ def test_kinds_that_cannot_become_one_are_an_error(
             unify_hybrid_kv_cache_specs(specs)
 
 
-def test_unlike_windows_and_sizes_make_one_composite_group(
+def test_different_windows_and_sizes_make_one_composite_group(
     make_config: MakeConfig, full: FullAttentionSpec, windowed: Windowed, chunked: Chunked
 ) -> None:
-    """As full attention they differ only in what a block costs."""
+    """As full attention, the layers differ only in the size of a block."""
     specs = layers(replace(full, num_kv_heads=4), windowed(8), windowed(4), chunked(8))
     config = make_config(hybrid=False)
     (group,) = get_kv_cache_groups(config, specs)
@@ -219,5 +219,5 @@ def test_as_many_blocks_as_fit(make_config: MakeConfig, available: int, expected
     assert get_num_blocks(make_config(), 10, available, 10) == expected
 
 
-def test_the_override_wins(make_config: MakeConfig) -> None:
+def test_the_override_takes_precedence(make_config: MakeConfig) -> None:
     assert get_num_blocks(make_config(num_blocks_override=7), 10, 1000, 10) == 7

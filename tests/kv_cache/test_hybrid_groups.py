@@ -1,4 +1,4 @@
-"""Several groups over one pool: what each keeps, finds again, and loads."""
+"""Several groups in one pool: which blocks each group keeps, finds in the cache, and loads."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def compute(manager: KVCacheManager, request: Any, *, chunk: int = 1000) -> int:
 # -- sliding windows ---------------------------------------------------------------------------------
 
 
-def test_blocks_that_slid_out_of_the_window_are_freed(
+def test_blocks_outside_the_window_are_freed(
     make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     manager = make_manager(20, windowed(4))
     request = make_request("r", list(range(20)))
     compute(manager, request, chunk=4)
-    # The last chunk begins at 16, and its first query looks back to 13.
+    # The last chunk begins at token 16, whose window begins at 13.
     assert manager.get_block_ids("r") == ([0, 0, 0, 4, 5],)
     assert manager.num_free_blocks == 17
 
 
-def test_a_window_that_ends_at_a_block_keeps_no_block_too_many(
+def test_a_window_that_begins_with_a_block_keeps_no_earlier_block(
     make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     manager = make_manager(20, windowed(1))
@@ -78,18 +78,18 @@ def test_a_windowed_group_needs_only_its_window_to_hit(
     manager.check_integrity()
 
 
-def test_a_block_at_the_edge_of_a_loaded_window_serves_prompts_that_see_more_of_it(
+def test_a_block_at_the_edge_of_a_loaded_window_is_complete(
     make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
 ) -> None:
-    # So a load must fill it as a whole, although the request that it is for looks at its last token only.
+    # So a load must fill the whole block, although its own request sees only the block's last token.
     manager = make_manager(20, windowed(3))
     loaded = make_request("loaded", [1] * 18)
     assert manager.allocate_slots(loaded, 0, num_external_tokens=17) is not None
     manager.cache_blocks(loaded, 17)
-    edge = manager.get_block_ids("loaded")[0][3]  # tokens 12 to 15; token 17 looks back to 15
+    edge = manager.get_block_ids("loaded")[0][3]  # tokens 12 to 15; token 17 sees 15 to 17
     assert edge != 0
     blocks, num_hit = manager.get_computed_blocks(make_request("shorter", [1] * 17))
-    assert (num_hit, blocks.get_block_ids()[0][-1]) == (16, edge)  # token 16 looks back to 14
+    assert (num_hit, blocks.get_block_ids()[0][-1]) == (16, edge)  # token 16 sees 14 to 16
 
 
 def test_a_hole_in_the_window_shortens_the_hit(
@@ -98,7 +98,7 @@ def test_a_hole_in_the_window_shortens_the_hit(
     manager = make_manager(20, windowed(8))
     compute(manager, make_request("a", [1] * 20))
     manager.invalidate_blocks([4])
-    # After 20 or 16 tokens block 3 would be seen; after 12 only blocks 1 and 2 are.
+    # A prefix of 20 or 16 tokens would need block 3, whose contents are lost. One of 12 needs only blocks 1 and 2.
     assert manager.get_computed_blocks(make_request("b", [1] * 21))[1] == 12
 
 
@@ -124,7 +124,7 @@ def test_a_chunked_group_needs_only_its_own_chunk_to_hit(
     blocks, num_hit = manager.get_computed_blocks(make_request("b", [1] * 21))
     assert (num_hit, blocks.get_block_ids()[1]) == (20, [0, 0, 0, 0, table[4]])
     manager.invalidate_blocks(table[4:])
-    # A prefix that ends with a chunk needs nothing of it.
+    # A prefix that ends with a chunk does not need that chunk.
     blocks, num_hit = manager.get_computed_blocks(make_request("b", [1] * 21))
     assert (num_hit, blocks.get_block_ids()[1]) == (16, [0, 0, 0, 0])
 
@@ -153,7 +153,7 @@ def test_groups_never_share_a_block(
     assert len(ids) == len(set(ids)) == 6
 
 
-def test_a_hit_is_the_longest_that_suits_every_group(
+def test_a_hit_is_the_longest_prefix_that_every_group_has(
     make_manager: MakeManager, full: FullAttentionSpec, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     manager = make_manager(30, full, windowed(4))
@@ -182,14 +182,14 @@ def test_one_groups_hit_is_not_taken_for_anothers_new_block(
     manager.check_integrity()
 
 
-def test_a_load_asks_a_windowed_group_only_for_its_window(
+def test_a_load_allocates_only_the_window_in_a_windowed_group(
     make_manager: MakeManager, full: FullAttentionSpec, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     manager = make_manager(30, full, windowed(4))
     manager.allocate_slots(make_request("r", list(range(20))), 0, num_external_tokens=20)
     full_ids, window_ids = manager.get_block_ids("r")
     assert 0 not in full_ids
-    # Token 19 is computed again; it looks back to 16.
+    # Token 19 is computed again. It sees tokens from 16 on.
     assert window_ids[:4] == [0, 0, 0, 0]
     assert window_ids[4] != 0
 
@@ -202,18 +202,18 @@ def test_the_recomputed_last_token_still_sees_its_whole_window(
     manager.allocate_slots(request, 0, num_external_tokens=20)
     request.num_computed_tokens = 19
     manager.allocate_slots(request, 1)
-    # Token 19 looks back to 15, the last of block 3, although token 20 will not.
+    # Token 19 sees token 15, the last one of block 3, although token 20 will not.
     assert [block_id != 0 for block_id in manager.get_block_ids("r")[0]] == [False, False, False, True, True]
 
 
-def test_a_failed_load_is_cut_to_what_every_group_can_go_on_from(
+def test_a_failed_load_is_cut_to_a_prefix_that_every_group_can_continue(
     make_manager: MakeManager, full: FullAttentionSpec, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     manager = make_manager(30, full, windowed(4))
     request = make_request("r", list(range(20)))
     manager.allocate_slots(request, 0, num_external_tokens=20)
     full_ids, _ = manager.get_block_ids("r")
-    # 16 tokens of full attention arrived, but the windowed group was never given the blocks before its window.
+    # 16 tokens of full attention arrived, but the windowed group never got the blocks before its window.
     assert manager.invalidate_blocks([full_ids[4]]) == {"r": 0}
     assert manager.get_block_ids("r") == ([], [])
     assert manager.allocate_slots(request, 20) is not None
@@ -234,7 +234,7 @@ def test_a_recurrent_state_is_one_block_and_never_a_hit(
     assert manager.get_computed_blocks(make_request("b", [1] * 13))[1] == 0
 
 
-def test_a_state_is_loaded_whole_and_lost_whole(
+def test_a_state_is_loaded_or_lost_as_a_whole(
     make_manager: MakeManager, full: FullAttentionSpec, make_request: MakeRequest
 ) -> None:
     manager = make_manager(20, full, STATE)
@@ -253,7 +253,7 @@ def test_a_model_of_recurrent_layers_alone_works(
     assert manager.get_block_ids("a") == ([1],)
 
 
-def test_a_composite_group_is_managed_as_its_members_are(
+def test_a_composite_group_is_managed_like_its_members(
     make_manager: MakeManager, windowed: Windowed, make_request: MakeRequest
 ) -> None:
     narrow = windowed(4)
@@ -263,7 +263,7 @@ def test_a_composite_group_is_managed_as_its_members_are(
     assert manager.get_block_ids("r")[0][:3] == [0, 0, 0]
 
 
-def test_full_attention_with_a_window_in_name_only_keeps_everything(
+def test_a_window_that_is_only_recorded_in_full_attention_frees_nothing(
     make_manager: MakeManager, full: FullAttentionSpec, make_request: MakeRequest
 ) -> None:
     manager = make_manager(20, replace(full, sliding_window=4))
@@ -278,6 +278,6 @@ def test_groups_of_different_block_sizes_are_refused(
         make_manager(20, full, replace(full, block_size=8))
 
 
-def test_a_group_that_keeps_nothing_is_refused(make_manager: MakeManager) -> None:
+def test_a_group_without_a_cache_is_refused(make_manager: MakeManager) -> None:
     with pytest.raises(ConfigurationError, match="no block tables for EncoderOnlyAttentionSpec"):
         make_manager(20, EncoderOnlyAttentionSpec(4, 2, 8, torch.float32))

@@ -20,7 +20,7 @@ def manager(make_manager: MakeManager, full: FullAttentionSpec) -> KVCacheManage
 
 
 def compute(manager: KVCacheManager, request: Any) -> int:
-    """Run a whole request as a scheduler would; return how many tokens the cache held."""
+    """Run a whole request as a scheduler would. Returns the number of cached tokens."""
     blocks, num_hit = manager.get_computed_blocks(request)
     num_new = request.num_tokens - num_hit
     assert manager.allocate_slots(request, num_new, computed_blocks=blocks) is not None
@@ -81,7 +81,7 @@ def test_no_slots_are_given_beyond_the_maximum_length(
 
 
 @pytest.mark.parametrize(("new", "external"), [(0, 0), (-1, 4), (4, -1)])
-def test_nothing_to_allocate_for_is_an_error(
+def test_an_allocation_for_no_tokens_is_an_error(
     manager: KVCacheManager, make_request: MakeRequest, new: int, external: int
 ) -> None:
     with pytest.raises(ValueError, match="cannot allocate slots"):
@@ -89,9 +89,7 @@ def test_nothing_to_allocate_for_is_an_error(
     assert manager.get_block_ids("r") == ([],)
 
 
-def test_freeing_is_harmless_when_there_is_nothing(
-    manager: KVCacheManager, make_request: MakeRequest
-) -> None:
+def test_freeing_an_unknown_request_does_nothing(manager: KVCacheManager, make_request: MakeRequest) -> None:
     manager.free("unknown")
     manager.allocate_slots(make_request("r", [1]), 1)
     manager.free("r")
@@ -142,9 +140,8 @@ def test_a_finished_requests_blocks_are_hit_until_they_are_evicted(
     compute(manager, make_request("a", [1] * 12))
     manager.free("a")
     assert manager.num_free_blocks == 10
-    compute(
-        manager, make_request("big", [9] * 36)
-    )  # nine of ten blocks: the chain's tail goes, its head stays
+    # This takes nine of ten blocks, so the tail of the chain is evicted and its head stays.
+    compute(manager, make_request("big", [9] * 36))
     assert manager.get_computed_blocks(make_request("b", [1] * 13))[1] == 4
 
 
@@ -166,7 +163,7 @@ def test_with_caching_off_nothing_is_found(
     assert compute(manager, make_request("b", list(range(9)))) == 0
 
 
-def test_hits_count_as_needed_when_no_one_holds_them(
+def test_hits_on_free_blocks_count_as_needed_blocks(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     compute(manager, make_request("a", [1] * 16))
@@ -201,14 +198,16 @@ def test_caching_needs_blocks_hashes_and_slots(manager: KVCacheManager, make_req
         manager.cache_blocks(request, 12)
 
 
-def test_salts_and_adapters_share_nothing(manager: KVCacheManager, make_request: MakeRequest) -> None:
+def test_requests_with_other_salts_or_adapters_share_nothing(
+    manager: KVCacheManager, make_request: MakeRequest
+) -> None:
     compute(manager, make_request("a", [1] * 8, cache_salt="x"))
     assert manager.get_computed_blocks(make_request("b", [1] * 9))[1] == 0
     assert manager.get_computed_blocks(make_request("c", [1] * 9, lora_id="x"))[1] == 0
     assert manager.get_computed_blocks(make_request("d", [1] * 9, cache_salt="x"))[1] == 8
 
 
-def test_two_nodes_with_one_seed_know_the_same_blocks(
+def test_two_nodes_with_one_seed_have_the_same_hashes(
     make_manager: MakeManager, full: FullAttentionSpec, make_request: MakeRequest
 ) -> None:
     init_none_hash(sha256, "seed")
@@ -239,7 +238,7 @@ def test_the_cache_is_reset_only_while_no_block_is_held(
 # -- loads from another node -------------------------------------------------------------------------
 
 
-def test_a_load_gets_blocks_for_what_the_cache_lacks(
+def test_a_load_gets_blocks_for_the_tokens_that_are_not_cached(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     compute(manager, make_request("a", list(range(8))))
@@ -251,7 +250,7 @@ def test_a_load_gets_blocks_for_what_the_cache_lacks(
     assert manager.get_block_ids("b") == ([1, 2, 3, 4, 5],)
 
 
-def test_blocks_enter_the_cache_only_when_their_load_ended_well(
+def test_blocks_enter_the_cache_only_after_a_successful_load(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     request = make_request("a", list(range(12)))
@@ -261,7 +260,7 @@ def test_blocks_enter_the_cache_only_when_their_load_ended_well(
     assert manager.get_computed_blocks(make_request("b", list(range(12))))[1] == 8
 
 
-def test_after_a_load_of_the_whole_prompt_the_last_token_has_its_slot(
+def test_after_a_load_of_the_whole_prompt_the_last_token_has_a_slot(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     request = make_request("a", list(range(8)))
@@ -272,7 +271,7 @@ def test_after_a_load_of_the_whole_prompt_the_last_token_has_its_slot(
     assert added.get_block_ids() == ([],)
 
 
-def test_a_failed_load_cuts_the_request_to_what_arrived(
+def test_a_failed_load_cuts_the_request_to_the_tokens_that_arrived(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     request = make_request("a", list(range(16)))
@@ -288,7 +287,7 @@ def test_a_failed_load_cuts_the_request_to_what_arrived(
     manager.check_integrity()
 
 
-def test_who_shares_an_invalid_block_is_cut_as_well(
+def test_other_requests_that_share_an_invalid_block_are_cut_as_well(
     manager: KVCacheManager, make_request: MakeRequest
 ) -> None:
     compute(manager, make_request("a", [1] * 8))
@@ -299,7 +298,9 @@ def test_who_shares_an_invalid_block_is_cut_as_well(
     manager.check_integrity()
 
 
-def test_what_no_request_holds_is_only_forgotten(manager: KVCacheManager, make_request: MakeRequest) -> None:
+def test_invalid_blocks_that_no_request_holds_are_only_removed_from_the_cache(
+    manager: KVCacheManager, make_request: MakeRequest
+) -> None:
     compute(manager, make_request("a", [1] * 8))
     manager.free("a")
     assert manager.invalidate_blocks([1]) == {}
@@ -339,7 +340,9 @@ def test_pinned_blocks_can_be_hit_and_shared(manager: KVCacheManager, make_reque
     assert manager.num_free_blocks == 10
 
 
-def test_a_pin_is_taken_once_and_given_back_once(manager: KVCacheManager, make_request: MakeRequest) -> None:
+def test_a_request_can_be_pinned_and_unpinned_only_once(
+    manager: KVCacheManager, make_request: MakeRequest
+) -> None:
     with pytest.raises(KVTransferStateError, match="'a' has no blocks"):
         manager.pin("a")
     manager.allocate_slots(make_request("a", [1] * 4), 4)

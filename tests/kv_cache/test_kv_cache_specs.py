@@ -20,7 +20,7 @@ from kvferry.connector.kv_cache_specs import (
 from kvferry.transports.errors import ConfigurationError
 
 MakeConfig = Callable[..., EngineConfig]
-PAGE = 2 * 4 * 2 * 8 * 4  # keys and values, tokens, heads, elements, bytes each
+PAGE = 2 * 4 * 2 * 8 * 4  # keys and values, tokens, heads, elements, bytes per element
 
 
 def pages(spec: KVCacheSpec, config: EngineConfig) -> float:
@@ -61,20 +61,20 @@ def test_full_attention_keeps_every_token(
     assert pages(full, make_config(length)) == expected
 
 
-def test_a_window_keeps_itself_and_one_chunk_of_prefill(
+def test_a_windowed_layer_keeps_its_window_and_one_chunk_of_prefill(
     windowed: Callable[[int], SlidingWindowSpec], make_config: MakeConfig
 ) -> None:
-    # 8 - 1 tokens before a chunk of 16, and one block because they need not begin with one.
+    # 8 - 1 tokens before a chunk of 16, and one more block because the tokens may begin inside a block.
     assert pages(windowed(8), make_config(1000, chunk=16)) == 6 + 1
 
 
-def test_a_chunked_layer_keeps_one_chunk_of_its_own_and_one_of_prefill(
+def test_a_chunked_layer_keeps_one_attention_chunk_and_one_chunk_of_prefill(
     chunked: Callable[[int], ChunkedLocalAttentionSpec], make_config: MakeConfig
 ) -> None:
     assert pages(chunked(8), make_config(1000, chunk=16)) == 6 + 1
 
 
-def test_no_window_keeps_more_than_everything(
+def test_a_window_never_keeps_more_than_full_attention(
     windowed: Callable[[int], SlidingWindowSpec],
     chunked: Callable[[int], ChunkedLocalAttentionSpec],
     make_config: MakeConfig,
@@ -108,7 +108,7 @@ def test_equal_specs_merge_into_one(
     assert SlidingWindowSpec.merge([windowed(8), windowed(8)]) == windowed(8)
 
 
-def test_a_window_in_name_is_kept_when_full_attention_merges(full: FullAttentionSpec) -> None:
+def test_a_recorded_window_is_kept_when_full_attention_specs_merge(full: FullAttentionSpec) -> None:
     narrow = replace(full, sliding_window=8)
     assert FullAttentionSpec.merge([full, narrow]) == narrow
     chunk = replace(full, attention_chunk_size=8)
@@ -147,7 +147,7 @@ def test_a_window_is_positive(cls: type[Any]) -> None:
         cls(4, 2, 8, torch.float32)
 
 
-def test_a_state_has_one_dtype_a_tensor() -> None:
+def test_a_state_has_one_dtype_per_tensor() -> None:
     with pytest.raises(ConfigurationError, match="2 shapes, 1 dtypes"):
         MambaSpec(16, shapes=((1,), (1,)), dtypes=(torch.float32,))
     with pytest.raises(ConfigurationError, match="0 shapes"):
@@ -159,7 +159,7 @@ def test_padding_cannot_shrink_a_state() -> None:
         MambaSpec(16, shapes=((3,),), dtypes=(torch.float32,), page_size_padded=8)
 
 
-def test_a_composite_has_members_that_look_back_alike(
+def test_the_members_of_a_composite_must_have_the_same_window(
     full: FullAttentionSpec, windowed: Callable[[int], SlidingWindowSpec]
 ) -> None:
     for members in (

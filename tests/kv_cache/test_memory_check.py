@@ -38,13 +38,13 @@ def test_usage_is_the_sum_over_layers(
 def test_just_enough_is_enough(
     full: FullAttentionSpec, two_layers: dict[str, KVCacheSpec], make_config: MakeConfig
 ) -> None:
-    enough = (16 + 1) * 2 * full.page_size_bytes  # one request, and the null block
+    enough = (16 + 1) * 2 * full.page_size_bytes  # the blocks of one request, and the null block
     check_enough_kv_cache_memory(make_config(64), two_layers, enough)
     with pytest.raises(ValueError, match="the longest that fits has 60 tokens"):
         check_enough_kv_cache_memory(make_config(64), two_layers, enough - 1)
 
 
-def test_the_error_names_what_is_needed_and_what_there_is(
+def test_the_error_names_the_needed_and_the_available_memory(
     two_layers: dict[str, KVCacheSpec], make_config: MakeConfig
 ) -> None:
     config = make_config(4 * 2**20)
@@ -68,13 +68,13 @@ def test_without_memory_nothing_fits(
         check_enough_kv_cache_memory(make_config(64), two_layers, available)
 
 
-def test_the_estimate_is_never_longer_than_asked(
+def test_the_estimate_is_never_longer_than_the_configured_maximum(
     two_layers: dict[str, KVCacheSpec], make_config: MakeConfig
 ) -> None:
     assert estimate_max_model_len(make_config(64), two_layers, 2**40) == 64
 
 
-def test_a_model_that_keeps_nothing_needs_no_memory(make_config: MakeConfig) -> None:
+def test_a_model_without_a_cache_needs_no_memory(make_config: MakeConfig) -> None:
     check_enough_kv_cache_memory(make_config(64), {}, 0)
     assert estimate_max_model_len(make_config(64), {}, 0) == 64
 
@@ -107,7 +107,7 @@ class _Request:
 def test_a_request_of_the_estimated_length_can_be_computed(
     num_windowed: int, window: int, length: int, chunk: int, num_pages: int
 ) -> None:
-    """The arithmetic of the check, against the block manager doing it."""
+    """Compare the estimate with the block manager, which must be able to run such a request."""
     import torch
 
     full = FullAttentionSpec(4, 1, 8, torch.float32)

@@ -5,7 +5,7 @@ import pytest
 from kvferry.runner_mixin.kv_cache import PrefixCacheStats, PrefixCachingMetrics
 
 
-def test_no_lookup_is_no_hit() -> None:
+def test_without_lookups_the_rate_is_zero() -> None:
     assert PrefixCachingMetrics().hit_rate == 0.0
 
 
@@ -23,7 +23,7 @@ def test_only_the_most_recent_requests_count() -> None:
     assert metrics.hit_rate == 5 / 20
 
 
-def test_an_interval_stays_as_long_as_the_rest_is_too_few_requests() -> None:
+def test_an_interval_is_kept_while_the_later_ones_have_too_few_requests() -> None:
     metrics = PrefixCachingMetrics(max_recent_requests=3)
     metrics.observe(PrefixCacheStats(requests=2, queries=20, hits=20))
     metrics.observe(PrefixCacheStats(requests=2, queries=20, hits=0))

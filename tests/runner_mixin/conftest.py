@@ -1,4 +1,4 @@
-"""A real connector that writes down what is called, and the smallest configurations and steps."""
+"""A connector that records its calls, and minimal configurations and steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Step:
 
 
 class RecordingConnector(WorkerHalf):
-    """Writes each call into `calls`; a call named in `raises` raises."""
+    """Records each call in `calls`. A call that is named in `raises` raises."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -150,7 +150,7 @@ def make_connector() -> Callable[[], RecordingConnector]:
 
 @pytest.fixture
 def connector(make_connector: Callable[[], RecordingConnector]) -> Iterator[RecordingConnector]:
-    """The process's connector during the test."""
+    """Install a connector in this process during the test."""
     with kv_transfer_group(make_connector()) as installed:
         yield installed
 

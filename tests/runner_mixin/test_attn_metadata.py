@@ -1,4 +1,4 @@
-"""A step's batch, its slots, and its metadata once a group."""
+"""A step's batch and slots, and its metadata, which is built once per group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLES = [
 ]
 
 
-def test_a_batch_knows_its_runs(make_batch):
+def test_a_batch_has_the_offsets_and_lengths_of_its_requests(make_batch):
     batch = make_batch([3, 1], [2, 3])
     assert batch.query_start_loc.tolist() == batch.query_start_loc_cpu.tolist() == [0, 3, 4]
     assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [5, 4]
@@ -35,12 +35,12 @@ def test_an_impossible_batch_is_refused(make_batch, new, computed):
 def test_slots_follow_the_block_table(make_batch):
     batch = make_batch([3, 1], [2, 3])
     slots = compute_slot_mapping(TABLES[0], batch, 4)
-    # Positions 2, 3 in block 5, position 4 in block 2; position 3 of the other request in block 3.
+    # Positions 2 and 3 are in block 5, and 4 is in block 2. Position 3 of the other request is in block 3.
     assert slots.tolist() == [22, 23, 8, 15]
     assert slots.dtype == torch.int64
 
 
-def test_metadata_is_built_once_a_group(make_batch):
+def test_metadata_is_built_once_per_group(make_batch):
     batch = make_batch([3, 1], [2, 3], causal=False)
     builders = [
         TorchMetadataBuilder(

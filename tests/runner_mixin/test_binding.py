@@ -1,4 +1,4 @@
-"""Caches reach their layers, in order; layers share caches."""
+"""Caches are bound to their layers, in order, and layers can share caches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_names_with_one_index_all_appear():
     assert sorted(bind(names)) == sorted(names)
 
 
-def test_several_attention_modules_a_layer():
+def test_several_attention_modules_per_layer():
     names = ["layers.1.attn.0", "layers.0.attn.1", "layers.1.attn.1", "layers.0.attn.0"]
     assert bind(names, num_attn_module=2) == sorted(names)
 
@@ -92,12 +92,12 @@ def test_sharing_layers_join_their_targets_group(groups):
     assert again == joined
 
 
-def test_a_target_that_keeps_no_cache_is_named(groups):
+def test_a_target_without_a_cache_is_named(groups):
     with pytest.raises(ConfigurationError, match=r"'layers\.3' shares the cache of 'layers\.9'"):
         add_kv_sharing_layers_to_kv_cache_groups({"layers.3": "layers.9"}, groups)
 
 
-def test_a_sharing_layer_has_its_targets_very_tensor(groups):
+def test_a_sharing_layer_has_the_same_tensor_as_its_target(groups):
     caches = {name: torch.zeros(1) for group in groups for name in group.layer_names}
     joined = initialize_kv_cache_for_kv_sharing({"layers.3": "layers.1"}, groups, caches)
     assert caches["layers.3"] is caches["layers.1"]

@@ -1,4 +1,4 @@
-"""Kernel block sizes: the manager's when possible, else the largest that everyone can."""
+"""Kernel block sizes: the manager's block size if possible, or the largest one that every backend supports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_common_size(manager, supported, expected):
         assert select_common_block_size(manager, groups) == expected
 
 
-def test_every_kind_of_group_gets_its_size():
+def test_every_kind_of_group_gets_its_kernel_block_size():
     full = FullAttentionSpec(32, 1, 8, F32)
     mamba = MambaSpec(64, shapes=((4,),), dtypes=(F32,))
     composite = UniformTypeKVCacheSpecs(32, {"layers.1": full, "layers.2": FullAttentionSpec(32, 2, 8, F32)})
@@ -68,7 +68,7 @@ def test_every_kind_of_group_gets_its_size():
     assert prepare_kernel_block_sizes(config, groups) == [16, 64, 16]
 
 
-def test_kernel_blocks_of_a_block_are_neighbours():
+def test_the_kernel_blocks_of_a_block_are_adjacent():
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
     assert expand_block_table(table, 1) is table
     assert expand_block_table(table, 2).tolist() == [[6, 7, 2, 3], [0, 1, 4, 5]]

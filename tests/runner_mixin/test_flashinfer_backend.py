@@ -1,4 +1,4 @@
-"""What the FlashInfer backend hands to FlashInfer, and, where there is one, what comes back from a GPU."""
+"""What the FlashInfer backend passes to FlashInfer, and, if there is a GPU, that the results agree with torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARAMS = {
 
 
 def run(backend, step, params, device, dtype):
-    """Run one step over a pool of random numbers; its output on the CPU."""
+    """Run one step over a pool of random numbers. Returns its output on the CPU."""
     torch.manual_seed(3)
     new, computed = STEPS[step]
     batch = StepBatch.from_lens(new, computed, device)
@@ -61,7 +61,7 @@ def run(backend, step, params, device, dtype):
 
 
 class StandIn:
-    """FlashInfer's paged wrappers, by the documented meaning of their arguments, in plain torch."""
+    """FlashInfer's paged wrappers in plain torch, following the documentation of their arguments."""
 
     plans = 0
 
@@ -142,12 +142,12 @@ def stand_in(monkeypatch):
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 @pytest.mark.parametrize("step", STEPS)
-def test_flashinfer_is_asked_for_what_torch_computes(stand_in, step, params):
+def test_flashinfer_gets_arguments_that_mean_what_torch_computes(stand_in, step, params):
     device = torch.device("cpu")
     ours = run(TorchAttentionBackend, step, params, device, torch.float32)
     theirs = run(FlashInferBackend, step, params, device, torch.float32)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-    # Planned once a step, however many layers run; single tokens by the decode wrapper.
+    # Planned once per step, however many layers run. The decode wrapper computes single tokens.
     planned = (
         stand_in.BatchPrefillWithPagedKVCacheWrapper.plans,
         stand_in.BatchDecodeWithPagedKVCacheWrapper.plans,

@@ -1,7 +1,7 @@
-"""Groups of several kinds, from their specs to attention over what another node handed over.
+"""Groups of several kinds, from their specs to attention over blocks that another node handed over.
 
-Two nodes without a model share this process: attention layers, recurrent state, block tables, both halves of the
-shared-memory connector.
+Two nodes without a model share this process. Each has attention layers, recurrent state, block tables, and both
+halves of the shared-memory connector.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ BLOCK, WINDOW, HEADS, HEAD_SIZE = 4, 6, 2, 8
 PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 4
 PROMPT = 18
 DEADLINE_S = 10.0
-#: Two with everything, two with a window, and one that reads the first one's cache.
+#: Two layers with full attention, two with a window, and one that reads the first one's cache.
 LAYERS = (
     *(AttentionLayerConfig(f"layers.{i}", HEADS, HEAD_SIZE, WINDOW if i % 2 else None) for i in range(4)),
     AttentionLayerConfig("layers.4", HEADS, HEAD_SIZE, kv_sharing_target="layers.0"),
 )
-#: Its page is enlarged to that of the attention layers.
+#: The page is padded to the size of the attention layers' page.
 STATE = MambaSpec(
     BLOCK,
     shapes=((3, 5), (7,)),
@@ -65,7 +65,7 @@ NUM_IN_WINDOW = NUM_BLOCKS_PER_TABLE - (PROMPT - WINDOW) // BLOCK
 
 
 class SmallBlocks(TorchAttentionBackend):
-    """Works with blocks of 2 tokens only; in memory, heads lie before tokens."""
+    """Supports only blocks of 2 tokens. In memory, heads come before tokens."""
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class SmallBlocks(TorchAttentionBackend):
 
 @dataclass
 class TokenRequest(Request):
-    """A request as connector and block manager see it."""
+    """The part of a request that the connector and the block manager use."""
 
     num_tokens: int = PROMPT
     block_hashes: list[bytes] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Node(KVConnectorModelRunnerMixin):
     # -- computing -----------------------------------------------------------------------------------
 
     def compute(self, request: TokenRequest, num_new_tokens: int) -> torch.Tensor:
-        """Attend the next tokens in every layer, `(num_layers, num_tokens, 4, HEAD_SIZE)`."""
+        """Run attention for the next tokens in every layer. Returns `(num_layers, num_tokens, 4, HEAD_SIZE)`."""
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
         tables = [torch.tensor([table], dtype=torch.int32) for table in self.manager.get_block_ids("a")]
         batch = StepBatch.from_lens([num_new_tokens], [first], CPU)
@@ -177,7 +177,7 @@ class Node(KVConnectorModelRunnerMixin):
         self.scheduler.on_new_request(request)
         assert self.manager.allocate_slots(request, PROMPT)
         self.scheduler.update_state_after_alloc(request, self.manager.get_block_ids("a"), 0)
-        self.step()  # it tells the workers of the request before anything of it is computed
+        self.step()  # announces the request to the workers before any of it is computed
         out = self.compute(request, PROMPT)
         self.write_state(seed=1)
         request.finish_reason = "length"
@@ -187,7 +187,7 @@ class Node(KVConnectorModelRunnerMixin):
         return out, params
 
     def load(self, params: dict[str, object], producer: Node) -> TokenRequest:
-        """Load what was offered, which a state makes end before the prompt's last token; be one token before that."""
+        """Load the offered tokens, which end before the request's last one because of the state. Then go back one token."""
         request = TokenRequest("a", PROMPT + 1, params)
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (PROMPT, True)
@@ -215,7 +215,7 @@ class Node(KVConnectorModelRunnerMixin):
 
 
 def _tokens(layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a layer for every position, `(position, heads, HEAD_SIZE)`."""
+    """Return queries, keys and values of a layer for every position, `(position, heads, HEAD_SIZE)`."""
     noise = torch.Generator().manual_seed(layer)
     return tuple(torch.randn(PROMPT + 8, heads, HEAD_SIZE, generator=noise) for heads in (4, HEADS, HEADS))
 
@@ -239,10 +239,10 @@ layouts = pytest.mark.parametrize("cross_layer_blocks", [True, False], ids=["hyb
 
 @layouts
 @pytest.mark.parametrize("backend", ["TORCH", "SMALL"])
-def test_the_next_tokens_see_what_was_handed_over(
+def test_the_next_tokens_attend_to_the_loaded_blocks(
     backend: str, cross_layer_blocks: bool, make_node: Callable[..., Node]
 ) -> None:
-    """With kernel blocks as large as the manager's, and half as large: full, windowed and sharing layers agree."""
+    """Full, windowed and sharing layers are right, with kernel blocks of the manager's size and of half that size."""
     producer, consumer = (make_node(backend, cross_layer_blocks=cross_layer_blocks) for _ in range(2))
     assert consumer.layout == ("hybrid-uniform" if cross_layer_blocks else "per-layer")
     assert consumer.layers["layers.0"].kv_cache[0].shape[2] == (2 if backend == "SMALL" else BLOCK)
@@ -260,7 +260,9 @@ def test_the_next_tokens_see_what_was_handed_over(
 
 
 @layouts
-def test_a_recurrent_state_crosses_as_it_is(cross_layer_blocks: bool, make_node: Callable[..., Node]) -> None:
+def test_a_recurrent_state_is_copied_as_it_is(
+    cross_layer_blocks: bool, make_node: Callable[..., Node]
+) -> None:
     producer, consumer = (make_node(cross_layer_blocks=cross_layer_blocks) for _ in range(2))
     _, params = producer.prefill()
     expected = producer.state()
@@ -277,7 +279,7 @@ def test_a_recurrent_state_crosses_as_it_is(cross_layer_blocks: bool, make_node:
     assert torch.equal(views[0][block].reshape(-1).view(torch.int8), expected[0][: num_bytes[0]])
 
 
-def test_each_kind_moves_what_it_needs_and_a_shared_cache_once(make_node: Callable[..., Node]) -> None:
+def test_each_kind_transfers_what_it_needs_and_a_shared_cache_once(make_node: Callable[..., Node]) -> None:
     num_states = 1
     num_blocks = NUM_BLOCKS_PER_TABLE + NUM_IN_WINDOW + num_states
     num_regions = {}
@@ -288,18 +290,20 @@ def test_each_kind_moves_what_it_needs_and_a_shared_cache_once(make_node: Callab
         consumer.load(params, producer)
         (transfer,) = consumer.transfers
         assert transfer.num_blocks == num_blocks
-        assert transfer.num_bytes == num_blocks * 2 * PAGE_BYTES, "two layers of each kind, none for layers.4"
+        assert transfer.num_bytes == num_blocks * 2 * PAGE_BYTES, (
+            "there are two layers of each kind, and none for layers.4"
+        )
         num_regions[transfer.layout] = transfer.num_regions
     assert num_regions["per-layer"] == 2 * num_regions["uniform"], (
-        "one run of bytes for both layers of a group"
+        "both layers of a group are one run of bytes"
     )
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("TORCH", "SMALL"), ("SMALL", "TORCH")])
-def test_nodes_with_other_kernel_blocks_and_layouts_understand_each_other(
+def test_nodes_with_other_kernel_blocks_and_layouts_hand_over(
     theirs: str, ours: str, make_node: Callable[..., Node]
 ) -> None:
-    """Their pages have another order: each token finds its place, and a state crosses as it is."""
+    """Their page orders differ. Each token gets into its place, and a state is copied as it is."""
     producer, consumer = make_node(theirs, cross_layer_blocks=False), make_node(ours)
     expected, params = producer.prefill()
     state = producer.state()

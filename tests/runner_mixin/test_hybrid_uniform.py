@@ -1,4 +1,4 @@
-"""Several groups of one page size in one pool: a block of any group is one run of bytes."""
+"""Several groups with the same page size in one pool: a block of any group is one run of bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def preferring(connector):
 
 
 def offsets(view, block, split, base):
-    """Byte offsets in the pool of one manager block of one layer."""
+    """Return the pool's byte offsets of one manager block of one layer."""
     found = set()
     for kernel in range(block * split, (block + 1) * split):
         part = view[kernel]

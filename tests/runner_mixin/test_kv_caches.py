@@ -38,7 +38,7 @@ F32 = torch.float32
 
 
 class HeadsFirst(TorchAttentionBackend):
-    """Blocks of 2 tokens, in memory heads before tokens; needs scratch memory."""
+    """Supports blocks of 2 tokens, with heads before tokens in memory. Needs scratch memory."""
 
     @staticmethod
     def get_supported_kernel_block_sizes():
@@ -92,7 +92,7 @@ def test_a_layer_has_a_window_or_chunks():
         AttentionLayerConfig("layers.3", 2, 8, sliding_window=16, attention_chunk_size=32)
 
 
-def test_the_cache_dtype_is_the_models_unless_told(config):
+def test_the_cache_dtype_is_the_models_unless_it_is_set(config):
     assert resolve_kv_cache_dtype(config) is F32
     stored = replace(config, cache=CacheConfig(cache_dtype="float16"))
     assert resolve_kv_cache_dtype(stored) is torch.float16
@@ -106,7 +106,7 @@ def test_a_dtype_that_torch_lacks_is_named(config, name):
         resolve_kv_cache_dtype(replace(config, model=replace(config.model, dtype=name)))
 
 
-def test_one_backend_and_one_builder_a_group(config, kv_cache_config):
+def test_each_group_has_one_backend_and_one_builder(config, kv_cache_config):
     setup = init_attn_backend(kv_cache_config, config, CPU)
     assert set(setup.attn_backends.values()) == {TorchAttentionBackend}
     assert len(setup.attn_groups) == len(setup.metadata_builders) == 1
@@ -173,20 +173,20 @@ def test_a_cache_is_seen_in_logical_order(heads_first, kv_cache_config):
     caches = _reshape_kv_cache(kv_cache_config, raw, setup.attn_backends, setup.kernel_block_sizes)
     for name, cache in caches.items():
         assert cache.data_ptr() == raw[name].data_ptr()
-        # 6 blocks of 4 tokens as 12 of 2; heads lie before tokens in memory.
+        # 6 blocks of 4 tokens are 12 kernel blocks of 2. Heads come before tokens in memory.
         assert cache.shape == (12, 2, 2, 2, 8)
         assert cache.stride() == (64, 32, 8, 16, 1)
         assert cache.dtype == F32
 
 
-def test_bytes_that_are_no_whole_pages_are_refused(config, kv_cache_config):
+def test_a_size_that_is_not_a_multiple_of_the_page_is_refused(config, kv_cache_config):
     setup = init_attn_backend(kv_cache_config, config, CPU)
     raw = {name: torch.zeros(100, dtype=torch.int8) for name in setup.attn_backends}
     with pytest.raises(ConfigurationError, match="100 bytes is not a multiple of the page of 512 bytes"):
         _reshape_kv_cache(kv_cache_config, raw, setup.attn_backends, setup.kernel_block_sizes)
 
 
-def test_a_backend_that_stores_something_else_is_refused(config):
+def test_a_backend_that_does_not_store_what_the_spec_says_is_refused(config):
     latent = FullAttentionSpec(4, 1, 8, F32, use_mla=True)
     cache_config = KVCacheConfig(
         2,

@@ -1,4 +1,4 @@
-"""From a model's layers to attention over a pool: the same results in every layout, and the connector's say in it."""
+"""From a model's layers to attention over a pool: all layouts give the same results, and the connector chooses one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCKS = 24
 
 
 class SmallBlocks(TorchAttentionBackend):
-    """Works with blocks of 2 tokens; in memory, heads lie before tokens."""
+    """Supports blocks of 2 tokens. In memory, heads come before tokens."""
 
     @staticmethod
     def get_supported_kernel_block_sizes():
@@ -48,7 +48,7 @@ def backends(monkeypatch):
 
 
 def plan_pool(specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """One group for each spec; tensor `i` is shared by the `i`-th layer of each group."""
+    """Make one group per spec. Tensor `i` is shared by the `i`-th layer of each group."""
     groups: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         groups.setdefault(spec, []).append(name)
@@ -86,13 +86,13 @@ class Model:
         self.builders = setup.metadata_builders
 
     def run(self, make_batch, lengths=(13, 6), chunk=5):
-        """Prefill some sequences chunk by chunk; all outputs of all layers."""
+        """Prefill some sequences chunk by chunk. Returns all outputs of all layers."""
         torch.manual_seed(5)
         data = [torch.randn(len(self.layers), 3, n, 4, 8) for n in lengths]
         for one in data:
-            # The same queries in each layer: results differ by what is cached only.
+            # Each layer gets the same queries, so results differ only because of the cached keys and values.
             one[:, 0] = one[0, 0]
-        # Groups share the pool, so each has blocks of its own.
+        # Groups share the pool, so each needs its own blocks.
         ids = torch.randperm(BLOCKS - 1)[: len(self.cache_config.kv_cache_groups) * len(lengths) * 4] + 1
         tables = list(
             ids.view(len(self.cache_config.kv_cache_groups), len(lengths), 4).to(torch.int32).unbind()
@@ -114,7 +114,7 @@ class Model:
 
 @pytest.fixture
 def hybrid(config):
-    """Two layers with everything, two with a window, and one that reads the first one's cache."""
+    """Two layers with full attention, two with a window, and one that reads the first one's cache."""
     layers = [
         AttentionLayerConfig(f"layers.{i}", 2, 8, sliding_window=6 if i % 2 else None) for i in range(4)
     ]
@@ -171,7 +171,7 @@ def test_several_groups_are_registered_as_views_of_one_buffer(preferring, hybrid
     assert pointers == {pool.data_ptr()}
 
 
-def test_a_connector_that_prefers_layers_gets_layers(connector, config):
+def test_a_connector_that_prefers_separate_layers_gets_them(connector, config):
     assert Model(config).layout == "per-layer"
     assert connector.registered.keys() == {layer.name for layer in config.model.layers}
     assert all(cache.is_contiguous() for cache in connector.registered.values())

@@ -1,4 +1,4 @@
-"""How much memory there is, how much a node may take, and where its pool comes from."""
+"""How much memory there is, how much of it a node may use, and where its pool comes from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_exactly_enough_is_enough():
     assert request_memory(MemorySnapshot(CPU, 1000, 900), CacheConfig(memory_utilization=0.9)) == 900
 
 
-def test_too_little_names_every_figure():
+def test_the_error_for_too_little_memory_names_every_figure():
     with pytest.raises(ValueError, match="cpu has") as caught:
         request_memory(MemorySnapshot(CPU, 10 * GIB, 2 * GIB), CacheConfig(memory_utilization=0.8))
     for figure in ("2.00 GiB free", "10.00 GiB", "memory_utilization=0.8", "8.00 GiB"):

@@ -1,4 +1,4 @@
-"""The lifecycle of one step, in its order, whatever raises."""
+"""The calls of one step come in the right order, whichever of them raises."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_lifecycle_has_its_order(runner, connector, make_step, in_step):
     assert not connector.has_connector_metadata()
 
 
-def test_preemptions_come_before_everything(runner, connector, make_step, in_step):
+def test_preemptions_are_handled_before_everything_else(runner, connector, make_step, in_step):
     with runner.maybe_get_kv_connector_output(make_step(preempted_req_ids={"a"})):
         pass
     assert connector.calls[:2] == ["handle_preemptions", "bind"]

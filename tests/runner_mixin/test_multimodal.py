@@ -15,7 +15,7 @@ ROWS = torch.ones(3, 4)
 
 
 @pytest.mark.parametrize("embeddings", [[ROWS, ROWS[:1]], (ROWS, ROWS), torch.ones(2, 3, 4)])
-def test_one_matrix_an_item_is_accepted(embeddings):
+def test_one_matrix_per_item_is_accepted(embeddings):
     sanity_check_mm_encoder_outputs(embeddings, 2)
 
 
@@ -29,7 +29,7 @@ def test_anything_else_is_refused():
 
 
 @pytest.mark.parametrize("embeddings", [[ROWS[0]], [ROWS.numpy()], torch.ones(1, 4), torch.ones(1, 2, 3, 4)])
-def test_an_item_that_is_no_matrix_is_named(embeddings):
+def test_an_item_that_is_not_a_matrix_is_named(embeddings):
     with pytest.raises(ValueError, match="item 0 is"):
         sanity_check_mm_encoder_outputs(embeddings, 1)
 
@@ -48,12 +48,12 @@ def test_scatter_then_gather_is_the_identity():
     assert gather_mm_placeholders(placeholders, mask).equal(embeds)
 
 
-def test_without_a_mask_nothing_moves():
+def test_without_a_mask_nothing_is_moved():
     assert scatter_mm_placeholders(ROWS, None) is ROWS
     assert gather_mm_placeholders(ROWS, None) is ROWS
 
 
-def test_a_mask_of_another_count_is_refused():
+def test_a_mask_with_another_number_of_placeholders_is_refused():
     with pytest.raises(ValueError, match="cannot scatter 3 embeddings: the mask has 2 placeholders"):
         scatter_mm_placeholders(ROWS, torch.tensor([True, False, True]))
 
@@ -64,7 +64,7 @@ def test_placeholders_of_another_mask_are_refused():
 
 
 @pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), torch.ones(3, 4, dtype=torch.bool)])
-def test_a_mask_is_one_bool_a_placeholder(mask):
+def test_a_mask_is_one_bool_per_position(mask):
     for move in (scatter_mm_placeholders, gather_mm_placeholders):
         with pytest.raises(ValueError, match="a mask must be a 1-D bool tensor"):
             move(ROWS, mask)

@@ -1,4 +1,4 @@
-"""Attention over the paged cache equals attention over plain tensors, however the batch was cut."""
+"""Attention over the paged cache equals attention over plain tensors, however the batch is split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMS = AttentionParams(num_heads=6, num_kv_heads=2, head_size=8, scale=0.3)
 
 
 def reference(query, key, value, params, causal=True):
-    """One request, all positions at once, a head at a time."""
+    """Compute one request, all positions at once, one head after the other."""
     query, key, value = (x.double() for x in (query, key, value))
     length, heads = query.shape[:2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -59,7 +59,7 @@ class Cache:
         shape = TorchAttentionBackend.get_kv_cache_shape(
             (1 + ids.numel()) * BLOCK // kernel_block, kernel_block, params.num_kv_heads, params.head_size
         )
-        # What a block held before must never show, whatever it is.
+        # NaN shows if the former contents of a block are ever used.
         pool = torch.full((shape[0], layers, *shape[1:]), float("nan"), dtype=dtype)
         pool[0] = 0
         self.params = params
@@ -76,7 +76,7 @@ class Cache:
         ]
 
     def step(self, work, *, causal=True, layer=None):
-        """Run `{request: (first, last)}` positions as one step; their outputs by request."""
+        """Run `{request: (first, last)}` positions as one step. Returns their outputs by request."""
         layer = layer or self.layer
         requests, spans = list(work), list(work.values())
         batch = StepBatch.from_lens([b - a for a, b in spans], [a for a, _ in spans], CPU, causal=causal)
@@ -85,7 +85,7 @@ class Cache:
         builder = TorchMetadataBuilder(group, self.kernel_block, CPU, torch.empty(0, dtype=torch.int8))
         metadata = build_attn_metadata([builder], batch, [table], [compute_slot_mapping(table, batch, BLOCK)])
         flat = [torch.cat([self.data[r][i][a:b] for r, (a, b) in work.items()]) for i in range(3)]
-        # Heads before tokens in memory, as models hand them over.
+        # In memory, heads come before tokens, as in the tensors of real models.
         flat = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in flat]
         with set_forward_context(ForwardContext({layer.name: layer}, metadata)):
             out = layer.forward(*flat)
@@ -155,7 +155,7 @@ def test_chunk_by_chunk_beside_requests_that_decode(params, chunk):
         decoding += 1
 
 
-def test_the_result_does_not_depend_on_the_neighbours():
+def test_the_result_does_not_depend_on_other_requests_in_the_batch():
     lengths = (40, 37, 3, 22)
     last = {r: (n - 1, n) for r, n in enumerate(lengths)}
     cache = Cache(lengths)
@@ -178,10 +178,10 @@ def test_kernel_blocks_smaller_than_the_managers():
         cache.check(request, out)
 
 
-def test_blocks_that_left_the_window_are_not_read():
+def test_blocks_outside_the_window_are_not_read():
     cache = Cache((30,), params=replace(PARAMS, sliding_window=6))
     cache.step({0: (0, 29)})
-    # Token 29 sees 24 to 29: blocks 6 and 7. The manager has put the null block in place of the others.
+    # Token 29 sees 24 to 29, which are in blocks 6 and 7. The manager has replaced the others with the null block.
     cache.table[0, :6] = 0
     cache.layer.kv_cache[0][0] = float("nan")
     cache.check(0, cache.step({0: (29, 30)})[0], 29)
@@ -216,7 +216,7 @@ def test_half_precision_queries_keep_their_type():
     assert cache.step({0: (0, 9)})[0].dtype == torch.bfloat16
 
 
-def test_single_tokens_of_like_length_make_one_tile(make_batch):
+def test_single_tokens_of_sequences_of_similar_length_make_one_tile(make_batch):
     lengths = [5, 6, 7, 8, 30, 100, 120]
     batch = make_batch([1] * 7 + [3], [n - 1 for n in lengths] + [2])
     table = torch.zeros(8, 30, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the package exports is what it names."""
+"""The package exports exactly the names that it lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recurrent layers keep, and which page is whose."""
+"""What recurrent layers store, and which page belongs to which request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_of(
     )
 
 
-def test_a_states_page_is_as_large_as_an_attention_layers() -> None:
+def test_a_states_page_is_as_large_as_that_of_an_attention_layer() -> None:
     specs = get_kv_cache_spec(config_of(STATE), torch.float32)
     attention, state = specs["layers.0.self_attn"], specs["layers.1.mamba"]
     assert isinstance(attention, FullAttentionSpec)
@@ -49,7 +49,7 @@ def test_without_attention_pages_stay_aligned() -> None:
     assert specs["layers.1.mamba"].page_size_bytes == 80
 
 
-def test_a_state_larger_than_a_page_names_the_block_size_that_would_do() -> None:
+def test_the_error_for_a_state_larger_than_a_page_names_a_sufficient_block_size() -> None:
     config = config_of(replace(STATE, state_shapes=((321,), (1,))))
     with pytest.raises(ConfigurationError, match="1286 bytes.*use block_size=11 or more") as caught:
         get_kv_cache_spec(config, torch.float32)
@@ -68,7 +68,7 @@ def test_each_request_has_one_page_and_layers_of_a_group_share_the_metadata() ->
     assert metadata["layers.1.mamba"].batch is batch
 
 
-def test_attention_groups_have_no_state() -> None:
+def test_attention_groups_have_no_state_metadata() -> None:
     config = config_of()
     pool = get_kv_cache_config(config, get_kv_cache_spec(config, torch.float32), available_memory=0)
     batch = StepBatch.from_lens([3], [0], CPU)

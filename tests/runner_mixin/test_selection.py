@@ -1,4 +1,4 @@
-"""Which attention backend a node uses."""
+"""How a node chooses its attention backend."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_out_of_tree_backend_is_found_by_name(register, monkeypatch):
         select_attention_backend(CPU, torch.float32, "OWN")
 
 
-def test_no_backend_at_all_gives_every_reason(monkeypatch):
+def test_the_error_without_any_backend_gives_every_reason(monkeypatch):
     flashinfer_only = {"FLASHINFER": selection._BACKENDS["FLASHINFER"]}
     monkeypatch.setattr(selection, "_BACKENDS", flashinfer_only)
     with pytest.raises(BackendUnavailableError, match="FLASHINFER: it needs a CUDA device"):

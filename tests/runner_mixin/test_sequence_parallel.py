@@ -1,4 +1,4 @@
-"""When sequence parallelism leaves the residual scattered."""
+"""When the residual is scattered because of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_not_on_one_rank(scattered):
     assert not scattered(7, ranks=1, full_graph=True)
 
 
-def test_tokens_that_cannot_be_spread_are_refused(scattered):
+def test_a_number_of_tokens_that_cannot_be_divided_is_refused(scattered):
     with pytest.raises(ValueError, match="multiple of 2 tokens, got 7"):
         scattered(7, full_graph=True)
 
@@ -44,7 +44,7 @@ def test_every_size_of_a_whole_or_partitioned_graph(scattered):
     assert scattered(8, use_graph_partition=True)
 
 
-def test_else_only_listed_sizes(scattered):
+def test_otherwise_only_the_listed_sizes(scattered):
     assert not scattered(8)
     assert scattered(8, compile_sizes=frozenset({8}))
     assert not scattered(6, compile_sizes=frozenset({8}))

@@ -1,4 +1,4 @@
-"""The process slot: one connector per process, which a forked child does not use."""
+"""A process has one slot for a connector, and a forked child does not use its parent's connector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.transports.errors import KVTransferStateError
 
 @pytest.fixture
 def out_of_tree(config, make_connector, monkeypatch):
-    """A configuration that names a connector with a recording worker half by its module."""
+    """A configuration that names a connector by its module. Its worker half records calls."""
 
     class Recording(KVConnectorBase):
         def make_worker_half(self):
@@ -41,7 +41,7 @@ def out_of_tree(config, make_connector, monkeypatch):
     ensure_kv_transfer_shutdown()
 
 
-def test_an_empty_slot_says_so():
+def test_an_empty_slot_raises_an_error_that_says_so():
     assert not has_kv_transfer_group()
     with pytest.raises(KVTransferStateError, match="ensure_kv_transfer_initialized"):
         get_kv_transfer_group()
@@ -135,14 +135,14 @@ state.install_kv_transfer_group(Connector())
 
 
 def test_shutdown_is_harmless_while_python_ends():
-    """The runner is garbage only when modules are being taken down."""
+    """The runner is collected only when modules are being torn down."""
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout in ("shut down\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_told_whose_connector_it_is(connector):
+def test_a_forked_child_gets_an_error_that_names_the_connectors_process(connector):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

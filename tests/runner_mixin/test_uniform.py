@@ -31,7 +31,7 @@ def preferring(connector):
 
 
 def run_of(view, blocks):
-    """Start and end address of some blocks of one layer, which lie in one run."""
+    """Return the start and end address of some blocks of one layer, which must be one run of bytes."""
     part = view[blocks]
     itemsize = part.element_size()
     start = part.data_ptr()
@@ -112,7 +112,7 @@ def test_views_are_layers_of_the_tensor_in_the_configs_order(kv_cache_config, gr
 
 
 def test_a_backend_may_choose_another_order(kv_cache_config, group):
-    """Layers first: admitted, although a block of all layers is then several runs."""
+    """An order with layers first is allowed, although a block of all layers is then several runs of bytes."""
     order = staticmethod(lambda include_num_layers_dimension=False: (0, 1, 2, 3, 4, 5))
     backend = type("LayersFirst", (TorchAttentionBackend,), {"get_kv_cache_stride_order": order})
     _, cross_layers, _ = allocate_uniform_kv_caches(
