@@ -96,7 +96,7 @@ def test_a_release_ends_a_claimed_offer(producer: ProducerProtocol, delivered: b
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_release_without_a_claim_changes_nothing(producer: ProducerProtocol, delivered: bool) -> None:
-    """A peer that only knows an offer's lease number cannot end the offer, either before or after the offer is claimed."""
+    """A peer that only knows an offer's lease number cannot end the offer, before or after it is claimed."""
     offered(producer)
     assert producer.receive(OTHER, Release("r", 1, delivered, 0, 1), now=1.0) == []
     producer.receive(PEER, Claim("r", 1, 0, 1), now=1.0)
