@@ -105,7 +105,7 @@ class Pair:
         self.assert_whole()
 
     def assert_recovers(self) -> None:
-        """Check that the next handoff over the repaired link succeeds, or on a machine that is too busy the one after it.
+        """Check that the next handoff over the repaired link succeeds, or the one after it if the machine is too busy.
 
         Both nodes have dropped the old connection: the load failed on the decode node, and the prefill node freed its
         blocks. So if a handoff fails now, its new connection must have been silent for the peer timeout.

@@ -187,7 +187,7 @@ class Node(KVConnectorModelRunnerMixin):
         return out, params
 
     def load(self, params: dict[str, object], producer: Node) -> TokenRequest:
-        """Load the offered tokens, which end before the request's last one because of the state. Then go back one token."""
+        """Load the offer, which ends before the request's last token because of the state. Then go back one token."""
         request = TokenRequest("a", PROMPT + 1, params)
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (PROMPT, True)

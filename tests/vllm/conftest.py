@@ -1,4 +1,4 @@
-"""Real vLLM engines in child processes, with a tiny model whose answers depend on every token before them."""
+"""Real vLLM engines in child processes, with a tiny model whose answers depend on every earlier token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
 
 HERE = Path(__file__).parent
-#: What runs where there is no vLLM, with the reference engine if with any; `make test-vllm` has a venv with it.
+#: Modules that also run without vLLM, on the reference engine or without an engine. `make test-vllm` has vLLM.
 WITHOUT_VLLM = ("test_failures.py", "test_handoff.py", "test_import.py", "test_slow_steps.py")
 HAS_VLLM = find_spec("vllm") is not None
 
@@ -30,14 +30,14 @@ if not HAS_VLLM:
     collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name not in WITHOUT_VLLM]
 else:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what vLLM and torch say of themselves is not about us
+        warnings.simplefilter("ignore")  # warnings about vLLM's and torch's own code
         importlib.import_module("kvferry.connector.vllm.adapter")
 
 HOSTS = {
     "vllm": HERE.resolve().parent / "support" / "vllm_program.py",
     "reference": HERE / "reference_program.py",
 }
-#: Short, so that what never comes is given up soon.
+#: Short, because tests wait until these timeouts expire.
 EXTRA = {
     "transport": "shm",
     "lease_s": 3,
@@ -56,13 +56,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    # Otherwise the first request for log-probabilities waits until a compiler has made one small function.
+    # Otherwise the first request for log-probabilities waits for a compilation.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without vLLM, leave out what runs with its engines."""
+    """Without vLLM, deselect the tests that run its engines."""
     if not HAS_VLLM:
         missing = [item for item in items if item.path.parent == HERE and _needs_vllm(item)]
         config.hook.pytest_deselected(items=missing)
@@ -99,7 +99,7 @@ def _transfer(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What processes that are started while the block runs find in their environment."""
+    """Set the environment of the processes that are started inside the block."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in ENVIRONMENT.items():
             environment.setenv(name, value)
@@ -108,7 +108,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama. Its weights are large, so that each token of a prompt changes the answer."""
+    """A folder with a random Llama model. Its weights are large, so that each token of a prompt changes the answer."""
     from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(
@@ -118,7 +118,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Node]]:
-    """Start an engine; `wait_until_ready` is the caller's, so that several can start together."""
+    """Start an engine. The caller calls `wait_until_ready`, so that several engines can start at the same time."""
     nodes: list[Node] = []
     with ExitStack() as stack:
 
@@ -144,30 +144,30 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode node, and what is asked of them together."""
+    """A prefill and a decode node, and operations that involve both."""
 
     prefill: Node
     decode: Node
     names: Iterator[str] = field(default_factory=lambda: (f"request-{number}" for number in count()))
 
     def prefilled(self, prompt: list[int]) -> Answer:
-        """Have a prompt computed, and return what the decode node is to be told."""
+        """Have the prefill node compute a prompt. Returns the params for the decode node."""
         answer = self.prefill.ask(next(self.names), prompt, params={"do_remote_decode": True})
         return answer["params"]
 
     def hand_over(self, prompt: list[int], max_tokens: int = 8) -> Answer:
-        """The decode node's answer to a prompt that the prefill node computed."""
+        """Return the decode node's answer to a prompt that the prefill node computed."""
         return self.decode.ask(next(self.names), prompt, max_tokens, self.prefilled(prompt))
 
     def alone(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
-        """The tokens of one node that computed the prompt itself."""
+        """Return the tokens of a node that computed the prompt itself."""
         self.decode.order("forget")
         return self.decode.ask(next(self.names), prompt, max_tokens)["tokens"]
 
     def expectation(self, prompt: str | Sequence[int], max_tokens: int) -> Expectation:
-        """As `alone`, with the two largest logits for the first token.
+        """The same as `alone`, with the two largest logits for the first token.
 
-        Only for answers that differ: most tests ask vLLM for what users ask it for, without log-probabilities.
+        Only for answers that differ. Otherwise tests send the requests of normal users, without log-probabilities.
         """
         tokens = [int(token) for token in prompt]
         self.decode.order("forget")
@@ -175,20 +175,20 @@ class Pair:
         return Expectation(tokens, told["tokens"], [(token, logit) for token, logit in told["top_logits"]])
 
     def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
-        """Fail unless a whole answer is that of one node that computed the prompt itself, near-ties of logits apart."""
+        """Fail unless an answer is that of a node that computed the prompt itself, apart from near-ties of logits."""
         assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens), self.expectation)
-        # A near-tie at its last token must not excuse an answer that was cut short there.
+        # A near-tie at the last token must not hide that the answer ends too early.
         assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
     def assert_ended_by(self, policy: str, answer: Answer, prompt: list[int]) -> None:
-        """A request whose load failed was failed, or computed on the decode node, as the policy says."""
+        """Check that a request whose load failed has failed or was recomputed, as the policy says."""
         if policy == "fail":
             assert answer["reason"] == "error"
         else:
             self.assert_like_alone(prompt, answer["tokens"])
 
     def fill(self, node: Node) -> list[str]:
-        """Take every place of a node for a while, so that no other request is scheduled."""
+        """Occupy all request slots of a node for a while, so that no other request is scheduled."""
         names = [next(self.names) for _ in range(MAX_NUM_SEQS)]
         for token, name in enumerate(names, start=3):
             node.start(name, [token], 1000)
@@ -196,7 +196,7 @@ class Pair:
 
     @contextmanager
     def busy(self, node: Node) -> Iterator[None]:
-        """Take every place of a node while the block runs."""
+        """Occupy all request slots of a node inside the block."""
         names = self.fill(node)
         yield
         for name in names:
@@ -205,7 +205,7 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def start_pair(start_node: Callable[..., Node]) -> Callable[..., Pair]:
-    """Start two nodes that are alike; they live as long as the tests."""
+    """Start two identical nodes that run until the end of the session."""
 
     def start(**arguments: Any) -> Pair:
         prefill, decode = (start_node(**arguments) for _ in range(2))
@@ -218,7 +218,7 @@ def start_pair(start_node: Callable[..., Node]) -> Callable[..., Pair]:
 def start_module_pair(start_node: Callable[..., Node]) -> Iterator[Callable[..., Pair]]:
     """Start two nodes that end with the module.
 
-    What is said in `prefill` and `decode` is of one of them, the rest of both.
+    `prefill` and `decode` are arguments for one of the nodes. The other arguments are for both.
     """
     nodes: list[Node] = []
 
@@ -248,19 +248,19 @@ def ucx_pair(start_pair: Callable[..., Pair]) -> Pair:
 
 @pytest.fixture(scope="session")
 def reference_pair(start_pair: Callable[..., Pair]) -> Pair:
-    """Nodes of the reference engine: what holds for vLLM's holds for them."""
+    """Nodes of the reference engine, which must pass the same tests as vLLM's."""
     return start_pair(host="reference")
 
 
 @pytest.fixture(scope="session")
 def running_pair(shm_pair: Pair) -> Pair:
-    """The nodes of most tests; modules may override it."""
+    """The nodes of most tests. Modules may override this fixture."""
     return shm_pair
 
 
 @pytest.fixture
 def pair(running_pair: Pair) -> Iterator[Pair]:
-    """The nodes with empty caches; every block is free again when the test is over."""
+    """The nodes with empty caches. Every block must be free again after the test."""
     nodes = (running_pair.prefill, running_pair.decode)
     for node in nodes:
         node.order("forget")
@@ -276,20 +276,20 @@ def is_at_rest() -> Callable[[Answer], bool]:
 
 
 def _is_at_rest(status: Answer) -> bool:
-    """All blocks but the null block are free, and nothing is remembered of any request."""
+    """Whether all blocks except the null block are free, and no state of any request remains."""
     return (status["free_blocks"], status["num_requests"], status["num_remembered"]) == (NUM_BLOCKS - 1, 0, 0)
 
 
 @pytest.fixture(params=["fail", "recompute"])
 def policy(request: pytest.FixtureRequest, pair: Pair) -> str:
-    """What the decode node does with a request whose load fails."""
+    """The decode node's policy for a request whose load fails."""
     pair.decode.order("policy", policy=request.param)
     return request.param
 
 
 @pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
-    """Token ids that no other seed or length begins with."""
+    """`(num_tokens, seed)` → token ids that share no prefix with those of another seed or length."""
 
     def tokens(num_tokens: int, seed: int = 0) -> list[int]:
         return random.Random(f"{num_tokens} {seed}").choices(range(256), k=num_tokens)

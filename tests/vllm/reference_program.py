@@ -1,4 +1,4 @@
-"""The reference engine behind the same orders as a vLLM engine: one suite of tests for both hosts of a connector.
+"""The reference engine with the same orders as a vLLM engine, so that both pass the same tests.
 
 python reference_program.py '{"model": ..., "kv_transfer_config": {...}, ...}' --launcher-fd DESCRIPTOR
 """
@@ -23,7 +23,7 @@ from tests.support.orders import obey
 
 
 class ReferenceHost:
-    """The reference engine, taking vLLM's settings and orders."""
+    """The reference engine, which takes vLLM's settings and orders."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         transfer = settings["kv_transfer_config"]

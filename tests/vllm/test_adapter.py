@@ -1,4 +1,4 @@
-"""What the adapter makes of vLLM's words, without an engine."""
+"""How the adapter translates vLLM's configuration, requests and calls, without an engine."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def test_it_is_a_connector_of_vllm():
 
     assert issubclass(KvferryConnector, KVConnectorBase_V1)
     assert not KvferryConnector.__abstractmethods__
-    # Of several groups' failed loads an older vLLM cannot be told; of a connector without them it makes one.
+    # An older vLLM cannot be told about failed loads of several groups. For a connector that does not support several
+    # groups it makes a single one.
     assert supports_hma(KvferryConnector) == hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
-def test_vllm_knows_it_by_name_alone():
+def test_vllm_finds_it_by_name_alone():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.plugins import load_general_plugins
 
@@ -79,7 +80,7 @@ class TestOptions:
             connector_options(mapping)
         assert caught.value.key == next(iter(mapping))
 
-    def test_an_unknown_option_is_told_with_the_nearest_name_while_vllm_reads_its_configuration(self):
+    def test_an_unknown_option_is_reported_with_the_nearest_name_while_vllm_reads_its_configuration(self):
         for options, nearest in (
             ({"leas_s": 1}, "lease_s"),
             ({"transport_option": {}}, "transport_options"),
@@ -92,7 +93,7 @@ class TestOptions:
 
 
 class TestHeads:
-    """How many KV heads the whole model has, which a rank's own caches do not tell."""
+    """The number of KV heads of the whole model, which does not follow from a rank's own caches."""
 
     @staticmethod
     def _heads(total, num_ranks, *heads_by_layer):
@@ -113,13 +114,13 @@ class TestHeads:
     def test_ranks_split_or_share_them(self, total, num_ranks, own):
         assert self._heads(total, num_ranks, own, own) == total
 
-    def test_where_it_cannot_be_told_ranks_are_told_apart(self):
+    def test_ranks_are_distinguished_if_the_number_is_unknown(self):
         assert self._heads(8, 2, 4, 2) == 0
         assert self._heads(None, 2, 4) == 0
 
 
 class TestRefusedSettings:
-    """What vLLM can do and a handoff cannot ends the start, by name."""
+    """A setting of vLLM that handoffs do not support ends the start with an error that names it."""
 
     @pytest.mark.parametrize(
         ("part", "key", "value"),
@@ -138,9 +139,9 @@ class TestRefusedSettings:
             engine_config(SimpleNamespace(**parts, kv_transfer_config=None), KVCacheConfig(8, (), ()))
         assert caught.value.key == key
 
-    def test_a_kind_of_cache_whose_blocks_stand_for_no_tokens(self):
+    def test_a_kind_of_cache_whose_blocks_do_not_hold_tokens(self):
         class CircularBufferSpec(SimpleNamespace):
-            """One block for each request, as vLLM has it for keys that are still to be compressed."""
+            """One block per request, as in vLLM for keys that are not compressed yet."""
 
         spec = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
@@ -150,7 +151,7 @@ class TestRefusedSettings:
     @pytest.mark.parametrize(
         ("kv_caches", "num_bytes"), [({}, 0), ({"layer": torch.zeros(8, 100, dtype=torch.int8)}, 800)]
     )
-    def test_a_cache_of_which_vllm_registers_a_part(self, kv_caches, num_bytes):
+    def test_a_cache_that_vllm_registers_only_partly(self, kv_caches, num_bytes):
         group = SimpleNamespace(
             layer_names=["layer"], kv_cache_spec=SimpleNamespace(real_page_size_bytes=128)
         )
@@ -160,7 +161,7 @@ class TestRefusedSettings:
 
 
 class TestPacking:
-    """In which order CPU attention keeps keys; older versions tell it elsewhere, or not at all."""
+    """The order in which CPU attention stores keys. Older versions of vLLM have it elsewhere, or not at all."""
 
     @staticmethod
     def _packing(**layer):
@@ -176,7 +177,7 @@ class TestPacking:
     def test_it_is_found(self):
         assert self._packing(isa="amx") == self._packing(impl=SimpleNamespace(isa="amx")) == "amx"
 
-    def test_without_it_nobody_could_tell_whether_two_nodes_fit(self):
+    def test_an_unknown_order_is_refused(self):
         with pytest.raises(ConfigurationError, match="order"):
             self._packing(impl=None)
 
@@ -190,7 +191,7 @@ class TestPoolPlacement:
     def placement(self, pool):
         return PoolPlacement(lambda num_bytes: pool)
 
-    def test_the_allocation_is_answered_and_no_other(self, placement, pool):
+    def test_only_the_caches_allocation_is_replaced(self, placement, pool):
         ordinary = torch.zeros
         with placement.answering(4096):
             others = [
@@ -205,7 +206,7 @@ class TestPoolPlacement:
         assert not any(placement.holds(other) for other in (*others[:3], again))
         assert torch.zeros is ordinary
 
-    def test_without_memory_vllm_keeps_its_own(self, caplog):
+    def test_if_the_transport_has_no_memory_vllm_allocates_its_own(self, caplog):
         def nothing_left(num_bytes):
             raise ConfigurationError("no memory")
 
@@ -216,7 +217,7 @@ class TestPoolPlacement:
         assert not placement.holds(cache)
         assert "stays in vLLM's own memory: no memory" in caplog.text
 
-    def test_it_is_put_back_whatever_happens(self, placement):
+    def test_torchs_function_is_restored_after_an_exception(self, placement):
         ordinary = torch.zeros
         with pytest.raises(RuntimeError), placement.answering(64):
             raise RuntimeError
@@ -224,8 +225,8 @@ class TestPoolPlacement:
 
 
 @pytest.mark.parametrize(("device_type", "is_wanted"), [("cpu", True), ("cuda", False)])
-def test_only_main_memory_is_to_be_the_transports(device_type, is_wanted):
-    """A cache on a GPU stays where vLLM has it."""
+def test_only_main_memory_is_allocated_by_the_transport(device_type, is_wanted):
+    """A cache on a GPU stays in the memory that vLLM allocates."""
     half = HandoffWorker(
         EngineConfig(ModelConfig("m", "float32", 64)),
         KVCacheConfig(8, (), ()),
@@ -262,7 +263,7 @@ def _request(request_id, params):
 
 
 class TestContent:
-    """What two requests must have in common to have each other's blocks."""
+    """What two requests must have in common to use each other's blocks."""
 
     IMAGE = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=8, length=4))
 
@@ -276,7 +277,7 @@ class TestContent:
             ("prompt_embeds", torch.ones(40, 4)),
         ],
     )
-    def test_they_have(self, key, value):
+    def test_every_part_of_the_content_counts(self, key, value):
         one, other = _request("r", None), _request("s", None)
         assert self.digest(one) == self.digest(other)
         setattr(other, key, value)
@@ -286,15 +287,15 @@ class TestContent:
     def digest(request):
         return content_digest(VllmRequest.of(request), 40)
 
-    def test_an_image_without_a_name_is_not_offered(self):
-        """Without a prefix cache vLLM does not tell one image from another."""
+    def test_an_unidentified_image_is_not_offered(self):
+        """Without a prefix cache vLLM does not distinguish images."""
         side, request = _side(has_prefix_cache=False), _request("r", {"do_remote_decode": True})
         request.mm_features = [self.IMAGE]
         side.on_new_request(request)
         assert side.get_num_new_matched_tokens(request, 0) == (0, False)
         assert side.build_connector_meta().orders.is_empty()
 
-    def test_an_image_without_a_name_is_not_loaded(self):
+    def test_an_unidentified_image_is_not_loaded(self):
         side, request = _side(has_prefix_cache=False), _request("r", TestSharedOffers.PARAMS)
         request.mm_features = [self.IMAGE]
         side.on_new_request(request)
@@ -306,7 +307,7 @@ class TestContent:
 
 
 class TestAdapters:
-    """An adapter is the same on two nodes if it has the same name and the same files, wherever these are."""
+    """An adapter is the same on two nodes if it has the same name and the same files, whatever their path."""
 
     @staticmethod
     def _adapter(folder, weights):
@@ -315,25 +316,25 @@ class TestAdapters:
         (folder / "adapter_model.safetensors").write_bytes(weights)
         return SimpleNamespace(lora_name="adapter", lora_path=str(folder))
 
-    def test_it_is_known_by_its_contents_not_by_its_path(self, tmp_path):
+    def test_its_identity_depends_on_its_contents_not_on_its_path(self, tmp_path):
         one = self._adapter(tmp_path / "one", b"weights")
         moved = self._adapter(tmp_path / "moved", b"weights")
         (tmp_path / "moved" / "README.md").write_text("anything")
         other = self._adapter(tmp_path / "other", b"weightz")
         assert adapter_identity(one) == adapter_identity(moved) != adapter_identity(other)
 
-    def test_other_files_at_its_path_make_it_another_one(self, tmp_path):
+    def test_other_files_at_the_same_path_are_another_adapter(self, tmp_path):
         adapter = self._adapter(tmp_path / "one", b"weights")
         before = adapter_identity(adapter)
         (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"more weights")
         assert adapter_identity(adapter) != before
 
-    def test_under_another_name_it_is_another_one(self, tmp_path):
+    def test_the_same_files_with_another_name_are_another_adapter(self, tmp_path):
         adapter = self._adapter(tmp_path / "one", b"weights")
         renamed = SimpleNamespace(lora_name="renamed", lora_path=adapter.lora_path)
         assert adapter_identity(adapter) != adapter_identity(renamed)
 
-    def test_one_that_vllm_fetched_is_known_by_the_name_of_its_repository(self):
+    def test_an_adapter_from_the_hub_is_identified_by_the_name_of_its_repository(self):
         fetched = [SimpleNamespace(lora_name="adapter", lora_path=path) for path in ("org/one", "org/two")]
         assert adapter_identity(fetched[0]) != adapter_identity(fetched[1])
 
@@ -342,7 +343,7 @@ class TestAdapters:
 
 
 class TestRefusedRequests:
-    """An exception in a scheduler method would end the engine; a refused request is a load that fails."""
+    """An exception in a scheduler method would end the engine, so a refused request becomes a load that fails."""
 
     @pytest.fixture
     def side(self):
@@ -363,14 +364,14 @@ class TestRefusedRequests:
         assert side.get_num_new_matched_tokens(request_, 0) == (0, False)
         assert side.num_remembered_requests == 0
 
-    def test_nothing_is_left_of_one_that_was_aborted_before(self, side, request_):
+    def test_no_state_is_left_of_a_refused_request_that_was_aborted(self, side, request_):
         side.on_new_request(request_)
         request_.get_finished_reason = lambda: "abort"
         assert side.request_finished(request_, ([],)) == (False, None)
         assert side.num_remembered_requests == 0
 
 
-def test_a_consumer_that_is_asked_for_an_offer_says_so(caplog):
+def test_a_consumer_that_is_asked_for_an_offer_logs_that_it_ignores_this(caplog):
     side, request = _side(role="kv_consumer"), _request("r", {"do_remote_decode": True})
     side.on_new_request(request)
     assert "ignoring 'do_remote_decode' of request r: this node's kv_role 'kv_consumer'" in caplog.text
@@ -379,7 +380,7 @@ def test_a_consumer_that_is_asked_for_an_offer_says_so(caplog):
 
 
 class TestSharedOffers:
-    """Of requests with one offer, the first loads; vLLM is told to ask for the others again."""
+    """If several requests have the same offer, the first one loads. For the others, vLLM is told to ask again later."""
 
     PARAMS: ClassVar = {
         "do_remote_prefill": True,
@@ -405,7 +406,7 @@ class TestSharedOffers:
             SimpleNamespace(finished_sending=None, finished_recving=ended, failed_recving=failures)
         )
 
-    def test_the_others_go_on_when_the_first_has_its_blocks(self, requests):
+    def test_the_others_continue_when_the_first_has_its_blocks(self, requests):
         side = _side()
         first, second, third = requests
         for request in requests:
@@ -432,7 +433,7 @@ class TestSharedOffers:
         assert set(side.build_connector_meta().refused) == {"1_r", "2_r"}
         assert side.num_remembered_requests == 0
 
-    def test_where_nothing_would_be_found_again_nobody_waits(self, requests):
+    def test_without_a_prefix_cache_no_request_waits(self, requests):
         side = _side(has_prefix_cache=False)
         for request in requests:
             side.on_new_request(request)
@@ -440,7 +441,7 @@ class TestSharedOffers:
 
 
 class TestOneStep:
-    """What the worker half does in which of vLLM's calls: all that peers wait for comes before the forward pass."""
+    """Which of vLLM's calls submits which orders. All orders that peers wait for come before the forward pass."""
 
     ORDERS = HandoffMetadata(
         offers={"p": OfferOrder(1, ((1,),), 16, "content")},
@@ -460,7 +461,7 @@ class TestOneStep:
         )
         return WorkerSide(SimpleNamespace(speculative_config=None), None, half)
 
-    def test_loads_come_last_and_nothing_twice(self, side, submitted):
+    def test_loads_are_submitted_last_and_no_order_twice(self, side, submitted):
         step = StepMetadata(self.ORDERS)
         side.carry_out(step)
         first = replace(self.ORDERS, loads={})
@@ -468,7 +469,7 @@ class TestOneStep:
         side.start_loads(step)
         assert submitted == [(first, True), (HandoffMetadata(loads=self.ORDERS.loads), False)]
 
-    def test_a_vllm_that_does_not_announce_its_steps(self, side, submitted):
+    def test_a_vllm_version_that_does_not_announce_its_steps(self, side, submitted):
         side.start_loads(StepMetadata(self.ORDERS))
         assert len(submitted) == 2
 
@@ -491,7 +492,7 @@ class TestOneStep:
 
 
 class TestStats:
-    def test_they_add_up_in_their_envelope(self):
+    def test_they_add_up_in_vllms_container(self):
         figures = KVConnectorStats((RECORD,), {"load_failures_total": 1, "offers_delivered_total": 2})
         stats = KvferryStats(data=figures.to_dict())
         both = KvferryConnector.build_kv_connector_stats(stats.data).aggregate(stats)

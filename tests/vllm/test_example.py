@@ -1,4 +1,4 @@
-"""`python examples/vllm_pair`: three vLLM servers, real text, and either thing in front of the pair."""
+"""`python examples/vllm_pair`: three vLLM servers, real text, with the router and with the proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends and whoever dies, the engine core lives, requests end, and blocks come back."""
+"""Malformed requests, dead peers and aborts: the engine core survives, requests end, and blocks are freed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ VALID = {
     "tp_size": 1,
 }
 MALFORMED = {
-    "nothing but the wish": {"do_remote_prefill": True},
-    "vLLM's own connector's": {**VALID, "remote_addresses": None, "remote_host": "h", "remote_port": 1},
+    "only the flag": {"do_remote_prefill": True},
+    "params of vLLM's own connector": {
+        **VALID,
+        "remote_addresses": None,
+        "remote_host": "h",
+        "remote_port": 1,
+    },
     "a negative block": {**VALID, "remote_block_ids": [[-1]]},
     "no blocks": {**VALID, "remote_block_ids": []},
-    "a flag that is no flag": {"do_remote_prefill": "yes"},
-    "a number of ranks that is not ours": {**VALID, "tp_size": 4},
+    "a flag that is not a boolean": {"do_remote_prefill": "yes"},
+    "another number of ranks": {**VALID, "tp_size": 4},
 }
 
 
@@ -38,7 +43,7 @@ def running_pair(request):
 @pytest.mark.parametrize("params", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_params(pair, prompt, policy, params):
     if pair.decode.host == "reference":
-        pytest.skip("it refuses the request")
+        pytest.skip("the reference engine refuses the request")
     tokens = prompt(100)
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_ended_by(policy, answer, tokens)
@@ -47,7 +52,7 @@ def test_malformed_params(pair, prompt, policy, params):
 @pytest.mark.parametrize(
     "changes",
     [{}, {"remote_addresses": ["zeromq://127.0.0.1:1"]}, {"remote_addresses": ["?"]}],
-    ids=["nobody there", "another transport's address", "no address"],
+    ids=["no node there", "another transport's address", "no address"],
 )
 def test_params_of_a_node_that_is_not_there(pair, prompt, policy, changes):
     tokens = prompt(100)
@@ -64,7 +69,7 @@ def test_an_offer_is_read_once(pair, prompt, policy):
     pair.assert_ended_by(policy, answer, tokens)
 
 
-def test_an_offer_that_nobody_read_in_time(pair, prompt, policy):
+def test_an_offer_that_was_not_read_in_time(pair, prompt, policy):
     tokens = prompt(100)
     params = pair.prefilled(tokens)
     pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
@@ -72,7 +77,7 @@ def test_an_offer_that_nobody_read_in_time(pair, prompt, policy):
     pair.assert_ended_by(policy, answer, tokens)
 
 
-def test_an_offer_of_another_start_of_the_node(pair, prompt, policy):
+def test_an_offer_from_before_a_restart_of_the_node(pair, prompt, policy):
     tokens = prompt(100)
     params = pair.prefilled(tokens)
     answer = pair.decode.ask(next(pair.names), tokens, 8, {**params, "remote_epoch": "1f"})
@@ -80,7 +85,7 @@ def test_an_offer_of_another_start_of_the_node(pair, prompt, policy):
 
 
 def test_an_offer_of_another_prompt(pair, prompt, policy, is_at_rest):
-    """As of a router that mixes up two answers. Nothing wrong stays behind, and the offer's blocks come free."""
+    """A router may mix up two offers. No wrong block stays in the cache, and the offer's blocks are freed."""
     tokens, other = prompt(100, seed=11), prompt(100, seed=12)
     params = pair.prefilled(tokens)
     pair.assert_ended_by(policy, pair.decode.ask(next(pair.names), other, 8, params), other)
@@ -88,7 +93,7 @@ def test_an_offer_of_another_prompt(pair, prompt, policy, is_at_rest):
     pair.assert_like_alone(other, pair.decode.ask(next(pair.names), other, 8)["tokens"])
 
 
-def test_half_of_the_prompt_is_here_and_the_other_half_fails(pair, prompt, policy):
+def test_half_of_the_prompt_is_cached_and_the_other_half_fails_to_load(pair, prompt, policy):
     tokens = prompt(200)
     pair.decode.ask(next(pair.names), tokens[:96])
     answer = pair.decode.ask(next(pair.names), tokens, 8, VALID)
@@ -96,7 +101,7 @@ def test_half_of_the_prompt_is_here_and_the_other_half_fails(pair, prompt, polic
 
 
 def test_abort_while_loading(pair, prompt):
-    tokens = prompt(100, seed=3)  # of no other test: nothing of it may be cached here
+    tokens = prompt(100, seed=3)  # a prompt that no other test has left in the cache
     params = pair.prefilled(tokens)
     pair.prefill.signal(signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Two real engines, of vLLM or of the examples: the decode node continues a prompt that it never computed."""
+"""Two real engines, vLLM's or the reference one: the decode node continues a prompt that it has not computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reference.engine.weights import load_model
 
 pytestmark = pytest.mark.timeout(600)
 
-#: Of the model that the tests use: layers, keys and values, heads, elements, bytes, and tokens a block.
+#: For the tests' model: layers, keys and values, heads, elements, bytes per element, tokens per block.
 BYTES_PER_BLOCK = 3 * 2 * 2 * 32 * 4 * 32
 
 
@@ -34,15 +34,15 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_one_token_on_either_side(pair, prompt):
+def test_one_token_on_each_side(pair, prompt):
     """Both requests end with the step that gives their first token."""
     tokens = prompt(64)
     answer = pair.hand_over(tokens, max_tokens=1)
     pair.assert_like_alone(tokens, answer["tokens"], max_tokens=1)
 
 
-def test_all_but_the_last_block_is_here(pair, prompt):
-    """vLLM leaves at least one token to compute, and so finds one block less in its cache than the prompt has."""
+def test_all_blocks_except_the_last_one_are_cached(pair, prompt):
+    """vLLM always computes at least one token, so it finds one block less in its cache than the prompt has."""
     tokens = prompt(96)
     pair.decode.ask(next(pair.names), tokens)
     before = pair.decode.order("figures")["num_bytes"]
@@ -60,7 +60,7 @@ def test_only_missing_blocks_are_read(pair, prompt):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_a_prompt_that_is_here_already_is_not_read_and_its_offer_is_let_go(pair, prompt):
+def test_a_cached_prompt_is_not_read_and_its_offer_is_released(pair, prompt):
     tokens = prompt(65)
     pair.decode.ask(next(pair.names), tokens)
     before = pair.decode.order("figures")["num_loads"]
@@ -69,14 +69,14 @@ def test_a_prompt_that_is_here_already_is_not_read_and_its_offer_is_let_go(pair,
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
+def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
     tokens = prompt(300)
     params = pair.prefilled(tokens[:150])
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_more_at_once_than_the_pool_holds(pair, prompt):
+def test_more_concurrent_requests_than_fit_into_the_pool(pair, prompt):
     """Four sequences of 34 blocks in a pool of 127: vLLM must preempt one of them."""
     prompts = [prompt(900, seed) for seed in range(4)]
     names = [next(pair.names) for _ in prompts]
@@ -91,7 +91,7 @@ def test_more_at_once_than_the_pool_holds(pair, prompt):
 
 
 def test_a_request_that_asks_for_overlap(pair, prompt):
-    """vLLM makes its offer at the end all the same."""
+    """vLLM ignores the wish and makes its offer at the end."""
     tokens = prompt(400)
     wish = {"do_remote_decode": True, "overlap": True}
     params = pair.prefill.ask(next(pair.names), tokens, params=wish)["params"]
@@ -100,8 +100,8 @@ def test_a_request_that_asks_for_overlap(pair, prompt):
 
 
 @pytest.mark.parametrize("position", [0, 3, 7])
-def test_one_wrong_token_is_no_near_tie(pair, prompt, position):
-    """The comparison that all these tests rely on can fail."""
+def test_one_wrong_token_is_not_a_near_tie(pair, prompt, position):
+    """Check that the comparison in all these tests can fail."""
     tokens = prompt(100)
     answer = pair.alone(tokens)
     pair.assert_like_alone(tokens, answer)
@@ -111,15 +111,15 @@ def test_one_wrong_token_is_no_near_tie(pair, prompt, position):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 7])
-def test_an_answer_that_is_cut_short_is_no_near_tie(pair, prompt, num_tokens):
-    """As of a request whose load failed."""
+def test_an_answer_that_ends_too_early_is_not_a_near_tie(pair, prompt, num_tokens):
+    """A request whose load fails may have such an answer."""
     tokens = prompt(100)
     answer = pair.alone(tokens)[:num_tokens]
     with pytest.raises(AssertionError, match=f"a mismatch at token {num_tokens} of the answer: the end"):
         pair.assert_like_alone(tokens, answer)
 
 
-def test_the_two_largest_logits_differ_as_the_models_do(pair, prompt, model):
+def test_the_two_largest_logits_differ_by_as_much_as_the_models(pair, prompt, model):
     tokens = prompt(100)
     expected = pair.expectation(tokens, 8)
     assert list(expected.token_ids) == pair.alone(tokens)
@@ -131,5 +131,5 @@ def test_the_two_largest_logits_differ_as_the_models_do(pair, prompt, model):
     assert larger - smaller == pytest.approx(float(two.values[0] - two.values[1]), abs=1e-3)
 
 
-def test_a_request_that_asks_for_nothing_offers_nothing(pair, prompt):
+def test_a_request_without_params_offers_nothing(pair, prompt):
     assert pair.prefill.ask(next(pair.names), prompt(40))["params"] is None

@@ -1,4 +1,4 @@
-"""A model with sliding windows: several KV cache groups, and blocks that nobody needs any more."""
+"""A model with sliding windows: several KV cache groups, and blocks that are freed during the request."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_a_longer_prompt_than_was_computed_is_continued(pair, prompt):
+def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
     tokens = prompt(500)
     params = pair.prefilled(tokens[:350])
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_a_prefix_that_is_here_already(pair, prompt):
+def test_a_prefix_that_is_already_cached(pair, prompt):
     tokens = prompt(500)
     pair.decode.ask(next(pair.names), tokens[:256])
     answer = pair.hand_over(tokens)
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_an_offer_that_is_over(pair, prompt, policy):
-    """vLLM cannot be told of single blocks when there are several groups; it is told of the request."""
+def test_an_offer_that_was_already_read(pair, prompt, policy):
+    """With several groups, vLLM cannot be told about single invalid blocks. It is told about the failed request."""
     tokens = prompt(200)
     params = pair.prefilled(tokens)
     pair.decode.ask(next(pair.names), tokens, 8, params)

@@ -1,4 +1,4 @@
-"""What vLLM's model was made of, read where vLLM has it, without an engine."""
+"""The identity of a vLLM model, computed from vLLM's configuration without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
 
 
 def _config(model: object, load_format: str = "auto", draft: Any = None, **settings: object) -> Any:
-    """vLLM's configuration as far as it is looked at."""
+    """Make the parts of vLLM's configuration that are used here."""
     parts: dict[str, object] = {"model": str(model), "tokenizer": str(model), "hf_overrides": {}, "seed": 0}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**parts, **settings}),
@@ -45,7 +45,7 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {part for part, value in one.items() if other[part] != value}
 
 
-def test_it_is_the_contents_not_the_place(folder: Path, tiny: Path) -> None:
+def test_it_depends_on_the_contents_not_on_the_path(folder: Path, tiny: Path) -> None:
     parts = _parts(_config(folder))
     assert parts == _parts(_config(tiny))
     assert all(parts[part] for part in ("weights", "configuration", "tokenizer", "chat_template"))
@@ -65,7 +65,9 @@ def test_one_scaled_tensor_makes_other_weights(folder: Path) -> None:
         {"disable_sliding_window": True},
     ],
 )
-def test_what_changes_the_cache_is_in_the_configuration(tiny: Path, settings: dict[str, object]) -> None:
+def test_settings_that_change_the_cache_are_in_the_configuration(
+    tiny: Path, settings: dict[str, object]
+) -> None:
     assert _differing(_parts(_config(tiny, **settings)), _parts(_config(tiny))) == {"configuration"}
 
 
@@ -76,14 +78,14 @@ def test_the_file_is_in_the_configuration(folder: Path) -> None:
     assert _differing(_parts(_config(folder)), parts) == {"configuration"}
 
 
-def test_a_function_that_changes_the_configuration_is_told_by_what_it_made(tiny: Path) -> None:
+def test_a_function_that_changes_the_configuration_counts_by_its_result(tiny: Path) -> None:
     made = [SimpleNamespace(to_dict=lambda theta=theta: {"rope_theta": theta}) for theta in (1.0, 1.0, 2.0)]
     one, same, other = (_parts(_config(tiny, hf_overrides=lambda c: c, hf_config=config)) for config in made)
     assert one == same
     assert _differing(one, other) == {"configuration"}
 
 
-def test_dummy_weights_are_told_by_their_seed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dummy_weights_are_identified_by_their_seed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "model.safetensors").unlink()
     first, second = (_parts(_config(folder, "dummy", seed=seed)) for seed in (0, 1))
     assert "dummy" in first["weights"]
@@ -132,7 +134,7 @@ def test_the_files_are_those_that_vllm_loads(folder: Path, load_format: str, rea
     assert _differing(_parts(_config(folder, load_format)), parts) == {"weights"}
 
 
-def test_a_single_file_is_a_model(tmp_path: Path) -> None:
+def test_a_model_can_be_a_single_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     parts = _parts(_config(path, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2})))

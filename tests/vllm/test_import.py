@@ -1,4 +1,4 @@
-"""What it costs to import the connector: nothing is started, opened or found, with vLLM or without."""
+"""Importing the connector starts and opens nothing, with vLLM and without."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_module_brings_neither_vllm_nor_torch():
+def test_the_module_imports_neither_vllm_nor_torch():
     _run("import sys, kvferry.connector.vllm; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)")
 
 
@@ -51,5 +51,5 @@ def test_without_vllm_it_says_what_to_install():
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 def test_the_class_starts_and_opens_nothing():
-    """vLLM's front end loads it for its metrics, and never makes one."""
+    """vLLM's front end imports the class for its metrics, and never creates an instance."""
     _run(COST)

@@ -1,4 +1,4 @@
-"""What differs between hosts on a network: the prefill node takes part in a read, and can die in the middle of one."""
+"""Over a network the prefill node takes part in a read, and can die in the middle of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def running_pair(request):
 
 @pytest.fixture
 def doomed(request, start_node, running_pair, pair):
-    """The decode node, beside a prefill node that need not survive."""
+    """A pair whose prefill node may be killed."""
     transport = request.node.callspec.params["running_pair"]
     prefill = start_node(extra={"transport": transport}).wait_until_ready()
     yield type(pair)(prefill, pair.decode, pair.names)
@@ -26,7 +26,7 @@ def doomed(request, start_node, running_pair, pair):
 
 
 def test_prefill_node_killed_while_it_is_read(doomed, prompt):
-    """The load is granted while it queues. When it gets its blocks, nobody sends them, and then nobody ever will."""
+    """The load is granted while the request queues. Before its read starts, the prefill node is stopped, then killed."""
     doomed.hand_over(prompt(64))
     tokens = prompt(800)
     name = next(doomed.names)

@@ -1,4 +1,4 @@
-"""A vLLM that allocates its cache where nobody else can map it, as those before 0.31 do: peers read it all the same."""
+"""A vLLM that allocates its cache in memory that peers cannot map, as versions before 0.31 do: peers still read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: A connector without the hook; vLLM finds it by the path of its module.
+#: A connector without the hook. vLLM finds it by the path of its module.
 MODULE = """
 from kvferry.connector.vllm import KvferryConnector
 
@@ -19,7 +19,7 @@ class ConnectorWithoutHook(KvferryConnector):
 
 @pytest.fixture(scope="module")
 def hookless(start_node, shm_pair, tmp_path_factory):
-    """A node whose cache is in vLLM's own memory, beside the others, whose is not."""
+    """A node whose cache is in vLLM's own memory, in contrast to the other nodes."""
     folder = tmp_path_factory.mktemp("connector")
     (folder / "connector_without_hook.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as environment:
@@ -30,14 +30,14 @@ def hookless(start_node, shm_pair, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])
 def running_pair(request, hookless, shm_pair):
-    """The node on either side of a handoff."""
+    """A pair with that node as its prefill or its decode node."""
     nodes = {"prefill": shm_pair.prefill, "decode": shm_pair.decode, request.param: hookless}
     return type(shm_pair)(nodes["prefill"], nodes["decode"], shm_pair.names)
 
 
 @pytest.fixture
 def mechanism(pair, hookless):
-    """A mapped pool can be read into any memory; memory that cannot be mapped is read with the kernel's help."""
+    """The expected mechanism: a mapped pool can be read into any memory, other memory is read through the kernel."""
     return "process_vm_readv" if pair.prefill is hookless else "mapped"
 
 
@@ -50,7 +50,7 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens, mechanism):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_an_offer_that_is_over(pair, prompt, policy):
+def test_an_offer_that_was_already_read(pair, prompt, policy):
     tokens = prompt(100)
     params = pair.prefilled(tokens)
     pair.decode.ask(next(pair.names), tokens, 8, params)
@@ -59,5 +59,5 @@ def test_an_offer_that_is_over(pair, prompt, policy):
     pair.assert_ended_by(policy, answer, tokens)
 
 
-def test_the_start_says_so(hookless):
+def test_it_is_logged_at_the_start(hookless):
     assert "vLLM's memory, which peers cannot map" in hookless.log

@@ -1,4 +1,4 @@
-"""CPU attention keeps keys in an order that depends on the processor: a node of another order is refused, by that name."""
+"""CPU attention stores keys in an order that depends on the processor. A node with another order is refused by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: vLLM as it would be on a processor for which it has other kernels; any processor has those of "vec16".
+#: vLLM as on a processor for which it has other kernels. Every processor supports those of "vec16".
 MODULE = """
 from vllm.v1.attention.backends import cpu_attn
 
@@ -32,7 +32,7 @@ def running_pair(start_node, shm_pair, tmp_path_factory):
     prefill.close()
 
 
-def test_a_node_that_packs_keys_in_another_way(pair, prompt):
+def test_a_node_that_packs_keys_differently(pair, prompt):
     tokens = prompt(100)
     answer = pair.hand_over(tokens)
     pair.assert_ended_by("fail", answer, tokens)

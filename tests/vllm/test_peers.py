@@ -1,4 +1,4 @@
-"""A peer that dies, comes back or does not fit: the other node lives, and its requests end within seconds."""
+"""A peer dies, restarts or is incompatible: the other node survives, and its requests end within seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def running_pair(request):
 
 @pytest.fixture(scope="module")
 def start_alike(start_node, running_pair):
-    """Start a node of the same host as the pair's."""
+    """Start a node with the same kind of engine as the pair's."""
 
     def start(**arguments):
         return start_node(host=running_pair.decode.host, **arguments)
@@ -29,13 +29,13 @@ def start_alike(start_node, running_pair):
 
 @pytest.fixture(scope="module")
 def victims(start_alike):
-    """Nodes to be done away with; they start together, after those that survive."""
+    """Nodes that tests kill. They start at the same time, after the nodes that survive."""
     return [start_alike() for _ in range(4)]
 
 
 @pytest.fixture
 def doomed(victims, pair):
-    """The decode node, beside a prefill node that need not survive."""
+    """A pair whose prefill node may be killed."""
     return type(pair)(victims.pop().wait_until_ready(), pair.decode, pair.names)
 
 
@@ -95,7 +95,7 @@ def test_restart_at_the_same_address(start_alike, pair, prompt):
 
 
 def test_another_model(start_alike, tmp_path, pair, prompt):
-    """It is of the same size and shape, and was made for longer prompts."""
+    """The other model has the same size and shape, but a larger maximum length."""
     from tests.support.tiny_models import write_tiny_model
 
     other = write_tiny_model(tmp_path / "other", hidden_size=128, head_dim=32, max_position_embeddings=4096)
@@ -107,6 +107,6 @@ def test_another_model(start_alike, tmp_path, pair, prompt):
     stranger.prefill.close()
 
 
-def test_an_engine_ends_when_it_is_told_to(start_alike):
+def test_an_engine_ends_when_it_is_stopped(start_alike):
     node = start_alike().wait_until_ready()
     assert node.stop() == 0

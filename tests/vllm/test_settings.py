@@ -1,4 +1,4 @@
-"""Ways of running vLLM that change what a step computes: chunks of a prompt, guessed tokens, preemption before an offer."""
+"""vLLM settings that change what a step computes: chunked prompts, speculative tokens, preemption before an offer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_guesses_that_come_true(pair):
+def test_speculative_tokens_that_are_accepted(pair):
     tokens = [1, 2, 3, 4] * 40
     answer = pair.hand_over(tokens, max_tokens=40)
     pair.assert_like_alone(tokens, answer["tokens"], max_tokens=40)
 
 
-def test_an_offer_that_is_over(pair, prompt, policy):
+def test_an_offer_that_was_already_read(pair, prompt, policy):
     tokens = prompt(200)
     params = pair.prefilled(tokens)
     pair.decode.ask(next(pair.names), tokens, 8, params)
@@ -46,7 +46,7 @@ def test_requests_that_were_preempted_before_they_are_offered(pair, prompt):
         pair.prefill.start(name, tokens, 160, {"do_remote_decode": True})
     answers = []
     for name, tokens in zip(names, prompts, strict=True):
-        # Each at once: what is offered keeps its blocks from the others.
+        # Load each offer at once, because offered blocks are not available to the other requests.
         told = pair.prefill.result(name)["params"]
         answers.append(pair.decode.ask(next(pair.names), tokens, 8, told)["tokens"])
     assert pair.prefill.order("figures")["num_preemptions"] > before

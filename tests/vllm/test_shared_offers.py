@@ -1,4 +1,4 @@
-"""Requests with one offer, as vLLM makes them of one request for several samples: one loads, the others wait for it."""
+"""vLLM splits a request for several samples into requests with the same offer. One loads it, the others wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = {
 
 @pytest.fixture
 def queued(pair):
-    """Start three requests with one offer while the decode node has no place for any of them."""
+    """Start three requests with the same offer while the decode node has no free request slot."""
 
     def start(tokens, params):
         names = [next(pair.names) for _ in range(3)]
@@ -72,7 +72,7 @@ def test_one_that_waits_is_aborted(pair, prompt, queued):
 
 
 def test_another_prompt_does_not_wait(pair, prompt):
-    """What the offer holds is not its prompt; it gets what any second reader of an offer gets."""
+    """A request with another prompt is treated like any second reader of the offer."""
     tokens, others = prompt(100, seed=1), prompt(100, seed=2)
     with pair.busy(pair.decode):
         params = pair.prefilled(tokens)

@@ -1,4 +1,4 @@
-"""Prompts that take seconds to compute: what other nodes wait for is not held up by them."""
+"""Prompts that take seconds to compute do not delay what other nodes wait for."""
 
 from __future__ import annotations
 

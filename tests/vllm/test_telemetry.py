@@ -1,4 +1,4 @@
-"""kvferry's figures through vLLM's own channels."""
+"""kvferry's figures in vLLM's metrics and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.metrics_page import Declared, assert_promtool_is_content, dec
 
 pytestmark = pytest.mark.timeout(600)
 
-#: By transport. What UCX moves bytes by is its own choice.
+#: Labels by transport. UCX chooses its mechanism itself.
 LABELS = {
     "shm": {"transport": "shm", "mechanism": "mapped"},
     "zeromq": {"transport": "zeromq", "mechanism": "tcp"},
@@ -36,7 +36,7 @@ def running_pair(request, transport):
 
 
 def test_the_mechanism_is_visible(pair, prompt, transport):
-    """Over shared memory, blocks are read out of the pool that vLLM itself computes in, as far as vLLM lets us place it."""
+    """Over shared memory, blocks are read directly from vLLM's pool, if vLLM lets the transport allocate it."""
     labels = LABELS[transport]
     if transport == "shm" and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
         labels = labels | {"mechanism": "process_vm_readv"}
@@ -67,7 +67,7 @@ def test_both_sides_count(pair, prompt):
 
 
 def test_a_running_engine_exports_every_metric_of_the_table(pair, prompt):
-    """As a reference node does; see `tests/examples/test_metrics.py`."""
+    """The same metrics as those of a reference node; see `tests/examples/test_metrics.py`."""
     pair.hand_over(prompt(100))
     page = pair.decode.order("metrics_page")["text"]
     shown = declared(page, without=("model_name", "engine"))

@@ -1,4 +1,4 @@
-"""Several ranks: each reads its heads from whoever keeps them, and a request has ended when all ranks say so."""
+"""Several ranks: each reads its heads from the ranks that keep them, and a request ends when all ranks report it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-# Workers that wait for each other by spinning can be slow to say that they live.
+# Workers busy-poll while they wait for each other, so on shared cores their signs of life can be late.
 PATIENCE = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
 
 
@@ -24,7 +24,7 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     pair.assert_like_alone(tokens, answer["tokens"])
 
 
-def test_an_offer_that_is_over(pair, prompt, policy):
+def test_an_offer_that_was_already_read(pair, prompt, policy):
     tokens = prompt(100)
     params = pair.prefilled(tokens)
     pair.decode.ask(next(pair.names), tokens, 8, params)
@@ -33,8 +33,8 @@ def test_an_offer_that_is_over(pair, prompt, policy):
     pair.assert_ended_by(policy, answer, tokens)
 
 
-def test_heads_that_are_spread_otherwise_are_refused(shm_pair, pair, prompt):
-    """How the heads lie inside a page is vLLM's secret, so a page is not put together from two ranks' halves."""
+def test_differently_sharded_heads_are_refused(shm_pair, pair, prompt):
+    """vLLM does not reveal how heads lie inside a page, so a page cannot be assembled from parts of two ranks."""
     tokens = prompt(100)
     mixed = type(pair)(shm_pair.prefill, pair.decode, pair.names)
     answer = mixed.hand_over(tokens)

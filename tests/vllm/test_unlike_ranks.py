@@ -1,4 +1,4 @@
-"""Two ranks that keep the model's one KV head between them, and a node of one rank: each page is whole at either."""
+"""A model with one KV head on a node with two ranks and on a node with one rank. Every rank has complete pages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-# Workers that wait for each other by spinning can be slow to say that they live.
+# Workers busy-poll while they wait for each other, so on shared cores their signs of life can be late.
 PATIENCE = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
 
 
 @pytest.fixture(scope="module")
 def nodes(start_module_pair, tmp_path_factory):
-    """A node of two ranks, and one of one, of a model with one KV head."""
+    """A node with two ranks and a node with one rank, for a model with one KV head."""
     from tests.support.tiny_models import write_tiny_model
 
     folder = tmp_path_factory.mktemp("one-head")
