@@ -1,4 +1,4 @@
-"""What tests of several transports need."""
+"""Fixtures for the tests of several transports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvferry.transports.zeromq.options import Address
 
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
-    """A folder with a short path, which `tmp_path` has not always: the path of a socket file has at most 107 bytes."""
+    """A folder with a short path, because socket paths have at most 107 bytes and `tmp_path` may be long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
 
 
 class Raw:
-    """ZeroMQ sockets that say what a test likes."""
+    """ZeroMQ sockets through which a test sends arbitrary messages."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -63,7 +63,7 @@ def raw() -> Iterator[Raw]:
 
 @pytest.fixture
 def make_world() -> Iterator[Callable[..., World]]:
-    """Makes worlds of `zeromq` nodes with these options; they are closed after the test."""
+    """Make worlds of `zeromq` nodes with these options. They are closed after the test."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> World:
@@ -76,5 +76,5 @@ def make_world() -> Iterator[Callable[..., World]]:
 
 @pytest.fixture
 def world(make_world: Callable[..., World]) -> World:
-    """`zeromq` nodes with default options."""
+    """A world of `zeromq` nodes with default options."""
     return make_world()

@@ -1,4 +1,4 @@
-"""A process that is out of descriptors waits in peace, and accepts who waited once there are some again."""
+"""A process without free descriptors does not spin on pending connections, and accepts them once it has some again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Leave this process none, for a while."""
+    """Take all free descriptors of this process inside the block."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 16, before[1]))
@@ -47,7 +47,7 @@ def no_descriptors() -> Iterator[None]:
             os.close(descriptor)
 
 
-def test_who_cannot_be_accepted_costs_nothing_and_is_accepted_later(
+def test_a_pending_connection_costs_no_processor_time_and_is_accepted_later(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = world.node(4096), world.node(4096)

@@ -1,4 +1,4 @@
-"""`auto` keeps every promise of a transport whichever one it chooses, and reports which and why."""
+"""`auto` keeps every promise of a transport, whichever transport it chooses, and reports its choice and the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def create_auto(options: Mapping[str, object] = {}) -> auto.AutoTransport:
 
 
 class _OnItsOwnHost(auto.AutoTransport):
-    """A node on a host of its own, so that all others can be reached over the network only."""
+    """A node on its own host, so that it reaches all other nodes only over the network."""
 
     _numbers = itertools.count()
 
@@ -90,7 +90,7 @@ class TestTheChoice:
     def test_is_the_network_where_shared_memory_does_not_connect(
         self, dialer: Endpoint, listener: Endpoint
     ) -> None:
-        # As from another container: the same kernel, another network namespace.
+        # As in another container with the same kernel and another network namespace.
         address = AutoAddress.parse(listener.listen(""))
         walled = AutoAddress(address.host, "shm://@kvferry-nobody", address.network)
         route = dialer.route_of(self.connect(dialer, listener, str(walled)))
@@ -117,7 +117,7 @@ def _started() -> Iterator[Endpoint]:
 
 
 class TestAddresses:
-    def test_survive_being_written_and_parsed(self) -> None:
+    def test_survive_formatting_and_parsing(self) -> None:
         address = AutoAddress(
             "0123", "shm:///a folder;with%signs/x.sock", "zeromq://[fd00::7]:5600?key=a&b#c"
         )
@@ -145,5 +145,5 @@ class TestAddresses:
     ],
 )
 def test_options_that_cannot_work_are_named(options: Mapping[str, object], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):  # the leak guards see that nothing stays open
+    with pytest.raises(ConfigurationError, match=named):  # the leak checks detect anything that stays open
         create_auto(options)

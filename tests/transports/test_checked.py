@@ -1,4 +1,4 @@
-"""A field is declared on one line, and a value that it may not hold is refused by the name of the field."""
+"""A field is declared on one line, and an invalid value is refused with the name of the field."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_mapping_with_exactly_the_fields_becomes_an_instance() -> None:
         ({"extra": 1}, "it.extra is unknown", "extra"),
     ],
 )  # fmt: skip
-def test_a_refusal_says_where_what_must_be_and_what_is(
+def test_a_refusal_names_the_field_the_rule_and_the_value(
     change: dict[str, Any], words: str, field: str
 ) -> None:
     with pytest.raises(Refused) as caught:
@@ -92,7 +92,7 @@ def test_a_refusal_says_where_what_must_be_and_what_is(
     assert caught.value.field == field
 
 
-def test_a_mapping_of_others_may_hold_more_and_leave_out_what_has_a_default() -> None:
+def test_a_mapping_of_another_program_may_have_more_fields_and_omit_those_with_defaults() -> None:
     assert OUTER.read_known({"name": "x", "inner": Inner(1, 2).__dict__, "flag": None, "theirs": 1}) == Outer(
         "x", Inner(1, 2)
     )
@@ -105,7 +105,7 @@ def test_a_mapping_of_others_may_hold_more_and_leave_out_what_has_a_default() ->
     ["x" * 10**7, [[0] * 10**6] * 9, 10**5000, {"a": {"b": {"c": [1]}}}, object()],
     ids=["text", "lists", "digits", "depth", "object"],
 )
-def test_what_is_shown_of_a_value_is_short_whatever_its_size(value: object) -> None:
+def test_the_text_for_a_value_is_short_whatever_its_size(value: object) -> None:
     assert len(shown(value)) < 300
 
 
@@ -115,7 +115,7 @@ def test_a_time_is_a_positive_finite_number(value: object) -> None:
         seconds()(value)
 
 
-def test_options_are_checked_however_they_are_made() -> None:
+def test_options_are_checked_however_they_are_created() -> None:
     assert parse_options(Options, {"timeout_s": 2}, "x") == Options(timeout_s=2)
     for make in (lambda: Options(timeout_s=0), lambda: parse_options(Options, {"timeout_s": 0}, "x")):
         with pytest.raises(ConfigurationError) as caught:
@@ -124,7 +124,7 @@ def test_options_are_checked_however_they_are_made() -> None:
         assert (caught.value.key, caught.value.value) == ("timeout_s", 0)
 
 
-def test_a_number_without_bounds_is_our_own_mistake() -> None:
+def test_a_field_for_a_number_must_declare_bounds() -> None:
     @dataclass(frozen=True)
     class Careless:
         count: int

@@ -1,4 +1,4 @@
-"""Connections that are made or refused in numbers, names that are looked up slowly, and addresses of another transport."""
+"""Many connections at a time, slow name lookups, and addresses of another transport."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_world() -> Iterator[Callable[..., World]]:
 
 
 def stranger(address: str) -> socket.socket:
-    """A connection to a listener's port that says nothing."""
+    """Connect to a listener, and send nothing."""
     scheme, _, where = address.partition("://")
     if scheme == "shm":
         connection = socket.socket(socket.AF_UNIX)
@@ -54,7 +54,7 @@ def stranger(address: str) -> socket.socket:
 
 
 def open_descriptors() -> set[str]:
-    """Return this process's descriptors, without the one that reading the folder takes."""
+    """Return this process's descriptors, without the one that is open while the folder is read."""
     folder = "/proc/self/fd"
     return {number for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")}
 
@@ -82,7 +82,7 @@ def test_an_address_of_another_scheme_is_refused_at_once(
 
 @pytest.fixture
 def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The name service does not answer until the event is set; numbers need none."""
+    """The name service does not answer until the event is set. Numeric addresses do not need it."""
     answers = threading.Event()
     lookup = socket.getaddrinfo
 
@@ -98,14 +98,14 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("scheme", ["zeromq", UCX])
-def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
+def test_a_slow_name_lookup_delays_nothing_else(
     make_world: Callable[..., World], slow_names: threading.Event, scheme: str
 ) -> None:
     world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
     server, client = world.node(4096), world.node(4096)
     port = int(server.endpoint.listen("").rpartition(":")[2])
     began = time.monotonic()
-    # More than there are threads for lookups.
+    # More connections than there are threads for lookups.
     given_up = [
         client.endpoint.start_connect(f"{scheme}://slow.example:{port}", timeout_s=1.0) for _ in range(9)
     ]
@@ -128,7 +128,7 @@ def test_a_name_that_is_looked_up_slowly_delays_nothing_else(
 
 
 @pytest.mark.parametrize("scheme", ["zeromq", UCX])
-def test_a_name_that_no_one_has_is_named(make_world: Callable[..., World], scheme: str) -> None:
+def test_an_unknown_name_is_reported(make_world: Callable[..., World], scheme: str) -> None:
     world = make_world(scheme, **({"curve": "off"} if scheme == "zeromq" else {}), allow_plaintext=True)
     client = world.node(4096)
     client.endpoint.start_connect(f"{scheme}://no-such-host.invalid:1", timeout_s=20)
@@ -141,10 +141,10 @@ def test_a_name_that_no_one_has_is_named(make_world: Callable[..., World], schem
 
 
 @needs_ucxx
-def test_ucx_opens_nothing_for_addresses_where_no_node_is(
+def test_ucx_opens_nothing_for_addresses_without_a_node(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither where nothing listens, nor where another program does."""
+    """Neither if nothing listens there, nor if another program does."""
     opened: list[Worker] = []
     original = Worker.__init__
 
@@ -178,10 +178,10 @@ def test_too_many_connections_at_a_time_are_refused(make_world: Callable[..., Wo
 
 
 @pytest.mark.parametrize("scheme", built_in(without=("auto", "inproc")))
-def test_strangers_hold_neither_a_listener_nor_its_log(
+def test_strangers_block_neither_a_listener_nor_its_log(
     make_world: Callable[..., World], scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However many connect and say nothing: the one that has been silent for the longest time makes room."""
+    """If too many strangers connect and send nothing, the one that has been silent for the longest time is dropped."""
     world = make_world(scheme, max_connecting=4, handshake_timeout_s=30)
     server, client = world.node(4096), world.node(4096)
     address = server.endpoint.listen("")
@@ -199,7 +199,7 @@ def test_strangers_hold_neither_a_listener_nor_its_log(
 # -- the log -----------------------------------------------------------------------------------------
 
 
-def test_a_limited_log_tells_how_much_it_left_out(
+def test_a_limited_log_says_how_many_lines_it_suppressed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0

@@ -1,4 +1,4 @@
-"""The copy loop, compiled and in plain Python, writes what it should and not a byte more."""
+"""The copy loop, compiled and in plain Python, writes exactly the right bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.transports import _copy, _copy_python
 
-# By hand: its stub is beside the compiled file, and a machine without a compiler has none.
+# Imported dynamically for mypy's sake: the stub is beside the compiled file, which does not exist without a compiler.
 native = importlib.import_module("kvferry.transports._native") if _copy.IS_COMPILED else None
 needs_native = pytest.mark.skipif(native is None, reason="kvferry was installed without a C compiler")
 
@@ -37,7 +37,7 @@ READS = [
     pytest.param(_copy_python.read_regions_of, id="python"),
 ]
 
-# Around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it streams.
+# Lengths around every threshold of the loop: its unit of 64 to 256 bytes, and the length from which it streams.
 LENGTHS = st.one_of(st.integers(1, 300), st.integers(2000, 2700), st.integers(60_000, 70_000))
 
 
@@ -99,7 +99,7 @@ def test_regions_are_gathered_end_to_end_and_scattered_again(
         (14, 2),
     ],
 )
-def test_regions_are_located_up_to_the_first_that_is_not_there(
+def test_regions_are_located_up_to_the_first_one_outside_the_segments(
     locate: object, bad: int, num_bytes: int
 ) -> None:
     ends, shifts = np.array([10, 15]), words(1000, 2**64 - 10)  # the second segment is at address 0
@@ -126,7 +126,7 @@ def test_memory_of_a_process_is_read_in_batches(read: object, count: int) -> Non
 
 
 @pytest.mark.parametrize("read", READS)
-def test_memory_that_is_not_there_is_an_error(read: object) -> None:
+def test_unmapped_memory_is_an_error(read: object) -> None:
     target = np.zeros(64, dtype=np.uint8)
     arguments = (words(target.ctypes.data), words(8), np.array([64], dtype=np.int64))
     with pytest.raises(OSError, match="Bad address") as caught:
@@ -165,8 +165,8 @@ def test_the_compiled_loop_takes_only_64_bit_integers(dst: object, src: object, 
         native.copy_regions(dst, src, lengths)
 
 
-def test_without_the_compiled_loop_everything_works_and_says_so() -> None:
-    """In its own interpreter, where the extension cannot be imported."""
+def test_without_the_compiled_loop_everything_works_and_a_warning_is_logged() -> None:
+    """Runs in another interpreter, where the extension cannot be imported."""
     script = """
 import sys
 sys.modules["kvferry.transports._native"] = None

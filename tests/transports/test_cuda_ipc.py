@@ -1,4 +1,4 @@
-"""`shm` with pools on a GPU, against a stand-in of CUDA's driver: `tests/gpu` has what needs a GPU."""
+"""`shm` with pools on a GPU and a stand-in for CUDA's driver. The tests that need a GPU are in `tests/gpu`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MakeNode = Callable[..., Node]
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
-    """The driver of a machine with GPUs. All that was taken from it must be given back."""
+    """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
     stand_in: Any = CudaDriverStandIn()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
     yield stand_in
@@ -58,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
 
 
 class OnGpu(SharedMemoryTransport):
-    """Its arenas are memory of a stand-in's GPU, as an engine's framework would have allocated it."""
+    """A transport whose arenas are memory of the stand-in's GPU, as if an engine's framework had allocated it."""
 
     def __init__(self, driver: CudaDriverStandIn, gpu: int, options: Mapping[str, object] = {}) -> None:
         super().__init__(options)
@@ -91,7 +91,7 @@ def world(driver: CudaDriverStandIn) -> Iterator[World]:
 
 @pytest.fixture
 def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
-    """`(gpu)` → a node of `world` with a pool of 1 MiB on it, or in main memory with None; guard 3 holds 9."""
+    """`(gpu)` → a node of `world` with a pool of 1 MiB on this GPU, or in main memory if None. Guard 3 holds 9."""
 
     def make(gpu: int | None) -> Node:
         transport = SharedMemoryTransport() if gpu is None else OnGpu(driver, gpu)
@@ -105,10 +105,10 @@ def make_node(driver: CudaDriverStandIn, world: World) -> MakeNode:
 # -- what is mapped ----------------------------------------------------------------------------------
 
 
-def test_segments_of_one_allocation_are_mapped_once_and_each_has_its_place(
+def test_segments_of_one_allocation_are_mapped_once_with_their_offsets(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
-    """PyTorch cuts tensors out of larger allocations, and a handle always stands for a whole one."""
+    """PyTorch cuts tensors out of larger allocations, and a handle always stands for a whole allocation."""
     arena = driver.allocate(8 * PAGE)
     starts = [arena.segment.address + PAGE, arena.segment.address + 5 * PAGE]
     pool = Pool([Segment(start, PAGE, "cuda") for start in starts])
@@ -127,7 +127,7 @@ def test_segments_of_one_allocation_are_mapped_once_and_each_has_its_place(
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuEventCreate", "cuEventQuery"])
-def test_a_failing_gpu_is_a_typed_error_and_the_next_read_is_not_harmed(
+def test_a_failing_gpu_is_a_typed_error_and_the_next_read_succeeds(
     name: str, driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
     producer, consumer = make_node(0), make_node(0)
@@ -141,10 +141,10 @@ def test_a_failing_gpu_is_a_typed_error_and_the_next_read_is_not_harmed(
     assert np.array_equal(consumer.memory()[:100], producer.memory()[:100])
 
 
-def test_what_was_launched_before_a_failure_has_ended_when_it_is_told(
+def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_reported(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
-    """The blocks are the engine's again with the event: a copy that lands later would land in another request's."""
+    """After the event the engine may reuse the blocks, so a later copy would overwrite another request's blocks."""
     producer, consumer = make_node(0), make_node(0)
     link = world.link(producer, consumer)
     num_copied = []
@@ -166,7 +166,7 @@ def test_what_was_launched_before_a_failure_has_ended_when_it_is_told(
 def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
-    """Its guard still holds, and its socket may not have told yet; but its memory may be another's by now."""
+    """The guard still holds, and the socket may not signal the loss yet, but other data may be in the memory by now."""
     child = subprocess.Popen(
         [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -201,7 +201,7 @@ def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
 
 
 def refusal(world: World, dialer: Node, listener: Node) -> IncompatiblePeerError:
-    """How the dialer learns that the two do not fit."""
+    """Connect two incompatible nodes. Returns the error that the dialer gets."""
     dialer.endpoint.start_connect(listener.endpoint.listen(""), timeout_s=20)
     world.serve(lambda: bool(dialer.of_type(PeerLost)))
     error = dialer.of_type(PeerLost)[0].error
@@ -209,7 +209,7 @@ def refusal(world: World, dialer: Node, listener: Node) -> IncompatiblePeerError
     return error
 
 
-def test_gpus_without_peer_access_are_refused_when_they_meet(
+def test_gpus_without_peer_access_are_refused_when_they_connect(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
     driver.has_peer_access = False
@@ -221,7 +221,7 @@ def test_gpus_without_peer_access_are_refused_when_they_meet(
 
 
 @pytest.mark.parametrize(("dialer", "listener"), [(0, None), (None, 0)])
-def test_a_pool_in_main_memory_and_one_on_a_gpu_do_not_fit(
+def test_a_pool_in_main_memory_and_one_on_a_gpu_are_incompatible(
     dialer: int | None, listener: int | None, make_node: MakeNode, world: World
 ) -> None:
     error = refusal(world, make_node(dialer), make_node(listener))
@@ -248,7 +248,7 @@ def auto_pair(driver: CudaDriverStandIn, world: World) -> tuple[Node, Node]:
     return world.nodes[0], world.nodes[1]
 
 
-def test_auto_takes_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) -> None:
+def test_auto_uses_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
     link = world.link(producer, consumer)
     assert consumer.endpoint.route_of(link.producer_id).scheme == "shm"
@@ -256,7 +256,7 @@ def test_auto_takes_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) 
     assert world.read(link, pairs_of((0, 0, PAGE)), HELD).mechanism == "cuda_ipc"
 
 
-def test_auto_has_no_way_to_another_host(auto_pair: tuple[Node, Node], world: World) -> None:
+def test_auto_refuses_another_host(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
     address = AutoAddress.parse(producer.endpoint.listen(""))
     assert address.network == "none"
@@ -268,7 +268,9 @@ def test_auto_has_no_way_to_another_host(auto_pair: tuple[Node, Node], world: Wo
     assert error.remote == "another"
 
 
-def test_auto_has_none_either_where_shm_does_not_connect(auto_pair: tuple[Node, Node], world: World) -> None:
+def test_auto_has_no_alternative_where_shm_does_not_connect(
+    auto_pair: tuple[Node, Node], world: World
+) -> None:
     producer, consumer = auto_pair
     address = AutoAddress.parse(producer.endpoint.listen(""))
     walled = replace(address, local="shm://@kvferry-nobody-is-here")
@@ -300,17 +302,17 @@ def test_a_pool_on_two_gpus_is_refused(driver: CudaDriverStandIn) -> None:
     assert "several GPUs" in str(refused(driver.allocate(PAGE, 0).segment, driver.allocate(PAGE, 1).segment))
 
 
-def test_an_address_that_is_no_gpus_is_refused(driver: CudaDriverStandIn) -> None:
+def test_an_address_that_is_not_on_a_gpu_is_refused(driver: CudaDriverStandIn) -> None:
     assert "not on a GPU that CUDA can use" in str(refused(Segment(PAGE, PAGE, "cuda")))
 
 
-def test_a_pool_is_in_one_kind_of_memory() -> None:
+def test_a_pool_must_be_in_one_kind_of_memory() -> None:
     with pytest.raises(RegionError, match="all on a GPU"):
         Pool([Segment(PAGE, PAGE), Segment(9 * PAGE, PAGE, "cuda")])
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "zeromq", "ucx"])
-def test_other_transports_refuse_it_and_name_the_one_that_does_not(scheme: str) -> None:
+def test_other_transports_refuse_it_and_name_the_one_that_supports_it(scheme: str) -> None:
     if scheme == "ucx":
         pytest.importorskip("ucxx")
     transport = create_transport(scheme, {})
@@ -323,7 +325,7 @@ def test_other_transports_refuse_it_and_name_the_one_that_does_not(scheme: str) 
 
 
 @pytest.mark.parametrize("lacks", ["the bindings", "the driver"])
-def test_without_cuda_it_says_what_would_help(
+def test_without_cuda_the_error_says_what_to_install(
     lacks: str, driver: CudaDriverStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lacks == "the bindings":
@@ -346,7 +348,7 @@ ON_GPU = Hello(
 )
 
 
-def test_a_hello_of_a_pool_on_a_gpu_is_read_as_it_was_written() -> None:
+def test_a_hello_of_a_pool_on_a_gpu_survives_encoding() -> None:
     assert decode_hello(encode_hello(ON_GPU)) == ON_GPU
 
 
@@ -357,7 +359,7 @@ def test_a_segment_outside_the_allocations_is_refused(file: int) -> None:
         decode_hello(body)
 
 
-def test_the_stand_in_is_shaped_like_nvidias_bindings() -> None:
+def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
     real = pytest.importorskip("cuda.bindings.driver")
     for name in (name for name in vars(CudaDriverStandIn) if name.startswith("cu")):
         assert hasattr(real, name)

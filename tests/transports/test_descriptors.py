@@ -1,6 +1,6 @@
-"""A process with few file descriptors refuses connections by name; it does not die, hang, or take others with it.
+"""A process with few file descriptors refuses connections with the reason. It does not die or hang, or harm others.
 
-Each test that runs out of them does so in a process of its own.
+Each test that runs out of descriptors does so in its own process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def take_all_but(num_left):
     return taken
 
 def connect(client, address, timeout_s=5.0):
-    "The last event of a connection, or the error with which it was refused."
+    "Return the last event of a connection, or the error with which it was refused."
     try:
         peer_id = client.endpoint.start_connect(address, timeout_s=timeout_s)
     except KVTransferError as error:
@@ -72,7 +72,7 @@ def succeeds(scheme: str, code: str) -> str:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_number_of_free_descriptors_kills_a_node(scheme: str) -> None:
-    """Neither the one that connects nor the one that listens, which here are in one process."""
+    """Neither the node that connects nor the one that listens, which are in the same process here."""
     succeeds(
         scheme,
         """
@@ -108,7 +108,7 @@ def test_no_number_of_free_descriptors_kills_a_node_that_starts(scheme: str) -> 
         """
         limit(256)
         world = World(lambda: create_transport(scheme, {}))
-        create_transport(scheme, {}).close()  # what is imported late is imported now
+        create_transport(scheme, {}).close()  # import everything that is imported late
         for num_left in (*range(0, 16), 24, 48, 64):
             taken = take_all_but(num_left)
             error = None
@@ -147,8 +147,8 @@ def test_a_low_limit_is_warned_about_once(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["zeromq", pytest.param("ucx", marks=NEEDS_UCXX)])
-def test_hundreds_of_forged_addresses_cost_nobody_else(scheme: str) -> None:
-    """Of those that answer nothing, as many are tried at a time as `max_connecting` says. The others are refused."""
+def test_hundreds_of_forged_addresses_affect_no_other_peer(scheme: str) -> None:
+    """At most `max_connecting` addresses that do not answer are tried at a time. The others are refused."""
     succeeds(
         scheme,
         """
@@ -172,8 +172,8 @@ def test_hundreds_of_forged_addresses_cost_nobody_else(scheme: str) -> None:
     )
 
 
-def test_libzmq_has_as_many_sockets_as_there_are_descriptors() -> None:
-    """By default it has 1023, which 340 connections use up."""
+def test_libzmq_may_open_as_many_sockets_as_there_are_descriptors() -> None:
+    """libzmq's default is 1023 sockets, which 340 connections use up."""
     succeeds(
         "zeromq",
         """
@@ -194,7 +194,7 @@ def test_libzmq_has_as_many_sockets_as_there_are_descriptors() -> None:
 
 
 def test_a_zeromq_listener_without_descriptors_neither_spins_nor_starves_its_peers() -> None:
-    """libzmq accepts in a thread of its own, and would try again without a pause."""
+    """libzmq accepts in its own thread, and would retry without a pause."""
     succeeds(
         "zeromq",
         """

@@ -1,4 +1,4 @@
-"""The peer table keeps its promises, whatever a backend reports, and the checks notice if it does not."""
+"""The peer table keeps its promises, whatever a backend reports, and the checks detect it if it does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = HandshakeLimits(timeout_s=5.0, max_connecting=4)
 
 @dataclass(eq=False)
 class Wire:
-    """A connection of the random backend, and what was done with it."""
+    """A connection of the random backend, and counts of the calls on it."""
 
     name: str
     num_hang_ups: int = 0
@@ -49,7 +49,7 @@ class Wire:
 
 
 class RandomBackend(Backend[Wire]):
-    """Reports at random: now or later, in any state, late and twice. It breaks no rule about memory.
+    """Reports events at random: at once or later, in any state, late and twice. It breaks no rule about memory.
 
     Args:
         now: The clock, which a wait advances.
@@ -61,8 +61,8 @@ class RandomBackend(Backend[Wire]):
         self._now = now
         self._names = itertools.count(1)
         self.wires: list[Wire] = []
-        self.seen: list[Peer[Wire]] = []  # also those that are gone
-        self.reads: list[Read[Wire]] = []  # also those that are over
+        self.seen: list[Peer[Wire]] = []  # including lost ones
+        self.reads: list[Read[Wire]] = []  # including ended ones
         self.is_calm = False
 
     def listen(self, address: str) -> str:
@@ -98,7 +98,7 @@ class RandomBackend(Backend[Wire]):
             raise OSError("close failed")
 
     def release(self, peer: Peer[Wire]) -> None:
-        assert not peer.connection.copying, "memory is freed under a copy"
+        assert not peer.connection.copying, "memory is freed during a copy"
         assert peer.connection.num_hang_ups == 1
         peer.connection.num_releases += 1
 
@@ -172,7 +172,7 @@ Table = type[PeerTable[Wire]]
 
 
 def play(seed: int, table_type: Table = PeerTable, num_steps: int = 150) -> None:
-    """Let a random owner use an endpoint on a random backend, then let everything come to its end."""
+    """Let a random owner use an endpoint with a random backend, then let everything end."""
     rng = random.Random(seed)
     now = [1000.0]
     table = table_type(lambda peers: RandomBackend(peers, rng, now), LIMITS, clock=lambda: now[0])
@@ -196,7 +196,7 @@ def play(seed: int, table_type: Table = PeerTable, num_steps: int = 150) -> None
             pass
         usable += [e.peer_id for e in endpoint.wait_events(rng.choice([0.0, 0.5])) if hasattr(e, "incoming")]
     backend.is_calm = True
-    endpoint.wait_events(100.0)  # all deadlines pass: what can be stopped is
+    endpoint.wait_events(100.0)  # all deadlines pass, and reads that can be stopped are stopped
     now[0] += 100.0
     endpoint.wait_events(0.0)
     for read in list(backend.reads):
@@ -204,7 +204,7 @@ def play(seed: int, table_type: Table = PeerTable, num_steps: int = 150) -> None
             backend.end(read)
     endpoint.wait_events(0.0)
     assert not endpoint.order.unended, "reads never ended"
-    assert not endpoint.order.connecting, "connections neither stand nor failed"
+    assert not endpoint.order.connecting, "connections were neither established nor failed"
     assert math.isinf(table.next_deadline())
     endpoint.close()
     for wire in backend.wires:
@@ -307,7 +307,7 @@ def test_a_planted_bug_is_found(table: Table) -> None:
 
 
 class QuietBackend(RandomBackend):
-    """Does nothing by itself, and cannot interrupt reads."""
+    """Reports nothing by itself, and cannot interrupt reads."""
 
     def connect(self, peer: Peer[Wire]) -> None:
         self.seen.append(peer)
@@ -325,7 +325,7 @@ class QuietBackend(RandomBackend):
 
 @dataclass
 class Quiet:
-    """An endpoint on a `QuietBackend`."""
+    """An endpoint with a `QuietBackend`."""
 
     table: PeerTable[Wire]
     backend: QuietBackend
@@ -374,7 +374,7 @@ def test_a_loss_waits_for_a_read_that_cannot_be_interrupted(quiet: Quiet) -> Non
 def test_the_first_reason_to_stop_a_read_is_reported(quiet: Quiet) -> None:
     peer = quiet.connect()
     read = quiet.start_read(peer, timeout_s=1.0)
-    assert quiet.endpoint.wait_events(2.0) == []  # late, but it cannot be stopped
+    assert quiet.endpoint.wait_events(2.0) == []  # it has timed out, but cannot be stopped
     quiet.endpoint.disconnect(peer.peer_id)
     quiet.backend.end(read)
     (ended,) = quiet.endpoint.wait_events(0.0)
@@ -391,7 +391,7 @@ def test_a_peer_dropped_while_it_leaves_is_not_reported_as_lost(quiet: Quiet) ->
     assert [type(event) for event in quiet.endpoint.wait_events(0.0)] == [TransferEnded]
 
 
-def test_a_peer_is_of_no_use_while_it_leaves(quiet: Quiet) -> None:
+def test_a_leaving_peer_cannot_be_used(quiet: Quiet) -> None:
     peer = quiet.connect()
     quiet.start_read(peer)
     quiet.table.lose(peer, PeerLostError("gone"))
@@ -430,7 +430,7 @@ def test_a_message_before_the_handshake_is_over_costs_the_connection(quiet: Quie
     assert quiet.table.peer(peer_id) is None
 
 
-def test_deadlines_of_reads_that_ended_do_not_pile_up(quiet: Quiet) -> None:
+def test_deadlines_of_ended_reads_do_not_accumulate(quiet: Quiet) -> None:
     peer = quiet.connect()
     for _ in range(5000):
         quiet.backend.end(quiet.start_read(peer))

@@ -1,4 +1,4 @@
-"""How much memory a process may have, whatever put limits on it."""
+"""How much memory a process may use, with all kinds of limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V1 = "5:cpu,cpuacct:/elsewhere\n4:memory:{group}\n0::/elsewhere\n"
 
 
 class System:
-    """A process in a control group, as the kernel would show it."""
+    """The kernel's files about a process in a control group."""
 
     def __init__(self, folder: Path) -> None:
         self.process, self.mounted = folder / "proc", folder / "cgroup"
@@ -24,7 +24,7 @@ class System:
         self.mounted.mkdir()
 
     def put(self, groups: str, group: str, mount: str) -> None:
-        """Put the process into `group` of a hierarchy of which `mount`, "root type options", is mounted."""
+        """Put the process into `group` of a hierarchy. `mount` describes its mount: "root type options"."""
         root, kind, options = mount.split()
         (self.process / "cgroup").write_text(groups.format(group=group))
         (self.process / "mountinfo").write_text(
@@ -70,12 +70,13 @@ def test_a_container_sees_its_own_group_as_the_root(
 
 
 @HIERARCHIES
-def test_a_container_without_a_namespace_of_its_own_is_shown_its_group_alone(
+def test_a_container_without_its_own_cgroup_namespace_sees_only_its_group(
     system: System, version: int, groups: str, mount: str
 ) -> None:
     system.put(groups, "/docker/abc", f"/docker/abc {mount}")
     system.limit(version, "/", 1000, used=100)
-    system.limit(version, "/docker", 10, used=1)  # a group in the container that is called like one above it
+    # A group inside the container that has the same name as one above it.
+    system.limit(version, "/docker", 10, used=1)
     assert system.read() == (1000, 900)
 
 
@@ -92,7 +93,9 @@ def test_a_service_is_limited_by_its_group_and_by_those_above(
 
 
 @HIERARCHIES
-def test_more_used_than_allowed_leaves_nothing(system: System, version: int, groups: str, mount: str) -> None:
+def test_if_more_is_used_than_allowed_nothing_is_left(
+    system: System, version: int, groups: str, mount: str
+) -> None:
     system.put(groups, "/a", f"/ {mount}")
     system.limit(version, "/a", 100, used=150)
     assert system.read() == (100, 0)
@@ -123,7 +126,7 @@ def test_this_machine_has_memory() -> None:
     assert 0 < free <= total
 
 
-def test_an_arena_larger_than_what_the_container_has_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_larger_than_the_containers_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_memory, "memory_of_this_process", lambda: (1000, 450))
     require_available(450)
     with pytest.raises(ConfigurationError, match="cannot allocate 451 bytes: 450 bytes of memory are free"):

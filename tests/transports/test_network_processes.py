@@ -1,4 +1,4 @@
-"""`zeromq` and `ucx` between processes: one is killed or stopped, and the other lives on and notices within seconds."""
+"""`zeromq` and `ucx` between processes: one is killed or stopped, and the other survives and notices within seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOL_BYTES = 24 << 20
 HELD = Guard(3, 9)
 MECHANISMS = {"zeromq": "tcp", "ucx": "ucx:tcp"}
 
-#: `peer_timeout_s` is 2, of this node's own attention; the rest is for a busy machine.
+#: `peer_timeout_s` is 2 s of time in which this node handles events. The rest is a reserve for busy machines.
 NOTICED_S = 4.0
 
 UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
@@ -34,7 +34,7 @@ Owner = tuple["subprocess.Popen[str]", int]
 
 
 class Node:
-    """Our side: a transport, its pool, and what it reported."""
+    """The node in this process: a transport, its pool, and its events."""
 
     def __init__(self, scheme: str) -> None:
         self.transport = create_transport(scheme, {})
@@ -64,7 +64,7 @@ class Node:
         return [event for event in self.seen if isinstance(event, TransferEnded)]
 
     def read_whole(self, peer_id: int) -> TransferEnded:
-        """Read all of the peer's pool, and look at every byte."""
+        """Read the peer's whole pool, and check every byte."""
         memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
         memory[:] = 0
         transfer_id = self.start_read(peer_id)
@@ -110,20 +110,20 @@ def said(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def owner(node: Node, start: Start) -> Owner:
-    """A process that serves its pool, and our id of it."""
+    """A process that serves its pool, and its peer id."""
     process = start("serve")
     return process, node.connect(said(process))
 
 
-def test_bytes_cross_and_what_moved_them_is_named(node: Node, owner: Owner, scheme: str) -> None:
+def test_bytes_are_transferred_and_the_mechanism_is_named(node: Node, owner: Owner, scheme: str) -> None:
     assert node.read_whole(owner[1]).mechanism == MECHANISMS[scheme]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_owner_that_goes_is_noticed_and_another_can_be_read(
+def test_the_loss_of_an_owner_is_noticed_and_another_can_be_read(
     node: Node, owner: Owner, start: Start, how: signal.Signals
 ) -> None:
-    """In the middle of reads: each ends once, before the loss is told, and nothing is left of them."""
+    """The owner goes during reads. Each read ends once, before the loss is reported, and nothing of it is left."""
     process, peer_id = owner
     other = start("serve")
     ids = [node.start_read(peer_id) for _ in range(8)]
@@ -137,13 +137,13 @@ def test_an_owner_that_goes_is_noticed_and_another_can_be_read(
     node.read_whole(node.connect(said(other)))
 
 
-def test_a_killed_owner_is_noticed_at_once(node: Node, owner: Owner) -> None:
+def test_the_death_of_an_owner_is_noticed_at_once(node: Node, owner: Owner) -> None:
     owner[0].kill()
     node.until(lambda: node.saw(PeerLost), 1.5)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_reader_that_goes_is_noticed(node: Node, start: Start, how: signal.Signals) -> None:
+def test_the_loss_of_a_reader_is_noticed(node: Node, start: Start, how: signal.Signals) -> None:
     process = start("connect", node.endpoint.listen(""))
     node.until(lambda: node.saw(Connected))
     assert said(process) == "connected"
@@ -160,8 +160,8 @@ def test_a_peer_that_is_idle_is_kept(node: Node, owner: Owner) -> None:
     node.read_whole(owner[1])
 
 
-def test_a_node_that_looked_away_does_not_take_its_peers_for_lost(node: Node, owner: Owner) -> None:
-    """Nor do its peers it, if it was not longer than they wait."""
+def test_a_node_that_was_paused_does_not_consider_its_peers_lost(node: Node, owner: Owner) -> None:
+    """Its peers do not consider it lost either, if the pause is shorter than their timeout."""
     time.sleep(1.2)
     node.read_whole(owner[1])
     assert not node.saw(PeerLost)
@@ -169,7 +169,7 @@ def test_a_node_that_looked_away_does_not_take_its_peers_for_lost(node: Node, ow
 
 @pytest.mark.parametrize("scheme", ["zeromq"], indirect=True)
 def test_a_peer_is_kept_whose_owner_does_nothing(node: Node, owner: Owner) -> None:
-    """ZeroMQ's own threads answer its heartbeats."""
+    """ZeroMQ's own threads answer heartbeats."""
     time.sleep(2.5)
     node.read_whole(owner[1])
     assert not node.saw(PeerLost)
@@ -177,7 +177,7 @@ def test_a_peer_is_kept_whose_owner_does_nothing(node: Node, owner: Owner) -> No
 
 @pytest.mark.parametrize("scheme", ["zeromq"], indirect=True)
 async def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str) -> None:
-    """One executor thread owns the transport; the event loop runs on meanwhile."""
+    """One executor thread owns the transport, and the event loop keeps running."""
     address = said(start("serve"))
 
     loop = asyncio.get_running_loop()
@@ -198,8 +198,8 @@ async def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str)
 
 
 @pytest.mark.slow
-def test_owners_that_are_killed_in_turn_leave_nothing(node: Node, start: Start) -> None:
-    """The leak guard counts descriptors; what was held for the dead is gone while we live on."""
+def test_owners_that_are_killed_one_after_the_other_leave_nothing(node: Node, start: Start) -> None:
+    """Everything that was held for the killed owners must be released. The leak checks count descriptors."""
     for _ in range(5):
         process = start("serve")
         peer_id = node.connect(said(process))

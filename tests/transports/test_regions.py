@@ -1,4 +1,4 @@
-"""Pools see segments as one run of offsets, and refuse whatever is not inside one of them."""
+"""Pools address their segments by consecutive offsets, and refuse regions that are not inside one segment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_a_pool_without_bytes_is_refused(segments: list[Segment]) -> None:
 
 
 @given(SEGMENTS, INT64, INT64)
-def test_a_region_is_in_one_segment_or_refused(segments: list[Segment], offset: int, num_bytes: int) -> None:
+def test_a_region_that_is_not_in_one_segment_is_refused(
+    segments: list[Segment], offset: int, num_bytes: int
+) -> None:
     pool = Pool(segments)
     starts = [pool.segment_offset(index) for index in range(len(segments))]
     expected = [

@@ -1,4 +1,4 @@
-"""A scheme becomes a transport, and only then is anything imported."""
+"""The registry creates a transport from a scheme, and imports nothing before that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
     assert caught.value.key == "transport"
 
 
-def test_a_built_in_is_what_it_says() -> None:
+def test_a_built_in_scheme_creates_its_transport() -> None:
     transport = create_transport("inproc", {})
     assert isinstance(transport, InProcTransport)
     transport.close()
@@ -74,7 +74,7 @@ def test_a_broken_entry_point_is_a_typed_error(target: str, answer: str) -> None
     assert result.stdout.startswith(answer), result.stdout + result.stderr
 
 
-def test_nothing_is_imported_early() -> None:
+def test_no_transport_is_imported_early() -> None:
     script = (
         "import sys, kvferry.transports.registry as r; r.available_transports();"
         "print([m for m in ('torch', 'zmq', 'pytest', 'kvferry.transports.shm') if m in sys.modules])"

@@ -29,8 +29,8 @@ class TestSharedMemoryWithSocketFilesAndTwoCopiers(TransportConformance):
         )
 
 
-def test_a_small_read_is_over_at_once() -> None:
-    """No thread has to wake up for it: its bytes are in place, and its end is among the very next events."""
+def test_a_small_read_ends_at_once() -> None:
+    """No thread has to wake up: the bytes are in place when `start_read` returns, and the end is in the next events."""
     world = World(SharedMemoryTransport)
     try:
         link = world.pair(SharedMemoryOptions().inline_bytes)

@@ -1,4 +1,4 @@
-"""What `shm` puts into the system: sealed memory, sockets with and without a file, options."""
+"""What `shm` creates in the system: sealed memory, and sockets with and without a file. Also its options."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_a_peer_cannot_write_resize_or_reopen_a_shared_file() -> None:
                     call()
         finally:
             os.close(reopened)
-        np.frombuffer(file.mapping, dtype=np.uint8)[:] = 1  # its owner can
+        np.frombuffer(file.mapping, dtype=np.uint8)[:] = 1  # its owner can write
     finally:
         file.close()
 
 
-def test_memory_outlives_the_transport_as_long_as_it_is_seen() -> None:
+def test_memory_outlives_the_transport_while_it_is_referenced() -> None:
     transport = SharedMemoryTransport()
     view = np.frombuffer(transport.allocate(1 << 20).buffer, dtype=np.uint8)
     transport.close()
@@ -64,7 +64,7 @@ def test_memory_outlives_the_transport_as_long_as_it_is_seen() -> None:
 
 
 def test_closing_makes_every_guard_fail() -> None:
-    """A peer that still has the table mapped must not believe memory that its owner took back."""
+    """A peer that still has the guards mapped must not accept memory that its owner has taken back."""
     transport = SharedMemoryTransport()
     guards = transport.guards
     guards.set(7, 99)
@@ -103,7 +103,7 @@ def test_a_dead_socket_file_is_replaced_and_a_live_one_is_not(socket_dir: Path) 
         transport.close()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(socket_dir: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_not_touched(socket_dir: Path) -> None:
     path = socket_dir / "precious"
     path.write_text("data")
     with pytest.raises(ConfigurationError):
@@ -153,7 +153,7 @@ def test_wrong_options_are_named(key: str, value: object) -> None:
     assert caught.value.key == key
 
 
-def test_forty_meetings_leave_nothing() -> None:
+def test_forty_connections_leave_nothing() -> None:
     world = World(SharedMemoryTransport)
     try:
         producer, consumer = world.node(PAGE), world.node(PAGE)

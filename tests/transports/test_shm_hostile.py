@@ -1,4 +1,4 @@
-"""A peer that sends what it should not costs `shm` that peer, and nothing else."""
+"""If a peer of `shm` breaks the protocol, that peer is lost, and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))
 
 
 class Victim:
-    """A node that listens, and the events that it reported."""
+    """A node that listens, and its events."""
 
     def __init__(self) -> None:
         self.transport = SharedMemoryTransport({"num_guards": 512, "handshake_timeout_s": 0.3})
@@ -206,8 +206,8 @@ def _socket_descriptor() -> int:
 
 
 @pytest.mark.parametrize("files", FILES)
-def test_descriptors_that_could_harm_us_are_refused(victim: Victim, files: str) -> None:
-    """Above all a file that could shrink under the mapping, which would kill this process."""
+def test_dangerous_descriptors_are_refused(victim: Victim, files: str) -> None:
+    """The most dangerous one is a file that could shrink while it is mapped, which would kill this process."""
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
         say_hello(sock, FILES[files]())
@@ -228,8 +228,8 @@ TOO_EARLY: dict[str, Callable[[socket.socket, list[int]], None]] = {
 
 
 @pytest.mark.parametrize("when", TOO_EARLY)
-def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -> None:
-    """None is held while the peer that sent them sends nothing more, and they do not count as those of the hello."""
+def test_descriptors_are_accepted_only_after_the_hello(victim: Victim, when: str) -> None:
+    """No earlier descriptor is held while the peer sends nothing more, and none counts as one of the hello's."""
     before = len(os.listdir("/proc/self/fd"))
     with victim.dial() as sock:
         TOO_EARLY[when](sock, [memory_file(PAGE) for _ in range(100)])
@@ -243,8 +243,8 @@ def test_descriptors_are_taken_after_the_hello_only(victim: Victim, when: str) -
     assert victim.still_serves()
 
 
-def test_no_more_descriptors_are_taken_than_the_hello_names(victim: Victim) -> None:
-    """The kernel closes the others: at no time are they open here."""
+def test_no_more_descriptors_are_accepted_than_the_hello_names(victim: Victim) -> None:
+    """The kernel closes the others, so they are never open here."""
     before = len(os.listdir("/proc/self/fd"))
     most = before
     received = Connection._receive_some
@@ -260,7 +260,7 @@ def test_no_more_descriptors_are_taken_than_the_hello_names(victim: Victim) -> N
         patch.setattr(Connection, "_receive_some", counted)
         say_hello(sock, [memory_file(PAGE) for _ in range(100)])
         victim.until_dropped(sock)
-    assert most <= before + 2 + 2  # both ends of the connection, and the two of the hello
+    assert most <= before + 2 + 2  # both ends of the connection, and the two files of the hello
     assert victim.still_serves()
 
 
@@ -292,7 +292,7 @@ def test_a_connected_peer_that_breaks_the_protocol_is_lost(victim: Victim, data:
     assert victim.still_serves()
 
 
-def test_descriptors_after_the_hello_are_not_taken(victim: Victim) -> None:
+def test_later_descriptors_are_not_accepted(victim: Victim) -> None:
     with victim.dial() as sock:
         good_hello(sock)
         victim.until(lambda: bool(victim.seen))
@@ -319,7 +319,9 @@ def test_a_message_in_small_pieces_is_one_message(victim: Victim) -> None:
 @pytest.mark.parametrize(
     ("answer", "error"), [(b"HTTP/1.1 400 Bad Request\r\n", ProtocolError), (b"", TransferTimeoutError)]
 )
-def test_a_listener_of_another_program_is_lost(victim: Victim, answer: bytes, error: type[Exception]) -> None:
+def test_a_connection_to_another_program_is_lost(
+    victim: Victim, answer: bytes, error: type[Exception]
+) -> None:
     name = f"kvferry-{os.getpid()}-hostile"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
@@ -335,7 +337,7 @@ def test_a_listener_of_another_program_is_lost(victim: Victim, answer: bytes, er
 
 
 class Impostor:
-    """A socket of this user that belongs to no node, and what a node sends to it."""
+    """A socket of the same user that belongs to no node."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.address = f"shm://@kvferry-{os.getpid()}-impostor"
@@ -344,7 +346,7 @@ class Impostor:
         listener.listen()
 
     def told(self, victim: Victim, said: bytes) -> tuple[bytes, list[int]]:
-        """Have a node connect, send it something, and return all that comes, as bytes and descriptors."""
+        """Have a node connect, and send it bytes. Returns all bytes and descriptors that it sends."""
         victim.endpoint.start_connect(self.address, timeout_s=0.3)
         accepted, _ = self._listener.accept()
         heard, descriptors = b"", array.array("i")
@@ -374,7 +376,7 @@ def impostor() -> Iterator[Impostor]:
 PREFACES: dict[str, tuple[bytes, type[Exception]]] = {
     "silence": (b"", TransferTimeoutError),
     "another protocol": (b"220 mail.example ESMTP\r\n", ProtocolError),
-    "a hello, as a peer sends it": (HELLO_FRAME, PeerRefusedError),
+    "a hello, as a dialer sends it": (HELLO_FRAME, PeerRefusedError),
     "a node at another address": (
         encode_frame(FrameKind.HELLO, encode_preface("shm://@kvferry-another")),
         PeerRefusedError,
@@ -390,8 +392,8 @@ PREFACES: dict[str, tuple[bytes, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("said", PREFACES)
-def test_a_forged_address_gets_nothing_from_us(victim: Victim, impostor: Impostor, said: str) -> None:
-    """Above all not a descriptor of our pool."""
+def test_an_impostor_at_an_address_gets_nothing(victim: Victim, impostor: Impostor, said: str) -> None:
+    """Above all, it must not get a descriptor of the pool."""
     preface, error = PREFACES[said]
     assert impostor.told(victim, preface) == (b"", [])
     (lost,) = victim.seen
@@ -430,7 +432,7 @@ def test_a_hello_survives_encoding(hello: Hello) -> None:
 
 
 @given(HELLO, st.integers(0, 200), st.integers(0, 255))
-def test_a_damaged_hello_is_a_typed_error_or_a_possible_one(hello: Hello, at: int, byte: int) -> None:
+def test_a_damaged_hello_is_a_typed_error_or_a_valid_hello(hello: Hello, at: int, byte: int) -> None:
     body = bytearray(encode_hello(hello))
     body[at % len(body)] = byte
     try:

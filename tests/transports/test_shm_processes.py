@@ -1,4 +1,4 @@
-"""`shm` between real processes: they read each other, die, stop, and run as other users."""
+"""`shm` between real processes, which read each other, die, are stopped, and run as other users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a peer process; returns it with the first line that it prints."""
+    """Start a peer process. Returns it, and the first line that it prints."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -130,7 +130,9 @@ def test_a_killed_peer_is_lost_at_once(start: Start, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["arena", "foreign"])
-def test_a_peer_killed_during_reads_ends_each_of_them_once(start: Start, reader: Reader, kind: str) -> None:
+def test_if_a_peer_is_killed_during_reads_each_of_them_ends_once(
+    start: Start, reader: Reader, kind: str
+) -> None:
     process, address = start("serve", kind)
     peer_id = reader.connect(address)
     started = [reader.start(peer_id, PART_BYTES) for _ in range(30)]
@@ -146,7 +148,7 @@ def test_a_peer_killed_during_reads_ends_each_of_them_once(start: Start, reader:
 
 
 @pytest.mark.parametrize("kind", ["arena", "foreign"])
-def test_a_stopped_peer_is_read_all_the_same(start: Start, reader: Reader, kind: str) -> None:
+def test_a_stopped_peer_can_still_be_read(start: Start, reader: Reader, kind: str) -> None:
     process, address = start("serve", kind)
     peer_id = reader.connect(address)
     process.send_signal(signal.SIGSTOP)
@@ -189,7 +191,7 @@ def test_a_listener_of_another_user_is_refused(start: Start, reader: Reader) -> 
 
 
 @needs_root
-def test_another_user_who_connects_is_refused(
+def test_a_connection_from_another_user_is_refused(
     start: Start, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = reader.endpoint.listen("")

@@ -1,4 +1,4 @@
-"""A `ucx` node polls for the next step of a read for a moment before it blocks: not long, and at no other thread's cost."""
+"""A `ucx` node busy-polls for the next step of a read before it blocks, briefly and without delaying other threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not i
 
 @pytest.fixture
 def no_switching() -> Iterator[None]:
-    """A thread keeps the GIL until it releases it by itself."""
+    """Disable forced switches: a thread keeps the GIL until it releases it by itself."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)
     yield
@@ -41,7 +41,7 @@ class TestBusyPoll:
             assert time.monotonic() < deadline
         assert not busy_poll.is_on(deadline)
 
-    def test_is_longer_if_more_steps_are_missing_and_not_cut_short_by_one_of_them(self) -> None:
+    def test_is_longer_if_more_steps_are_missing_and_one_of_them_does_not_shorten_it(self) -> None:
         busy_poll, began = BusyPoll(0.01), time.monotonic()
         busy_poll.extend(num_steps=5)
         busy_poll.extend()
@@ -49,7 +49,7 @@ class TestBusyPoll:
             pass
         assert time.monotonic() - began >= 0.05
 
-    def test_does_not_go_on_past_the_time_that_the_caller_has(self) -> None:
+    def test_does_not_continue_past_the_callers_timeout(self) -> None:
         busy_poll = BusyPoll(30)
         busy_poll.extend()
         assert busy_poll.is_on(time.monotonic() + 30)
@@ -72,7 +72,7 @@ class TestBusyPoll:
 
 @pytest.fixture
 def open_endpoint() -> Iterator[Callable[[], Endpoint]]:
-    """Make endpoints with a pool of 1 MiB whose guard holds; they are closed after the test."""
+    """Make endpoints with a pool of 1 MiB whose guard holds. They are closed after the test."""
     arenas: list[Arena] = []  # the pools' memory lives until all transports are closed
     with ExitStack() as resources:
 
@@ -114,7 +114,7 @@ def test_nodes_with_nothing_to_do_use_no_processor_time(open_endpoint: Callable[
 
 
 @needs_ucxx
-def test_a_read_asks_nothing_of_the_workers_of_idle_peers(
+def test_a_read_does_not_poll_the_workers_of_idle_peers(
     open_endpoint: Callable[[], Endpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, reader, idle = open_endpoint(), open_endpoint(), open_endpoint()
@@ -132,15 +132,15 @@ def test_a_read_asks_nothing_of_the_workers_of_idle_peers(
             return original(worker)
 
         monkeypatch.setattr(Worker, name, noted)
-    # A new worker is asked until its node has blocked once.
+    # The worker of a new connection is polled until its node has blocked once.
     for _ in range(50):
         for endpoint in (owner, reader):
             endpoint.wait_events(0.05)
         asked.clear()
         read_all(reader, peer_id, owner)
-        if len(asked) == 2:  # the reader's for this owner, and the owner's for this reader
+        if len(asked) == 2:  # the two workers of this connection
             return
-    pytest.fail(f"{len(asked)} workers were asked for a read from one peer")
+    pytest.fail(f"{len(asked)} workers were polled for a read from one peer")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_read_asks_nothing_of_the_workers_of_idle_peers(
         ({}, "ucx:rc_mlx5+tcp", "auto"),
         ({"rndv_threshold": "64k"}, "ucx:tcp", "64k"),
     ],
-    ids=["nothing but tcp", "rdma", "as the user says"],
+    ids=["nothing but tcp", "rdma", "as the user sets it"],
 )
-def test_everything_is_sent_at_once_only_if_there_is_nothing_but_tcp(
+def test_rendezvous_is_disabled_only_if_there_is_only_tcp(
     options: dict[str, str], mechanism: str, threshold: str
 ) -> None:
     tuned = UCXOptions(**options).tuned_for(mechanism)  # type: ignore[arg-type]

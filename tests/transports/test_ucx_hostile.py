@@ -1,4 +1,4 @@
-"""A peer of `ucx` that breaks the protocol is turned away with a reason, and harms no other peer."""
+"""A peer of `ucx` that breaks the protocol is dropped with a reason, and affects no other peer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def node() -> Iterator[Endpoint]:
 
 
 def hangs_up(node: Endpoint, said: bytes) -> bytes:
-    """Send something to a node; return what it sends before it hangs up."""
+    """Send bytes to a node. Returns what it sends before it hangs up."""
     address = Address.parse(node.listen(""))
     heard = b""
     with socket.create_connection((address.host, address.port)) as stranger:
@@ -109,7 +109,7 @@ def hangs_up(node: Endpoint, said: bytes) -> bytes:
 
 
 def assert_serves(node: Endpoint) -> None:
-    """Another node can still connect."""
+    """Check that another node can still connect."""
     transport = UCXTransport()
     try:
         arena = transport.allocate(4096)
@@ -137,22 +137,22 @@ STRANGERS: dict[str, bytes] = {
     "a fetch first": Fetch(1, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
     "another magic": PREFACE + HELLO.replace(b"kvferry-ucx", b"kvferry-xcu"),
     "an impossible pool": PREFACE + Hello(4, (0,), b"address", "").encode(),
-    "an address that is none of UCX's": PREFACE + Hello(4, (1,), b" gibberish", "").encode(),
+    "an address that is not UCX's": PREFACE + Hello(4, (1,), b" gibberish", "").encode(),
     "an address of another version": PREFACE + Hello(4, (1,), b"\x07" * 188, "").encode(),
 }
 
 
 @needs_ucxx
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_turned_away(node: Endpoint, said: bytes) -> None:
+def test_a_stranger_is_dropped(node: Endpoint, said: bytes) -> None:
     hangs_up(node, said)
     assert_serves(node)
 
 
 @needs_ucxx
-def test_another_version_is_told_ours(node: Endpoint) -> None:
+def test_a_peer_of_another_version_is_sent_our_version(node: Endpoint) -> None:
     ours = struct.pack("<11sI", b"kvferry-ucx", PROTOCOL_VERSION)
-    # Before there was a preface, a connection began with a hello, whose version is at the same place.
+    # Old versions had no preface. Their connections begin with a hello, whose version is at the same offset.
     for said in (PREFACE, HELLO):
         heard = hangs_up(node, said.replace(ours, b"kvferry-ucx\x63\0\0\0"))
         ((kind, body),) = FrameReader(FRAME_LIMITS).feed(heard)

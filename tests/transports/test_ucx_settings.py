@@ -1,4 +1,4 @@
-"""The options of `ucx`, what it refuses, and how it names what is missing."""
+"""The options of `ucx`, settings that it refuses, and its errors for missing packages and networks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[..., Endpoint]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Make endpoints; their transports are closed after the test."""
+    """Make endpoints. Their transports are closed after the test."""
     with ExitStack() as stack:
 
         def make_one(**options: object) -> Endpoint:
@@ -59,7 +59,7 @@ def test_importing_the_backend_does_not_import_ucxx() -> None:
 
 
 @needs_ucxx
-def test_the_environment_stays_as_it_was_and_the_terminal_clean() -> None:
+def test_the_environment_is_unchanged_and_nothing_is_printed() -> None:
     code = (
         "import os; before = dict(os.environ)\n"
         "from kvferry.transports.ucx import UCXTransport\n"
@@ -72,7 +72,7 @@ def test_the_environment_stays_as_it_was_and_the_terminal_clean() -> None:
 
 
 @needs_ucxx
-def test_tcp_can_be_refused_and_then_a_machine_without_rdma_says_so_at_start() -> None:
+def test_if_tcp_is_refused_a_machine_without_rdma_reports_it_at_the_start() -> None:
     if any(os.scandir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else False:
         pytest.skip("this machine has RDMA devices")
     with pytest.raises(ConfigurationError, match="refuse_tcp=True") as caught:
@@ -81,7 +81,7 @@ def test_tcp_can_be_refused_and_then_a_machine_without_rdma_says_so_at_start() -
 
 
 def connect(dialer: Endpoint, listener: Endpoint) -> Connected | PeerLost:
-    """The first event of a connection."""
+    """Connect, and return the first event of the connection."""
     dialer.start_connect(listener.listen(""), timeout_s=10)
     seen: list[object] = []
     while not seen:
@@ -94,18 +94,18 @@ def connect(dialer: Endpoint, listener: Endpoint) -> Connected | PeerLost:
 @needs_ucxx
 @pytest.mark.parametrize("tls", ["", "all"])
 @pytest.mark.parametrize("refuses", ["listener", "dialer"])
-def test_a_peer_that_only_tcp_reaches_is_refused_by_name_and_with_a_way_out(
+def test_a_peer_that_only_tcp_reaches_is_refused_with_the_options_to_change(
     make: Make, monkeypatch: pytest.MonkeyPatch, refuses: str, tls: str
 ) -> None:
     nodes = {name: make() for name in ("listener", "dialer", "friend")}
-    # There is no RDMA here: this node starts as if there were, and then finds that none leads to the other.
+    # There is no RDMA here. The node starts as if there were, and then finds that it cannot reach the peer with it.
     monkeypatch.setattr("kvferry.transports.ucx.transport.require_network", lambda _: "ucx:rc_mlx5")
     nodes[refuses] = make(refuse_tcp=True, tls=tls)
     lost = connect(nodes["dialer"], nodes["listener"])
     assert isinstance(lost, PeerLost)
     assert isinstance(lost.error, PeerRefusedError)
     assert "change refuse_tcp, tls or net_devices" in str(lost.error)
-    if refuses == "dialer":  # the other one goes on
+    if refuses == "dialer":  # the listener still accepts others
         assert isinstance(connect(nodes["friend"], nodes["listener"]), Connected)
 
 
@@ -131,14 +131,14 @@ def test_a_wrong_option_is_named(options: dict[str, object], key: str) -> None:
 
 @needs_ucxx
 @pytest.mark.parametrize("options", [{"tls": "nonsense"}, {"tls": "self,sm"}, {"net_devices": "nope"}])
-def test_settings_that_leave_ucx_nothing_are_refused_at_start(options: dict[str, object]) -> None:
-    """Shared memory does not count: UCX cannot survive a peer's death over it."""
+def test_settings_that_leave_ucx_no_transport_are_refused_at_the_start(options: dict[str, object]) -> None:
+    """Shared memory does not count, because with it UCX does not survive a peer's death."""
     with pytest.raises(ConfigurationError, match="UCX"):
         UCXTransport(options)
 
 
 @needs_ucxx
-def test_other_machines_need_the_user_s_word(make: Make) -> None:
+def test_other_machines_need_allow_plaintext(make: Make) -> None:
     endpoint = make()
     for call in (
         lambda: endpoint.listen("ucx://0.0.0.0:0"),
@@ -149,7 +149,7 @@ def test_other_machines_need_the_user_s_word(make: Make) -> None:
 
 
 @needs_ucxx
-def test_a_wildcard_needs_a_host_to_tell_peers(make: Make) -> None:
+def test_a_wildcard_needs_an_advertised_host(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="advertise_host"):
         make(allow_plaintext=True, bind_host="0.0.0.0").listen("")
     address = make(allow_plaintext=True, bind_host="0.0.0.0", advertise_host="localhost").listen("")
@@ -171,5 +171,5 @@ def test_an_unknown_host_is_a_lost_peer(make: Make) -> None:
     assert lost.peer_id == peer_id
 
 
-def test_the_transport_is_listed_whether_or_not_it_can_work() -> None:
+def test_the_transport_is_listed_even_if_it_is_unavailable() -> None:
     assert "ucx" in available_transports()

@@ -1,4 +1,4 @@
-"""An exception of a type that no one expects, from any call to the outside, costs one peer and never the owner's loop."""
+"""An exception of an unexpected type, from any call to the outside, costs one peer at most, never the owner's loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry.transports.ucx.library import Operation, Worker
 from kvferry.transports.zeromq.channel import Monitor
 from kvferry.transports.zeromq.frames import Frame
 
-#: What a call to the outside is, and who makes it. Each is made by every exchange, or when a peer connects.
+#: Calls to the outside, by scheme. Every exchange makes each of them, or every connection does.
 CALLS: dict[str, list[tuple[Any, str]]] = {
     "shm": [
         *((socket.socket, name) for name in ("send", "recv", "sendmsg", "recvmsg", "connect", "getsockopt")),
@@ -60,7 +60,7 @@ CASES = [
 
 
 class SurpriseError(Exception):
-    """No error of the tree, nor one that any library documents."""
+    """Neither one of the project's errors, nor one that any library documents."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Fault:
 
 @contextmanager
 def faulty(owner: Any, name: str) -> Iterator[Fault]:
-    """Have a method, while the fault is armed, raise in place of its next call."""
+    """Patch a method so that its next call raises if the fault is armed."""
     fault = Fault()
     original = getattr(owner, name)
 
@@ -94,7 +94,7 @@ def faulty(owner: Any, name: str) -> Iterator[Fault]:
 
 
 def works(world: World, link: Link) -> bool:
-    """Whether a message and a read get through. Either does, or is over with an error of the tree: nothing else."""
+    """Whether a message and a read succeed. Check that each succeeds or ends with one of the project's errors."""
     message = b"%d" % len(link.producer.history)
     try:
         link.consumer.endpoint.send(link.producer_id, message)
@@ -116,14 +116,14 @@ def is_lost(link: Link) -> bool:
 
 
 def connects(world: World, server: Node, address: str, node: Node) -> Link | None:
-    """Connect a node; None if that ended with an error of the tree."""
+    """Connect a node. Returns None if that ends with one of the project's errors."""
     known = len(server.of_type(Connected))
     try:
         peer_id = node.endpoint.start_connect(address, timeout_s=3)
     except KVTransferError:
         return None
     world.serve(lambda: any(isinstance(e, Connected | PeerLost) for e in node.history))
-    # The listener may still fail after this side stands.
+    # The listener may still fail after this side is connected.
     world.serve(lambda: len(server.of_type(Connected)) > known or bool(node.of_type(PeerLost)))
     if node.of_type(PeerLost):
         return None

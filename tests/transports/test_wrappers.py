@@ -1,4 +1,4 @@
-"""The transports that tests put around others: faithful but for what they are told to do."""
+"""The transports that tests put around others behave like them, except for the configured faults and delays."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ register_transport("faulty", "kvferry.transports.testing.faulty:FaultyTransport"
 EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 
 
-@pytest.mark.slow  # all in all
+@pytest.mark.slow  # as a whole
 class TestFaultlessAndLate(TransportConformance):
-    """One in the other, so that the suite runs once."""
+    """One wrapper is inside the other, so that the suite runs only once."""
 
     @pytest.fixture
     def create(self) -> Any:
@@ -52,14 +52,14 @@ class TestFaultlessAndLate(TransportConformance):
         {"kind": "fail", "wings": 2},
     ],
 )
-def test_faults_that_cannot_be_are_refused(fault: Mapping[str, object]) -> None:
+def test_invalid_faults_are_refused(fault: Mapping[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         create_transport("faulty", {"faults": [fault]})
 
 
 @pytest.fixture
 def faulty(request: pytest.FixtureRequest) -> Iterator[tuple[World, Link]]:
-    """Two connected nodes, of which the consumer has the faults of the test's parameter."""
+    """Two connected nodes. The consumer has the faults of the test's parameter."""
     world = World(FaultyTransport)
     producer = world.node(POOL_BYTES)
     world.create = lambda: FaultyTransport({"faults": request.param})
@@ -78,14 +78,14 @@ Faulty = tuple[World, Link]
 
 
 @faults({"kind": "fail", "nth": 2, "error": "StaleRegionError"})
-def test_the_nth_transfer_fails_as_told(faulty: Faulty) -> None:
+def test_the_nth_transfer_fails_as_configured(faulty: Faulty) -> None:
     world, link = faulty
     errors = [world.read(link, EVERYTHING, HELD).error for _ in range(3)]
     assert [type(error) for error in errors] == [type(None), StaleRegionError, type(None)]
 
 
 @faults({"kind": "corrupt"})
-def test_corrupt_bytes_are_other_bytes_and_are_noticed(faulty: Faulty) -> None:
+def test_corrupt_bytes_differ_and_are_noticed(faulty: Faulty) -> None:
     world, link = faulty
     assert isinstance(world.read(link, EVERYTHING, HELD).error, ChecksumError)
     assert not np.array_equal(link.consumer.memory(), link.producer.memory())
@@ -156,7 +156,7 @@ def test_a_stalled_peer_can_be_dropped(faulty: Faulty) -> None:
 
 
 def order_of_events(seed: int) -> list[str]:
-    """What one node hears of a few messages and reads, in order."""
+    """Return the events of one node for a few messages and reads, in order."""
     world = World(lambda: DelayedTransport({"seed": seed}))
     link = world.pair(POOL_BYTES)
     link.producer.transport.guards.set(HELD.index, HELD.value)
@@ -168,7 +168,7 @@ def order_of_events(seed: int) -> list[str]:
     return [type(event).__name__ for event in link.consumer.history]
 
 
-def test_delays_follow_their_seed() -> None:
+def test_delays_depend_on_their_seed() -> None:
     orders = [order_of_events(seed) for seed in range(4)]
     assert order_of_events(2) == orders[2]
     assert len({tuple(order) for order in orders}) > 1

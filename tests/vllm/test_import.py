@@ -45,7 +45,7 @@ def test_the_module_imports_neither_vllm_nor_torch():
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
-def test_without_vllm_it_says_what_to_install():
+def test_without_vllm_the_error_says_what_to_install():
     _run(ABSENT)
 
 

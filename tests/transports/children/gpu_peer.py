@@ -1,4 +1,4 @@
-"""The other process of the CUDA tests: serves a pool on a stand-in's GPU; says its address; ends when stdin does.
+"""The other process of the CUDA tests. It serves a pool on the GPU of a stand-in, prints its address; ends with stdin.
 
 Guard 3 holds 9. Byte i of the pool is `i * 7 % 251`.
 """

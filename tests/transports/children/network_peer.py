@@ -3,7 +3,7 @@
     network_peer.py SCHEME serve              serve a pool; print its address
     network_peer.py SCHEME connect ADDRESS    connect; print "connected"
 
-It has a pool of `POOL_BYTES`, byte i being `i * 7 % 251`, guard 3 holds 9, and it ends when its standard input does.
+It has a pool of `POOL_BYTES` whose byte i is `i * 7 % 251`. Guard 3 holds 9. It ends when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The other process of the shm tests.
 
     shm_peer.py serve KIND [UID]      serve a pool; print its address; end when stdin does
-    shm_peer.py connect ADDRESS       connect; print that; end when stdin does
+    shm_peer.py connect ADDRESS       connect; print "connecting"; end when stdin does
     shm_peer.py read ADDRESS UID      become user UID, connect, read a page, print how that ended
 
-KIND names what the pool is made of: any of `arena` and `foreign`, joined by `+`; each part is `PART_BYTES` long.
+KIND names the parts of the pool: `arena` or `foreign`, joined by `+`. Each part is `PART_BYTES` long.
 Guard 3 holds 9. Byte i of the pool is `i * 7 % 251`.
 """
 
@@ -46,7 +46,7 @@ def endpoint_with_pool(kind: str, options: dict[str, object]) -> tuple[Endpoint,
 
 def become(uid: int) -> None:
     os.setuid(uid)
-    # A process that changed its user is closed to others until it says otherwise (PR_SET_DUMPABLE).
+    # After a change of its user, other processes cannot read a process until it allows that (PR_SET_DUMPABLE).
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 
 
