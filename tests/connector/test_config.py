@@ -124,7 +124,7 @@ def test_a_transport_s_options_under_their_old_key_are_refused_with_the_new_one(
     assert "the transport's own options go under transport_options" in str(caught.value)
 
 
-def test_the_transport_may_be_named_beside_the_connector_of_that_transport() -> None:
+def test_the_transport_may_be_named_together_with_its_connector() -> None:
     options: dict[str, Any] = {"transport": "shm", "transport_options": {"num_guards": 7}}
     KVConnectorFactory.check_options(KVTransferConfig("shm", "kv_both", kv_connector_extra_config=options))
     with pytest.raises(

@@ -55,7 +55,7 @@ def test_a_salt_is_not_an_adapter() -> None:
     assert content_digest(salted, 10) != content_digest(adapted, 10)
 
 
-def test_what_comes_after_the_compared_tokens_does_not_count() -> None:
+def test_tokens_after_the_compared_ones_do_not_count() -> None:
     longer = replace(BASE, num_prompt_tokens=30, mm_features=[Image(offset=10)])
     assert content_digest(longer, 10) == content_digest(BASE, 10)
     assert content_digest(longer, 11) != content_digest(BASE, 11)

@@ -176,7 +176,7 @@ def test_an_instance_is_a_connector_with_its_settings(
 
 
 @EITHER
-def test_what_is_not_implemented_has_a_default(connector: type[KVConnectorBase]) -> None:
+def test_methods_that_are_not_implemented_have_a_default(connector: type[KVConnectorBase]) -> None:
     scheduler, worker = make(connector, SCHEDULER), make(connector, WORKER)
     assert scheduler.recognizes_params({})
     assert scheduler.request_progressed(Request("p", 4), ()) is None
@@ -215,9 +215,7 @@ def test_a_half_without_an_implementation_is_named() -> None:
 
 
 @pytest.mark.parametrize(("second", "expected"), [(OwnMemory, 7), (HalfMemory, 7), (TwoClasses, 0)])
-def test_the_first_child_with_memory_of_its_own_allocates(
-    second: type[KVConnectorBase], expected: int
-) -> None:
+def test_the_first_child_that_allocates_memory_is_used(second: type[KVConnectorBase], expected: int) -> None:
     options = {"connectors": [named(OneClass), named(second)]}
     config = engine_config("MultiConnector", kv_connector_extra_config=options)
     worker = KVConnectorFactory.create_connector(config, WORKER, PER_LAYER.kv_cache_config())

@@ -50,7 +50,7 @@ def test_every_file_that_is_copied_is_there_and_not_ignored() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
-def test_what_is_installed_is_pinned_and_every_base_has_a_version() -> None:
+def test_installed_packages_are_pinned_and_every_base_has_a_version() -> None:
     installs = [
         command
         for line in INSTRUCTIONS

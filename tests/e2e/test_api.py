@@ -122,7 +122,7 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_input_is_refused_and_the_server_goes_on(server: Any, body: Any, param: str | None) -> None:
+def test_bad_input_is_refused_and_the_server_keeps_running(server: Any, body: Any, param: str | None) -> None:
     reply = server.post("/v1/completions", body)
     assert reply.status == 400
     assert reply.body["error"]["type"] == "invalid_request_error"
@@ -183,7 +183,9 @@ def test_a_refused_request_leaves_no_block_in_use(tiny_fleet: Any) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_malformed_transfer_params_are_refused_and_the_node_goes_on(tiny_fleet: Any, params: Any) -> None:
+def test_malformed_transfer_params_are_refused_and_the_node_keeps_running(
+    tiny_fleet: Any, params: Any
+) -> None:
     reply = tiny_fleet.decode.complete("a" * 40, max_tokens=2, kv_transfer_params=params)
     assert reply.status == 400
     assert reply.body["error"]["param"] == "kv_transfer_params"
@@ -209,7 +211,7 @@ def test_metrics_of_a_handoff_follow_prometheus_conventions(tiny_fleet: Any) -> 
         assert_promtool_is_content(server.get("/metrics")[1].decode())
 
 
-def test_a_header_says_what_became_of_the_offer(tiny_fleet: Any) -> None:
+def test_a_header_says_how_the_load_ended(tiny_fleet: Any) -> None:
     outcomes = []
     for name, change in (("loaded", {}), ("of an earlier start", {"remote_epoch": "1"})):
         prompt = f"An offer that is {name}, of a prompt that no node has seen before"

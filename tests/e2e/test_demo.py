@@ -126,7 +126,7 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert layout in done.stdout
 
 
-def test_each_node_of_the_pair_can_have_options_of_its_own() -> None:
+def test_each_node_of_the_pair_can_have_its_own_options() -> None:
     options = parse_arguments(["--decode-block-size", "32", "--decode-layout", "per-layer"])
     assert options.own_arguments == ((), ("--layout", "per-layer", "--block-size", "32"))
     assert options.layout == "per-layer"

@@ -50,7 +50,7 @@ def _burn() -> None:
 
 @pytest.fixture
 def start(launcher: Launcher, tiny_arguments: Sequence[str]) -> Callable[..., Client]:
-    """Start a node of a role with options of its own."""
+    """Start a node with a role and its own options."""
 
     def started(role: str, *arguments: str) -> Client:
         node = launcher.start_node(role, role, *tiny_arguments, *arguments)

@@ -233,7 +233,8 @@ def test_a_client_that_leaves_while_the_cache_is_loaded(tiny_fleet: Any, unique_
     finally:
         tiny_fleet.prefill.process.send_signal(signal.SIGCONT)
     wait_until(decode.is_whole)
-    wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)  # because it was told
+    # Sooner than the lease ends, because the decode node releases the offer.
+    wait_until(tiny_fleet.prefill.is_whole, timeout_s=LEASE_S / 2)
 
 
 def test_a_client_that_leaves_while_the_answer_is_computed(tiny_fleet: Any, unique_prompt: str) -> None:
@@ -351,7 +352,8 @@ def test_a_pair_that_cannot_hand_over_says_so_and_holds_no_blocks(
     client = Client(router)
     for _ in range(3):
         expected(client.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids)
-    wait_until(prefill.is_whole, timeout_s=LEASE_S / 2)  # because it was told
+    # Sooner than the lease ends, because the router releases offers of failed handoffs.
+    wait_until(prefill.is_whole, timeout_s=LEASE_S / 2)
     health = json.loads(client.get("/health")[1])
     urls = prefill.process.url, decode.url
     assert health["status"].startswith("ok, but 3 of 3 handoffs from {} to {} failed: ".format(*urls))

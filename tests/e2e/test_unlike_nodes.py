@@ -1,4 +1,4 @@
-"""Two nodes whose caches have different layouts hand over in both directions, over each transport."""
+"""Two nodes whose caches have different layouts hand over in both directions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
     "tiny": ("--threads", "1", "--num-blocks", "128"),
     "smollm2": ("--dtype", "float32", "--num-blocks", "128"),
 }
-#: The vectors of a token: layers × keys and values × heads. Each vector has a place of its own.
+#: The vectors of a token: layers × keys and values × heads. Each vector has its own place.
 VECTORS_PER_TOKEN = {"tiny": 3 * 2 * 2, "smollm2": 30 * 2 * 3}
 
 
@@ -47,7 +47,7 @@ def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator
         yield small, large
 
 
-def test_each_loads_what_the_other_computed(nodes: tuple[Client, Client], model: str) -> None:
+def test_each_node_loads_prompts_that_the_other_computed(nodes: tuple[Client, Client], model: str) -> None:
     small, large = nodes
     single = ask_alone(small)  # without an offer it acts as a single node, and it has no prefix cache
     expected = single(TEXT, 8).token_ids

@@ -157,7 +157,7 @@ async def test_when_the_step_loop_dies_every_request_fails_and_the_engine_report
     assert "NoneType" in engine.stats().error
 
 
-async def test_malformed_transfer_params_are_refused_and_the_node_goes_on(
+async def test_malformed_transfer_params_are_refused_and_the_node_keeps_running(
     tiny_model: Callable[[str], Path],
 ) -> None:
     settings = _settings(tiny_model, kv_transfer=KVTransferConfig("shm", "kv_both"))

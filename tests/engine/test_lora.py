@@ -216,7 +216,7 @@ def _edit(folder: Path, rename: Callable[[str], str]) -> None:
         ({}, _swap_layers, "the weights of model.layers.0.mlp.down_proj do not have the shape"),
     ],
 )
-def test_a_broken_adapter_names_itself_and_what_is_wrong(
+def test_the_error_for_a_broken_adapter_names_it_and_the_reason(
     config: Mapping[str, Any],
     damage: Callable[[Path], None] | None,
     message: str,

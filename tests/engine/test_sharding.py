@@ -128,7 +128,7 @@ def test_only_plain_data_can_be_encoded_and_decoded() -> None:
         decode(encode(Local(1)).replace(b"Local", b"pytes"))
 
 
-def test_a_worker_sees_each_step_as_it_was_planned() -> None:
+def test_a_worker_gets_each_step_exactly_as_planned() -> None:
     sender, mirror = StepSender(), StepMirror()
     request = Request("a", GenerationRequest("a", (5, 6, 7), SamplingParams(seed=1)), lambda _: [], 0.0)
 

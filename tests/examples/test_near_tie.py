@@ -212,7 +212,7 @@ class TestDemo:
         assert "mismatch at token 1" in err
         assert "the transfer succeeded" in err
 
-    def test_a_failed_transfer_is_shown_beside_equal_answers(
+    def test_a_failed_transfer_is_shown_even_if_the_answers_are_equal(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self._run(EXPECTED, TIE, {"num_bytes": 0, "error": "the producer is gone"}) == 0

@@ -48,7 +48,7 @@ def test_messages_survive_the_wire_between_two_roles(node: NodeProtocol) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", msgpack.packb(["Claim", {"lease": True}])])
-def test_a_consumer_that_sends_garbage_loses_what_it_claimed(node: NodeProtocol, data: bytes) -> None:
+def test_a_consumer_that_sends_garbage_loses_its_claims(node: NodeProtocol, data: bytes) -> None:
     node.producer.offer("r", 1, ((1,),), 4, 0.0)
     node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
     actions = node.message_received(CONSUMER, data, 0.0)

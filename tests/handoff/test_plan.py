@@ -158,7 +158,7 @@ def group_pairs(draw: st.DrawFn) -> BlockPairs:
 
 @given(layouts(), layouts(), group_pairs(), group_pairs())
 @settings(deadline=None)
-def test_the_plan_moves_what_the_oracle_moves(
+def test_the_plan_copies_the_same_bytes_as_the_oracle(
     local: KVLayout, remote: KVLayout, first: BlockPairs, second: BlockPairs
 ) -> None:
     blocks = [first, second]

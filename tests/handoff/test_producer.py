@@ -322,7 +322,7 @@ def test_the_wait_for_a_rank_that_never_claims_is_bounded(two_ranks: ProducerPro
     )
 
 
-def test_every_rank_is_told_of_the_end(two_ranks: ProducerProtocol) -> None:
+def test_every_rank_is_told_about_the_end(two_ranks: ProducerProtocol) -> None:
     actions = two_ranks.abort("r", now=2.0)
     told = [action.peer_id for action in actions if isinstance(action, Send)]
     assert told == [3, 4]

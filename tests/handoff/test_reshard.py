@@ -220,7 +220,7 @@ def loads(draw: st.DrawFn, num_tokens: int, ours: Shape, theirs: Shape) -> Group
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
-def test_the_plan_moves_what_the_oracle_moves(data: st.DataObject) -> None:
+def test_the_plan_copies_the_same_bytes_as_the_oracle(data: st.DataObject) -> None:
     draw = data.draw
     parts = draw(st.sampled_from((1, 2)))
     model = Model(

@@ -332,7 +332,7 @@ WRONG_BYTES = "loaded bytes are the offered ones"
             ProducerProtocol, ReadsWhateverIsGranted, True, "the same prompt", id="content-not-compared"
         ),
         pytest.param(
-            ForgetsWhatItAnnounced, ConsumerProtocol, True, "what was announced", id="announced-for-ever"
+            ForgetsWhatItAnnounced, ConsumerProtocol, True, "what was announced", id="announced-forever"
         ),
     ],
 )

@@ -77,7 +77,7 @@ def shares(local: KVLayout, remotes: list[KVLayout]) -> list[tuple[int, int, int
 @pytest.mark.parametrize(
     ("local", "remotes", "expected"),
     [
-        pytest.param(OURS, [OURS], [(0, 0, 4)], id="alike"),
+        pytest.param(OURS, [OURS], [(0, 0, 4)], id="identical"),
         pytest.param(OURS, HALVES, [(0, 0, 2), (1, 2, 2)], id="joined"),
         pytest.param(HALVES[1], [OURS], [(0, 2, 2)], id="split"),
         pytest.param(HALVES[1], QUARTERS, [(2, 2, 1), (3, 3, 1)], id="four-to-two"),

@@ -99,7 +99,7 @@ class EngineWithMemory(RuleBasedStateMachine):
         for group in range(len(self.specs)):
             for position in range(start, end):
                 slot = self.slot(request, group, position)
-                assert slot[0] != 0, "a computed token needs a slot of its own"
+                assert slot[0] != 0, "a computed token needs its own slot"
                 self.memory[slot] = self.content(request, group, position)
 
     def check_seen(self, request: Request, start: int, end: int) -> None:

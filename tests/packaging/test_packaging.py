@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree, under one name, and cheap to import."""
+"""The installed packages are those in the tree, have one name each, and are cheap to import."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_token_by_token(params):
 
 @variants
 @pytest.mark.parametrize("chunk", [2, 3, 4, 7])
-def test_chunk_by_chunk_beside_requests_that_decode(params, chunk):
+def test_chunk_by_chunk_while_other_requests_decode(params, chunk):
     lengths = (23, 19)
     cache = Cache(lengths, params=params)
     cache.step({1: (0, 10)})

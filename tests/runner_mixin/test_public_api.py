@@ -7,7 +7,7 @@ import types
 from kvferry import runner_mixin
 
 
-def test_all_is_what_is_exported():
+def test_all_lists_the_exported_names():
     public = {
         name
         for name, value in vars(runner_mixin).items()

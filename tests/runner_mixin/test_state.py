@@ -94,7 +94,7 @@ def test_a_shutdown_that_fails_empties_the_slot_all_the_same(make_connector):
     assert not has_kv_transfer_group()
 
 
-def test_the_context_manager_restores_what_was_there(connector, make_connector):
+def test_the_context_manager_restores_the_former_connector(connector, make_connector):
     other = make_connector()
 
     @kv_transfer_group(other)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.transports import _copy, _copy_python
 
-# Imported dynamically for mypy's sake: the stub is beside the compiled file, which does not exist without a compiler.
+# Imported dynamically, because mypy finds its stub only next to the compiled file, which needs a compiler.
 native = importlib.import_module("kvferry.transports._native") if _copy.IS_COMPILED else None
 needs_native = pytest.mark.skipif(native is None, reason="kvferry was installed without a C compiler")
 

@@ -187,9 +187,8 @@ def test_a_peer_that_misbehaves_is_dropped(
         seen: list[object] = []
         while not any(isinstance(event, Connected) for event in seen):
             seen += [*node.wait_events(0.01), *peer.wait_events(0.01)]
-        misbehave(
-            peer._table.connected_peer(peer_id).connection.channel.send
-        )  # what no public call would send
+        # No public call sends such messages.
+        misbehave(peer._table.connected_peer(peer_id).connection.channel.send)
         while not isinstance(seen[-1], PeerLost):
             seen += node.wait_events(0.01)
         lost = seen[-1]

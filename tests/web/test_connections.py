@@ -219,7 +219,7 @@ async def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_
 @pytest.mark.parametrize(
     "raw",
     [b"\x16\x03\x01\x02\r\n\r\n", HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n"],
-    ids=["no HTTP", "a long line"],
+    ids=["not HTTP", "a long line"],
 )
 async def test_bytes_that_are_not_http_are_answered_400_without_a_traceback(
     raw: bytes, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""The other process of the CUDA tests. It serves a pool on the GPU of a stand-in, prints its address; ends with stdin.
+"""The other process of the CUDA tests. It serves a stand-in's GPU pool, prints its address, and ends with its stdin.
 
 Guard 3 holds 9. Byte i of the pool is `i * 7 % 251`.
 """
