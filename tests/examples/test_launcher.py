@@ -72,7 +72,7 @@ def test_the_description_of_an_end_names_the_signal(launcher: Launcher) -> None:
     assert node.describe_end().startswith("the decode node was killed by SIGKILL; the end of its log:\n")
 
 
-def test_there_is_no_obituary_of_a_running_process(launcher: Launcher) -> None:
+def test_a_running_process_has_no_end_to_describe(launcher: Launcher) -> None:
     node = launcher.start("decode node", "runs")
     launcher.wait_ready([node], 20)
     assert node.describe_end() == ""
