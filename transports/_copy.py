@@ -41,3 +41,4 @@ read_regions_of = _functions.read_regions_of
 locate_regions = _functions.locate_regions
 load_word = _functions.load_word
 store_word = _functions.store_word
+signal_function = _functions.signal_function

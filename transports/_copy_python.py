@@ -7,6 +7,7 @@ other threads run while they copy.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from typing import Any
 
@@ -105,3 +106,13 @@ def load_word(address: int, /) -> int:
 def store_word(address: int, value: int, /) -> None:
     """Store the aligned 64-bit word at `address`, before every store that comes after."""
     ctypes.c_int64.from_address(address).value = value
+
+
+def signal_function() -> int:
+    """Return the address of a function that writes to the eventfd that is its argument, from any thread."""
+    return ctypes.cast(_signal(), ctypes.c_void_p).value or 0
+
+
+@functools.cache  # the function lives as long as the process, because a driver may call it late
+def _signal() -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_size_t)(lambda descriptor: os.eventfd_write(descriptor, 1))

@@ -15,6 +15,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #ifndef IOV_MAX
 #define IOV_MAX 1024
@@ -316,6 +317,20 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* A host function for a CUDA stream: writes to the eventfd that its argument is. The driver's thread calls it, without
+ * Python's lock, so a signal never waits for the engine's thread. */
+static void signal_eventfd(void *descriptor) {
+    uint64_t one = 1;
+    ssize_t written = write((int)(intptr_t)descriptor, &one, sizeof one);
+    (void)written; /* it fails only if the counter is full, and then the descriptor is readable already */
+}
+
+static PyObject *signal_function(PyObject *self, PyObject *args) {
+    (void)self;
+    (void)args;
+    return PyLong_FromVoidPtr((void *)signal_eventfd);
+}
+
 static PyMethodDef methods[] = {
     {"copy_regions", copy_regions, METH_VARARGS, "Copy regions within this process, without the GIL."},
     {"gather_regions", gather_regions, METH_VARARGS, "Copy regions to where they lie end to end."},
@@ -324,6 +339,7 @@ static PyMethodDef methods[] = {
     {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to the first that is not in the pool."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
+    {"signal_function", signal_function, METH_NOARGS, "The address of a C function that writes to an eventfd."},
     {NULL, NULL, 0, NULL},
 };
 

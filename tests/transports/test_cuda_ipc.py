@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.transports import _cuda
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Arena, PeerLost, Transport
@@ -30,7 +30,7 @@ from kvferry.transports.errors import (
 )
 from kvferry.transports.regions import Guard, Pool, Segment
 from kvferry.transports.registry import create_transport
-from kvferry.transports.shm import SharedMemoryTransport
+from kvferry.transports.shm import SharedMemoryTransport, cuda
 from kvferry.transports.shm.cuda import CudaDevice
 from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
@@ -50,11 +50,11 @@ MakeNode = Callable[..., Node]
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
     """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
-    stand_in: Any = CudaDriverStandIn()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
-    yield stand_in
-    stand_in.close()
+    with CudaDriverStandIn() as stand_in:
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+        yield stand_in
     assert not +stand_in.held
+    assert not stand_in.violations
 
 
 class OnGpu(SharedMemoryTransport):
@@ -370,10 +370,10 @@ def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
     assert isinstance(real.CUipcMemHandle().getPtr(), int)
     assert len(real.CUuuid().bytes) == 16
     flags = (
-        (real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, "_IPC_LAZY_ENABLE_PEER_ACCESS"),
-        (real.CUstream_flags.CU_STREAM_NON_BLOCKING, "_STREAM_NON_BLOCKING"),
-        (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, "_EVENT_DISABLE_TIMING"),
+        (real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, cuda._IPC_LAZY_ENABLE_PEER_ACCESS),
+        (real.CUstream_flags.CU_STREAM_NON_BLOCKING, _cuda.STREAM_NON_BLOCKING),
+        (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, _cuda.EVENT_DISABLE_TIMING),
+        (real.CU_MEMHOSTALLOC_PORTABLE, _cuda.MEMHOSTALLOC_PORTABLE),
     )
-    ours = importlib.import_module("kvferry.transports.shm.cuda")
-    for theirs, name in flags:
-        assert int(theirs) == getattr(ours, name)
+    for theirs, ours in flags:
+        assert int(theirs) == ours

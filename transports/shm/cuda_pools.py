@@ -6,6 +6,7 @@ import os
 import select
 from pathlib import Path
 
+from .._cuda import gpu_name
 from ..errors import (
     ConfigurationError,
     IncompatiblePeerError,
@@ -15,7 +16,7 @@ from ..errors import (
 )
 from ..regions import Guard, Pool, RegionPairs, Segment
 from .copier import AddressArray, Piece, cut
-from .cuda import CudaDevice, gpu_name
+from .cuda import CudaDevice
 from .guards import PeerGuards
 from .hello import MAX_ALLOCATIONS, Allocation, Hello, SharedSegment
 

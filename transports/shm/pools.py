@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._copy import copy_regions, read_regions_of
+from .._cuda import gpu_name
 from .._memory import MappedArena, WordTable, address_of
 from ..errors import (
     ConfigurationError,
@@ -25,7 +26,7 @@ from ..errors import (
 from ..regions import Guard, Pool, RegionPairs, Segment
 from .arena import SharedFile, map_received
 from .copier import MAPPED, AddressArray, Piece, cut
-from .cuda import CudaDevice, gpu_name
+from .cuda import CudaDevice
 from .cuda_pools import RemoteCudaMemory, describe_cuda_pool
 from .guards import PeerGuards
 from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment

@@ -1,11 +1,16 @@
-"""A stand-in for `cuda.bindings.driver` on machines without a GPU. It does what the driver's documentation promises.
+"""A stand-in for `cuda.bindings.driver` on machines without a GPU, stricter than the real one.
 
-The memory of its GPUs is shared host memory, so other processes with a stand-in of their own can map it. A copy is made
-only after its event was queried a few times. So code that reports a copy without asking finds the bytes missing. What
-the documentation leaves undefined, or calls an error, returns an error code here.
+Device memory is *poisoned*: an address of it lies in a range that is mapped without any permission, and its bytes are in
+a second mapping that only the driver's copies use. So code that touches device memory with the CPU crashes. The second
+mapping is a file in memory, so other processes with a stand-in of their own can open it by an IPC handle.
 
-    stand_in = CudaDriverStandIn()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+A thread does the copies, some time after they were launched, in the order of each stream but in any order between
+streams. So code that does not wait for the end of a copy sees old bytes. Pinned memory is limited, and copies to and from
+main memory work with pinned memory only. What the documentation leaves undefined, or calls an error, returns an error
+code here, or is kept in `violations` if there is no call to return it from.
+
+    with CudaDriverStandIn() as stand_in:
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
 """
 
 from __future__ import annotations
@@ -14,16 +19,21 @@ import ctypes
 import enum
 import mmap
 import os
+import random
 import struct
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self, cast
 
-from .._memory import FileMapping, MappedArena, address_of, require_available
+from .._memory import FileMapping, address_of, require_available
 from ..base import Arena
 from ..regions import Segment
+
+_PROT_NONE = 0
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
 
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, GPU
 
@@ -33,6 +43,7 @@ class CUresult(enum.IntEnum):
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NOT_INITIALIZED = 3
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_MAP_FAILED = 205
@@ -59,46 +70,93 @@ class CUipcMemHandle:
         return ctypes.addressof(self._bytes)
 
 
+class CUdeviceptr(int):
+    """An address. The bindings take lists of these only."""
+
+
+class CUmemcpySrcAccessOrder(enum.IntEnum):
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
+
+
+@dataclass
+class CUmemcpyAttributes:
+    srcAccessOrder: CUmemcpySrcAccessOrder | None = None
+
+
 @dataclass(frozen=True)
 class CUuuid:
     bytes: bytes
 
 
-class GpuArena(MappedArena):
-    """Memory of a stand-in's GPU. Unlike that of a real GPU, tests can see its bytes."""
+class GpuArena(Arena):
+    """Memory of a stand-in's GPU. Unlike that of a real GPU, tests can see its bytes, in `buffer`."""
+
+    def __init__(self, memory: _DeviceMemory) -> None:
+        self._memory = memory
 
     @property
     def segment(self) -> Segment:
-        host = super().segment
-        return Segment(host.address, host.num_bytes, "cuda")
+        return Segment(self._memory.base, self._memory.num_bytes, "cuda")
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self._memory.bytes.memory).cast("B")[: self._memory.num_bytes]
 
 
-@dataclass
-class _Memory:
-    """An allocation, or a mapping of one.
+class _DeviceMemory:
+    """An allocation on a GPU, or a mapping of one.
 
     Attributes:
+        base: Its address, in a range that no CPU may touch.
+        bytes: What is there, for the driver's copies.
         num_opens: How many times a mapping is open; 0 for an allocation.
     """
 
-    mapping: FileMapping
-    descriptor: int
-    num_bytes: int
-    gpu: int
-    is_exportable: bool = True
-    num_opens: int = 0
-    base: int = field(init=False)
+    def __init__(
+        self, descriptor: int, num_bytes: int, gpu: int, *, is_exportable: bool, is_ours: bool
+    ) -> None:
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+        self.gpu = gpu
+        self.is_exportable = is_exportable
+        self.num_opens = 0
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if is_ours else mmap.PROT_READ
+        self.bytes = FileMapping(descriptor, num_bytes, protection)
+        try:
+            self._range = FileMapping(descriptor, num_bytes, _PROT_NONE)
+        except BaseException:
+            self.bytes.close()
+            raise
+        self.base = ctypes.addressof(cast("ctypes.Array[ctypes.c_ubyte]", self._range.memory))
 
-    def __post_init__(self) -> None:
-        self.base = address_of(self.mapping.memory)
+    @property
+    def shadow(self) -> int:
+        """Where the bytes of `base` are."""
+        return address_of(self.bytes.memory)
+
+    def close(self) -> None:
+        self._range.close()
+        self.bytes.close()
+
+
+class _PinnedMemory:
+    """Page-locked main memory: CPU and GPUs reach it at the same address."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._mapping = mmap.mmap(-1, num_bytes)
+        self.base = self.shadow = address_of(self._mapping)
+
+
+_Memory = _DeviceMemory | _PinnedMemory
 
 
 @dataclass
 class _Stream:
-    """Work that was launched and is not done yet.
+    """Work that was launched.
 
     Attributes:
-        num_done: Launched work that is done.
+        num_done: Launched work that is done; `work` is the rest.
     """
 
     work: deque[Callable[[], None]] = field(default_factory=deque)
@@ -108,44 +166,65 @@ class _Stream:
 
 @dataclass
 class _Event:
-    """The work that was launched on a stream before the event was recorded.
-
-    Attributes:
-        until: Number of launches before it.
-        queries_left: Queries that still answer "not ready".
-    """
+    """The work that was launched on a stream before the event was recorded: its first `until` pieces."""
 
     stream: _Stream
     until: int
-    queries_left: int
 
 
 class CudaDriverStandIn:
-    """The driver of a machine with any number of GPUs.
+    """The driver of a machine with any number of GPUs. A context manager that closes.
+
+    Args:
+        delay_s: How long a piece of work waits at least after it was launched, in seconds.
+        pinned_bytes: How much memory can be pinned.
+        seed: Chooses the stream that goes next, if several have work.
 
     Attributes:
-        queries_until_done: How many queries of an event answer "not ready" before its copies are done.
         has_peer_access: Whether one GPU can reach another's memory.
         failures: By function name, the code that its next call returns without doing anything.
-        on_copied: Called after each copy was done.
-        held: Objects that were created and not released yet, by kind: contexts, streams, events, mappings.
+        on_copied: Called after each copy was done, in the thread that copies.
+        is_paused: No work is done while this is set.
+        version: As `cuDriverGetVersion` returns it.
+        calls: How often each function was called.
+        violations: What code did that has no defined result on a GPU. A test requires it to be empty.
+        held: Objects that were created and not released yet, by kind: contexts, streams, events, mappings, pinned.
     """
 
     CUresult = CUresult
     CUpointer_attribute = CUpointer_attribute
     CUipcMemHandle = CUipcMemHandle
+    CUdeviceptr = CUdeviceptr
+    CUmemcpyAttributes = CUmemcpyAttributes
+    CUmemcpySrcAccessOrder = CUmemcpySrcAccessOrder
 
-    def __init__(self) -> None:
-        self.queries_until_done = 3
+    def __init__(self, *, delay_s: float = 0.0005, pinned_bytes: int = 256 << 20, seed: int = 0) -> None:
         self.has_peer_access = True
         self.failures: dict[str, CUresult] = {}
         self.on_copied: Callable[[], None] = lambda: None
+        self.version = 12080
+        self.calls: Counter[str] = Counter()
+        self.violations: list[str] = []
         self.held: Counter[str] = Counter()
+        self._delay_s = delay_s
+        self._pinned_left = pinned_bytes
+        self._random = random.Random(seed)
         self._is_initialized = False
+        self._is_paused = False
+        self._is_closing = False
         self._thread = threading.local()
-        self._lock = threading.RLock()
-        self._memories: list[_Memory] = []
-        self._mappings: dict[bytes, _Memory] = {}  # by handle
+        self._changed = threading.Condition(threading.RLock())
+        self._allocations: list[_DeviceMemory] = []
+        self._mappings: dict[bytes, _DeviceMemory] = {}  # by handle
+        self._pinned: dict[int, _PinnedMemory] = {}  # by address
+        self._streams: list[_Stream] = []
+        self._worker: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def __getattribute__(self, name: str) -> Any:
         """Return a function of the driver. Calls run one at a time and fail as `failures` says."""
@@ -154,7 +233,8 @@ class CudaDriverStandIn:
             return found
 
         def call(*args: Any) -> tuple[Any, ...]:
-            with self._lock:
+            with self._changed:
+                self.calls[name] += 1
                 if (code := self.failures.pop(name, None)) is not None:
                     return (code,)
                 if name != "cuInit" and not self._is_initialized:
@@ -175,21 +255,76 @@ class CudaDriverStandIn:
         require_available(num_bytes)
         descriptor = os.memfd_create("stand-in", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
-        mapping = FileMapping(descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._memories.append(_Memory(mapping, descriptor, num_bytes, gpu, is_exportable))
-        return GpuArena(mapping.memory, num_bytes)
+        memory = _DeviceMemory(descriptor, num_bytes, gpu, is_exportable=is_exportable, is_ours=True)
+        self._allocations.append(memory)
+        return GpuArena(memory)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, value: bool) -> None:
+        with self._changed:
+            self._is_paused = value
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Close the descriptors of all memory. Existing mappings stay valid."""
-        for memory in self._memories:
+        """Finish what was launched, and close the descriptors of all memory. Existing mappings stay valid."""
+        with self._changed:
+            self._is_closing, self._is_paused = True, False
+            self._changed.notify_all()
+        if self._worker is not None:
+            self._worker.join()
+        for memory in self._allocations:
             os.close(memory.descriptor)
-        self._memories.clear()
+        self._allocations.clear()
 
     def _find(self, address: int, num_bytes: int = 1) -> _Memory | None:
-        for memory in [*self._memories, *self._mappings.values()]:
+        memories: list[_Memory] = [*self._allocations, *self._mappings.values(), *self._pinned.values()]
+        for memory in memories:
             if memory.base <= address and address + num_bytes <= memory.base + memory.num_bytes:
                 return memory
         return None
+
+    def _find_device(self, address: int) -> _DeviceMemory | None:
+        memory = self._find(address)
+        return memory if isinstance(memory, _DeviceMemory) else None
+
+    # -- the thread that works -------------------------------------------------------------------------
+
+    def _launch(self, stream: _Stream, work: Callable[[], None]) -> None:
+        stream.num_launched += 1
+        stream.work.append(work)
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="stand-in-gpu", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or (not self._is_paused and self._has_work()))
+                if not self._has_work():
+                    return  # it is closing
+            time.sleep(self._delay_s)
+            with self._changed:
+                busy = [stream for stream in self._streams if stream.work]
+                if self._is_paused or not busy:
+                    continue
+                stream = self._random.choice(busy)
+                work = stream.work[0]
+            work()
+            with self._changed:
+                stream.work.popleft()
+                stream.num_done += 1
+                self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return any(stream.work for stream in self._streams)
+
+    def _violated(self, what: str) -> None:
+        self.violations.append(what)
 
     @property
     def _contexts(self) -> list[int]:
@@ -202,6 +337,9 @@ class CudaDriverStandIn:
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         self._is_initialized = True
         return (CUresult.CUDA_SUCCESS,)
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return CUresult.CUDA_SUCCESS, self.version
 
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
         return CUresult.CUDA_SUCCESS, ordinal
@@ -231,7 +369,7 @@ class CudaDriverStandIn:
     # -- memory --------------------------------------------------------------------------------------
 
     def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[Any, ...]:
-        memory = self._find(address)
+        memory = self._find_device(address)
         if memory is None:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         if attribute == CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
@@ -239,13 +377,13 @@ class CudaDriverStandIn:
         return CUresult.CUDA_SUCCESS, memory.is_exportable
 
     def cuMemGetAddressRange(self, address: int) -> tuple[Any, ...]:
-        memory = self._find(address)
+        memory = self._find_device(address)
         if not self._contexts or memory is None:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         return CUresult.CUDA_SUCCESS, memory.base, memory.num_bytes
 
     def cuIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
-        memory = self._find(address)
+        memory = self._find_device(address)
         if not self._contexts or memory is None or memory.base != address or not memory.is_exportable:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         handle = CUipcMemHandle()
@@ -267,12 +405,12 @@ class CudaDriverStandIn:
             except OSError:
                 return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
             try:
-                mapping = FileMapping(descriptor, num_bytes, mmap.PROT_READ)
+                opened = _DeviceMemory(descriptor, num_bytes, gpu, is_exportable=False, is_ours=False)
             except OSError:
                 return (CUresult.CUDA_ERROR_MAP_FAILED,)
             finally:
                 os.close(descriptor)
-            self._mappings[name] = _Memory(mapping, -1, num_bytes, gpu, is_exportable=False)
+            self._mappings[name] = opened
         self._mappings[name].num_opens += 1
         self.held["mappings"] += 1
         return CUresult.CUDA_SUCCESS, self._mappings[name].base
@@ -283,9 +421,31 @@ class CudaDriverStandIn:
                 self.held["mappings"] -= 1
                 memory.num_opens -= 1
                 if not memory.num_opens:
-                    self._mappings.pop(name).mapping.close()
+                    self._mappings.pop(name).close()
                 return (CUresult.CUDA_SUCCESS,)
         return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    def cuMemHostAlloc(self, num_bytes: int, flags: int) -> tuple[Any, ...]:
+        if not self._contexts:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if num_bytes > self._pinned_left:
+            return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        self._pinned_left -= num_bytes
+        self.held["pinned"] += 1
+        memory = _PinnedMemory(num_bytes)
+        self._pinned[memory.base] = memory
+        return CUresult.CUDA_SUCCESS, memory.base
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        memory = self._pinned.get(address)
+        if memory is None:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        if self._has_work():
+            self._violated("pinned memory was freed while copies were under way")
+        del self._pinned[address]
+        self._pinned_left += memory.num_bytes
+        self.held["pinned"] -= 1
+        return (CUresult.CUDA_SUCCESS,)
 
     # -- streams -------------------------------------------------------------------------------------
 
@@ -293,10 +453,18 @@ class CudaDriverStandIn:
         if not self._contexts:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self.held["streams"] += 1
-        return CUresult.CUDA_SUCCESS, _Stream()
+        self._streams.append(stream := _Stream())
+        return CUresult.CUDA_SUCCESS, stream
 
     def cuStreamDestroy(self, stream: _Stream) -> tuple[Any, ...]:
         self.held["streams"] -= 1
+        if stream.work:
+            self._violated("a stream was destroyed while copies were under way")
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamSynchronize(self, stream: _Stream) -> tuple[Any, ...]:
+        until = stream.num_launched
+        self._changed.wait_for(lambda: stream.num_done >= until)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemcpyAsync(self, dst: int, src: int, num_bytes: int, stream: _Stream) -> tuple[Any, ...]:
@@ -304,31 +472,68 @@ class CudaDriverStandIn:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if self._find(dst, num_bytes) is None or self._find(src, num_bytes) is None:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        stream.num_launched += 1
-        stream.work.append(lambda: self._copy(dst, src, num_bytes))
+        self._launch(stream, lambda: self._copy(dst, src, num_bytes))
         return (CUresult.CUDA_SUCCESS,)
 
+    def cuMemcpyBatchAsync(
+        self,
+        dsts: list[int],
+        srcs: list[int],
+        sizes: list[int],
+        count: int,
+        attributes: list[Any],
+        attribute_indices: list[int],
+        num_attributes: int,
+        stream: _Stream,
+    ) -> tuple[Any, ...]:
+        """Launch copies as one piece of work, which does them in any order."""
+        if not self._contexts:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, -1
+        if not all(isinstance(pointer, CUdeviceptr) for pointer in [*dsts, *srcs]):
+            raise TypeError("the bindings want lists of CUdeviceptr")
+        is_whole = len(dsts) == len(srcs) == len(sizes) == count
+        has_attributes = len(attributes) == len(attribute_indices) == num_attributes == 1
+        if not is_whole or not has_attributes or attributes[0].srcAccessOrder is None:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, -1
+        rows = [(int(dst), int(src), size) for dst, src, size in zip(dsts, srcs, sizes, strict=True)]
+        for index, (dst, src, size) in enumerate(rows):
+            if self._find(dst, size) is None or self._find(src, size) is None:
+                return CUresult.CUDA_ERROR_INVALID_VALUE, index
+        self._random.shuffle(rows)
+
+        def copy_all() -> None:
+            for row in rows:
+                self._copy(*row)
+
+        self._launch(stream, copy_all)
+        return CUresult.CUDA_SUCCESS, -1
+
     def _copy(self, dst: int, src: int, num_bytes: int) -> None:
-        assert self._find(src, num_bytes) is not None, "the source was unmapped during a copy"
-        ctypes.memmove(dst, src, num_bytes)
+        target, source = self._find(dst, num_bytes), self._find(src, num_bytes)
+        if target is None or source is None:
+            self._violated("memory was unmapped or freed during a copy")
+            return
+        ctypes.memmove(dst - target.base + target.shadow, src - source.base + source.shadow, num_bytes)
         self.on_copied()
 
+    def cuLaunchHostFunc(self, stream: _Stream, function: int, argument: int) -> tuple[Any, ...]:
+        call = _HOST_FUNCTION(function)
+        self._launch(stream, lambda: call(argument))
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        if not self._contexts:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self.held["events"] += 1
-        return CUresult.CUDA_SUCCESS, _Event(_Stream(), 0, 0)
+        return CUresult.CUDA_SUCCESS, _Event(_Stream(), 0)
 
     def cuEventRecord(self, event: _Event, stream: _Stream) -> tuple[Any, ...]:
-        event.stream, event.until, event.queries_left = stream, stream.num_launched, self.queries_until_done
+        event.stream, event.until = stream, stream.num_launched
         return (CUresult.CUDA_SUCCESS,)
 
     def cuEventQuery(self, event: _Event) -> tuple[Any, ...]:
-        if event.queries_left:
-            event.queries_left -= 1
-            return (CUresult.CUDA_ERROR_NOT_READY,)
-        while event.stream.num_done < event.until:
-            event.stream.work.popleft()()
-            event.stream.num_done += 1
-        return (CUresult.CUDA_SUCCESS,)
+        is_over = event.stream.num_done >= event.until
+        return (CUresult.CUDA_SUCCESS if is_over else CUresult.CUDA_ERROR_NOT_READY,)
 
     def cuEventDestroy(self, event: _Event) -> tuple[Any, ...]:
         self.held["events"] -= 1

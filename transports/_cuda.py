@@ -1,0 +1,133 @@
+"""CUDA's driver: one GPU, and the calls on which the parts for GPUs are built. All are checked.
+
+The driver is called through NVIDIA's own bindings (`cuda.bindings.driver`), which are imported when the first pool on a
+GPU is registered. Source: the documentation of the CUDA Driver API.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import BackendUnavailableError, ConfigurationError, TransportError
+
+logger = logging.getLogger(__name__)
+
+#: The driver's flags that we use, by its names for them.
+STREAM_NON_BLOCKING = 1
+EVENT_DISABLE_TIMING = 2
+MEMHOSTALLOC_PORTABLE = 1
+
+
+class Driver:
+    """NVIDIA's bindings, with exceptions instead of error codes."""
+
+    def __init__(self) -> None:
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+            self.call("cuInit", 0)
+        except (ImportError, RuntimeError, TransportError) as error:
+            raise BackendUnavailableError(
+                f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
+            ) from error
+
+    def call(self, name: str, *args: object) -> Any:
+        """Call a function of the driver; return its result, or a tuple if there are several.
+
+        Raises:
+            TransportError: it failed.
+        """
+        status, *values = getattr(self.api, name)(*args)
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"{name}: {getattr(status, 'name', status)}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def attribute(self, name: str, address: int) -> int:
+        """Return a `CU_POINTER_ATTRIBUTE_` of an address. Raises TransportError: the driver does not know it."""
+        attribute = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        return int(self.call("cuPointerGetAttribute", attribute, address))
+
+    def has_ended(self, event: object) -> bool:
+        """Return whether all that was launched before an event is over. Raises TransportError: it failed."""
+        (status,) = self.api.cuEventQuery(event)
+        if status == self.api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"cuEventQuery: {getattr(status, 'name', status)}")
+        return True
+
+
+class Gpu:
+    """The GPU that holds a pool. Any thread may call it until `close`.
+
+    It works in the GPU's primary context, which PyTorch uses too.
+
+    Attributes:
+        driver: The driver. Most of its functions need `current`.
+        ordinal: The GPU's number in this process.
+        uuid: The GPU's UUID, 16 bytes.
+    """
+
+    def __init__(self, address: int) -> None:
+        """Find the GPU that has the memory at `address`.
+
+        Raises:
+            BackendUnavailableError: there are no bindings, no driver or no GPU.
+            ConfigurationError: the address is not in memory of a GPU.
+        """
+        self.driver = Driver()
+        call = self.driver.call
+        try:
+            self.ordinal = self.driver.attribute("DEVICE_ORDINAL", address)
+            self._device = call("cuDeviceGet", self.ordinal)
+            self.uuid = bytes(call("cuDeviceGetUuid", self._device).bytes)
+            self._context = call("cuDevicePrimaryCtxRetain", self._device)
+        except TransportError as error:
+            raise ConfigurationError(
+                f"the pool is not on a GPU that CUDA can use: {error}", key="device"
+            ) from error
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the GPU's context the current one of this thread."""
+        self.driver.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self.driver.call("cuCtxPopCurrent")
+
+    def make_stream(self) -> Any:
+        """Return a new stream, independent of the default one. `release("cuStreamDestroy", stream)` must follow.
+
+        Raises:
+            BackendUnavailableError: the GPU has none left.
+        """
+        try:
+            with self.current():
+                return self.driver.call("cuStreamCreate", STREAM_NON_BLOCKING)
+        except TransportError as error:
+            raise BackendUnavailableError(f"the GPU gives no stream: {error}") from error
+
+    def release(self, name: str, what: object) -> None:
+        """Call a function that gives something back. If it fails, log that: the GPU failed before."""
+        try:
+            with self.current():
+                self.driver.call(name, what)
+        except TransportError as error:
+            logger.warning("a resource of the GPU was not given back: %s", error)
+
+    def close(self) -> None:
+        """Give back the context. The memory still belongs to its owner."""
+        try:
+            self.driver.call("cuDevicePrimaryCtxRelease", self._device)
+        except TransportError as error:
+            logger.warning("a resource of the GPU was not given back: %s", error)
+
+
+def gpu_name(gpu: bytes) -> str:
+    """Write a GPU's UUID as `nvidia-smi -L` does."""
+    return f"GPU-{uuid.UUID(bytes=gpu)}"
