@@ -72,6 +72,11 @@ test-transports: $(READY) ## run the end-to-end tests over each of TRANSPORTS (d
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" $(TEST_ARGS)
 
+# From the checkout, with the machine's own Python and packages: a machine with a GPU often has no network.
+.PHONY: test-gpu
+test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)
+	$(PYTHON) tests/gpu/report.py $(TEST_ARGS)
+
 .PHONY: soak
 soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
 	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \
