@@ -1,6 +1,8 @@
 """Move regions of bytes between two processes, without knowing tokens, layers or requests.
 
-The first group of names is for users of a transport. The second is for authors of one (`docs/writing-a-transport.md`).
+The first group of names is for users of a transport. The second is for authors of one
+(`docs/writing-a-transport.md`), and the built-in transports use the same. What only transports with sockets need is in
+`streams` and `network`, which are imported with the first of them.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 if __name__ != "kvferry.transports":  # the same file under a second name would be a second set of classes
     raise ImportError("import kvferry.transports, not transports: `pip install -e .` first")
 
-from ._memory import WordTable, private_arena, require_host, require_transfer
+from ._memory import WordTable, private_arena, require_host
 from ._options import parse_options, require_valid
 from ._outside import outside
+from ._slices import SliceLimits, SlicePlan
 from .base import (
     MAX_MESSAGE_BYTES,
     Arena,
@@ -25,7 +28,21 @@ from .base import (
     Transport,
 )
 from .endpoint import Backend, HandshakeLimits, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
-from .regions import Guard, Pool, RegionPairs, Regions, Segment
+from .regions import Guard, Pool, RegionPairs, Segment
+from .serving import (
+    MAX_SIZES_BYTES,
+    ROW_BYTES,
+    EndpointOptions,
+    HandshakeOptions,
+    HostTransport,
+    PeerPool,
+    ServedPool,
+    decode_rows,
+    decode_sizes,
+    encode_rows,
+    encode_sizes,
+    stale,
+)
 
 __all__ = [  # noqa: RUF022 - two groups
     # for users
@@ -40,24 +57,36 @@ __all__ = [  # noqa: RUF022 - two groups
     "PeerLost",
     "Pool",
     "RegionPairs",
-    "Regions",
     "Route",
     "Segment",
     "TransferEnded",
     "Transport",
     # for authors
+    "MAX_SIZES_BYTES",
+    "ROW_BYTES",
     "Backend",
+    "EndpointOptions",
     "HandshakeLimits",
+    "HandshakeOptions",
+    "HostTransport",
     "Peer",
     "PeerEndpoint",
+    "PeerPool",
     "PeerTable",
     "PeerTransport",
     "Read",
+    "ServedPool",
+    "SliceLimits",
+    "SlicePlan",
     "WordTable",
+    "decode_rows",
+    "decode_sizes",
+    "encode_rows",
+    "encode_sizes",
     "outside",
     "parse_options",
     "private_arena",
     "require_host",
-    "require_transfer",
     "require_valid",
+    "stale",
 ]

@@ -79,10 +79,6 @@ class Reserve:
         self.num_held = num_held
         self._held: list[int] = []
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._held) >= self.num_held
-
     def refill(self) -> bool:
         """Hold back `num_held` descriptors again, or as many as there are; return whether it is all of them."""
         return self._take(self.num_held)

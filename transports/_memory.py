@@ -15,7 +15,7 @@ from ._copy import load_word, store_word
 from ._machine import memory_of_this_process
 from .base import Arena, GuardTable
 from .errors import ConfigurationError, RegionError
-from .regions import AddressArray, Guard, Pool, RegionPairs, Segment
+from .regions import Guard, Pool, Segment
 
 HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
@@ -216,26 +216,6 @@ def require_guard(guard: Guard, num_guards: int) -> None:
         raise RegionError(f"guard {guard.index} is outside a table of {num_guards} guards")
     if not 0 < guard.value <= MAX_GUARD_VALUE:
         raise RegionError(f"the value of a guard must be 1 to 2**63 - 1, got {guard.value}")
-
-
-def require_transfer(
-    local: Pool, remote: Pool, num_guards: int, pairs: RegionPairs, guard: Guard
-) -> AddressArray:
-    """Check everything about a read that can be checked before it starts.
-
-    Args:
-        num_guards: Size of the peer's guard table.
-
-    Returns:
-        Addresses of the local regions, shape `(num_regions,)`.
-
-    Raises:
-        RegionError: a region is outside its pool, or the guard outside the peer's table.
-    """
-    addresses = local.addresses(pairs.local_offsets, pairs.lengths)
-    remote.addresses(pairs.remote_offsets, pairs.lengths)
-    require_guard(guard, num_guards)
-    return addresses
 
 
 def guard_holds(table_address: int, guard: Guard) -> bool:

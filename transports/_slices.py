@@ -14,14 +14,14 @@ class SliceLimits:
     """How a read is cut.
 
     Attributes:
-        slice_bytes: Longest row. Small rows share a slice of up to about this many bytes.
-        alone_bytes: A row of at least this many bytes has a slice of its own.
+        slice_bytes: Longest row. Rows share a slice of up to about this many bytes, and always fewer than twice as many.
         max_rows: Most rows per slice.
+        alone_bytes: A row of at least this many bytes has a slice of its own; by default none has.
     """
 
     slice_bytes: int
-    alone_bytes: int
     max_rows: int
+    alone_bytes: int = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class SlicePlan:
     Attributes:
         rows: `(num_rows, 2)`: remote offset, num_bytes.
         targets: `(num_rows,)` local addresses.
-        bounds: `(num_slices + 1,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`.
+        bounds: `(num_slices + 2,)`: slice `i` is the rows `bounds[i]` to `bounds[i + 1]`. The one after the last has no
+            rows: a fetch of it asks only whether the guard still holds.
     """
 
     rows: Int64Array
@@ -47,7 +48,7 @@ class SlicePlan:
         return cls(rows, targets, _bounds(rows[:, 1], limits))
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.bounds) - 2
 
     def rows_of(self, index: int) -> Int64Array:
         return self.rows[self.bounds[index] : self.bounds[index + 1]]
@@ -69,12 +70,12 @@ def _cut(rows: Int64Array, targets: AddressArray, slice_bytes: int) -> tuple[Int
 def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
     num_rows = len(lengths)
     if num_rows <= 1:
-        return np.arange(num_rows + 1)
+        return np.array([0, 1, 1] if num_rows else [0, 0])
     is_large = lengths >= limits.alone_bytes
     if num_rows <= limits.max_rows and lengths.sum() <= limits.slice_bytes and not is_large.any():
-        return np.array([0, num_rows])
+        return np.array([0, num_rows, num_rows])
     filled = (np.cumsum(lengths) - 1) // limits.slice_bytes
     counted = np.arange(num_rows) // limits.max_rows
     begins = np.ones(num_rows, dtype=bool)
     begins[1:] = is_large[1:] | is_large[:-1] | (np.diff(filled) > 0) | (np.diff(counted) > 0)
-    return np.append(np.flatnonzero(begins), num_rows).astype(np.int64)
+    return np.append(np.flatnonzero(begins), [num_rows, num_rows]).astype(np.int64)

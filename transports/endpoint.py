@@ -18,15 +18,8 @@ The states of a peer::
 A peer is LEAVING while its connection is gone but some of its reads cannot be interrupted yet, for example
 because another thread is copying. Its `PeerLost` waits until they have ended.
 
-The owner of an endpoint can rely on these promises, whatever the backend reports:
-
-* each read that `start_read` accepted ends with exactly one `TransferEnded`, before the `PeerLost` of its peer;
-* no event of a peer comes before its `Connected`, except that it may be lost instead, and none after its `PeerLost`;
-* after `disconnect` only the ends of the peer's reads come;
-* an incoming connection whose handshake fails is never reported; one that we started is reported by `PeerLost`;
-* no id is used twice.
-
-A backend may report the same thing twice, or late. A report about a peer that is leaving, or about a read
+The owner of an endpoint can rely on what `base` says about the order of events and about ids, whatever the backend
+reports. A backend may report the same thing twice, or late. A report about a peer that is leaving, or about a read
 that has ended, changes nothing. The second end of a read is logged, because it means that the backend may
 have written into memory that no longer belonged to it.
 

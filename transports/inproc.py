@@ -7,49 +7,25 @@ mechanism that works in the background.
 
 from __future__ import annotations
 
-import mmap
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
 
 from ._copy import copy_regions
-from ._memory import MappedArena, WordTable, require_available, require_host, require_transfer
-from ._options import parse_options, require_valid
-from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
-from .checked import integer
-from .endpoint import Backend, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from .endpoint import Backend, Peer, PeerTable, Read
 from .errors import (
     BackpressureError,
     ConfigurationError,
     KVTransferError,
     PeerLostError,
-    StaleRegionError,
     TransferTimeoutError,
 )
-from .regions import Pool
+from .serving import EndpointOptions, HostTransport, PeerPool, ServedPool, stale
 
 _listeners: dict[str, _Side] = {}
 _listeners_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class InProcessOptions:
-    """Options of the transport.
-
-    Attributes:
-        num_guards: Words in the guard table.
-        max_queued_bytes: Bytes of messages to one peer that may wait to be taken before `send` refuses more.
-    """
-
-    num_guards: Annotated[int, integer(1, 1 << 24)] = 65536
-    max_queued_bytes: Annotated[int, integer(MAX_MESSAGE_BYTES, 1 << 30)] = 8 << 20
-
-    def __post_init__(self) -> None:
-        require_valid(self)
 
 
 @dataclass(eq=False)
@@ -62,8 +38,7 @@ class _Side:
         memory_in_use: Held while a peer copies out of the pool.
     """
 
-    pool: Pool
-    guards: WordTable
+    served: ServedPool
     max_queued_bytes: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     arrived: deque[tuple[_Connection, bytes | KVTransferError | None]] = field(default_factory=deque)
@@ -161,8 +136,8 @@ class _Backend(Backend[_Connection]):
     # -- reads -----------------------------------------------------------------------------------------
 
     def start_read(self, read: Read[_Connection]) -> None:
-        remote = read.peer.connection.far.side
-        require_transfer(self._side.pool, remote.pool, remote.guards.num_guards, read.pairs, read.guard)
+        remote = read.peer.connection.far.side.served
+        self._side.served.require_read(PeerPool(remote.pool, remote.guards.num_guards), read)
         read.mechanism = "memory"
         self._reads[read.transfer_id] = read
 
@@ -181,13 +156,13 @@ class _Backend(Backend[_Connection]):
                 return TransferTimeoutError("the read did not end in time")
             lengths = pairs.lengths.copy()
             copy_regions(
-                self._side.pool.addresses(pairs.local_offsets, lengths),
-                remote.pool.addresses(pairs.remote_offsets, lengths),
+                self._side.served.pool.addresses(pairs.local_offsets, lengths),
+                remote.served.pool.addresses(pairs.remote_offsets, lengths),
                 lengths,
             )
             # After the copy: what was reused meanwhile must not be taken for what was promised.
-            if not remote.guards.holds(read.guard):
-                return StaleRegionError(f"guard {read.guard.index} no longer holds {read.guard.value}")
+            if not remote.served.guards.holds(read.guard):
+                return stale(read.guard)
         if time.monotonic() >= read.deadline:
             return TransferTimeoutError("the read did not end in time")
         return None
@@ -235,7 +210,7 @@ class _Backend(Backend[_Connection]):
             self._side.is_closed = True
             waiting = [connection for connection, what in self._side.arrived if what is None]
         for connection in waiting:
-            # It takes itself for connected, and we will never know it.
+            # That side reported `Connected`, and we will never add it as a peer.
             connection.is_cut = connection.far.is_cut = True
             connection.far.side.put(connection.far, PeerLostError("the peer closed the connection"))
 
@@ -244,27 +219,14 @@ class _Backend(Backend[_Connection]):
         self._reads.clear()
 
 
-class InProcTransport(PeerTransport):
+class InProcTransport(HostTransport):
     """Peers in this process. Each endpoint may belong to a thread of its own."""
 
-    scheme: ClassVar[str] = "inproc"
-    options_type = InProcessOptions
-    guards: WordTable
+    scheme = "inproc"
+    options_type = EndpointOptions
 
-    def __init__(self, options: Mapping[str, object] = {}) -> None:
-        super().__init__()
-        self._options = parse_options(InProcessOptions, options, self.scheme)
-        self.guards = WordTable.anonymous(self._options.num_guards)
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        require_available(num_bytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        return MappedArena(mmap.mmap(-1, num_bytes, flags=flags), num_bytes)
-
-    def _open(self, pool: Pool) -> Endpoint:
-        require_host(pool, self.scheme)
-        side = _Side(pool, self.guards, self._options.max_queued_bytes)
-        return PeerEndpoint(self.scheme, PeerTable(lambda peers: _Backend(peers, side)))
+    def make_backend(self, peers: PeerTable[_Connection], served: ServedPool) -> _Backend:
+        return _Backend(peers, _Side(served, self.options.max_queued_bytes))
 
 
 def _parse(address: str) -> str:

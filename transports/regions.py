@@ -91,27 +91,6 @@ class Pool:
         return addresses
 
 
-class Regions:
-    """Regions of one pool.
-
-    Attributes:
-        table: `(num_regions, 2)` int64: offset, number of bytes. Regions may overlap.
-    """
-
-    def __init__(self, table: Int64Array) -> None:
-        if table.ndim != 2 or table.shape[1] != 2 or table.dtype != np.int64:
-            raise RegionError(f"regions are (num_regions, 2) int64, got {table.dtype} {table.shape}")
-        self.table = table
-
-    @property
-    def offsets(self) -> Int64Array:
-        return self.table[:, 0]
-
-    @property
-    def lengths(self) -> Int64Array:
-        return self.table[:, 1]
-
-
 class RegionPairs:
     """Which remote regions a read copies into which local ones.
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, PeerLost, Pool
-from kvferry.transports._frames import FrameReader, encode_frame
 from kvferry.transports.base import MAX_MESSAGE_BYTES, Event
 from kvferry.transports.errors import (
     KVTransferError,
@@ -40,6 +39,7 @@ from kvferry.transports.shm.hello import (
     encode_preface,
 )
 from kvferry.transports.shm.sockets import Connection
+from kvferry.transports.streams import FrameReader, encode_frame
 
 PAGE = 4096
 GOOD = Hello(num_guards=512, num_files=1, segments=(SharedSegment(0, 0, PAGE),))

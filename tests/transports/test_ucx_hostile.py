@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.transports import Connected, Endpoint, Guard, PeerLost, Pool
-from kvferry.transports._frames import FrameReader
 from kvferry.transports.endpoint import PeerEndpoint
 from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.streams import FrameReader, encode_frame
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.ucx.options import Address
 from kvferry.transports.ucx.wire import (
@@ -24,7 +24,7 @@ from kvferry.transports.ucx.wire import (
     Answer,
     Fetch,
     Hello,
-    Message,
+    Kind,
     Ping,
     Preface,
     Ready,
@@ -40,7 +40,6 @@ FRAMES = [
     Hello(4, (4096, 1), b"address", "ucx:tcp"),
     Ready("ucx:tcp"),
     Refused("no"),
-    Message(b"hi"),
     Answer(2**64 - 1, True),
     Answer(1, False),
     Ping(),
@@ -133,7 +132,7 @@ STRANGERS: dict[str, bytes] = {
     "two prefaces": PREFACE * 2,
     "a hello first": HELLO,
     "half a hello": PREFACE + HELLO[: len(HELLO) // 2],
-    "a message first": Message(b"hi").encode(),
+    "a message first": encode_frame(Kind.MESSAGE, b"hi"),
     "a fetch first": Fetch(1, Guard(0, 1), np.array([[0, 1]], dtype=np.int64)).encode(),
     "another magic": PREFACE + HELLO.replace(b"kvferry-ucx", b"kvferry-xcu"),
     "an impossible pool": PREFACE + Hello(4, (0,), b"address", "").encode(),

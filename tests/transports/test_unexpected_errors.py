@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from kvferry.transports import Connected, PeerLost
-from kvferry.transports._poller import Poller
 from kvferry.transports.errors import KVTransferError
 from kvferry.transports.registry import create_transport
 from kvferry.transports.shm.guards import PeerGuards
 from kvferry.transports.shm.pools import RemoteMemory, SharedPool
+from kvferry.transports.streams import Poller
 from kvferry.transports.testing.harness import HELD, PAGE, Link, Node, World, pairs_of
 from kvferry.transports.ucx.library import Operation, Worker
 from kvferry.transports.zeromq.channel import Monitor

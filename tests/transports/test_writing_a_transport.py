@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tomllib
@@ -17,12 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry import transports
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.connector.testing.harness import load
-from kvferry.transports import Guard, PeerLost, Transport, registry
-from kvferry.transports.testing import Node, TransportConformance, World, pairs_of
+from kvferry.transports import Connected, Guard, PeerLost, ServedPool, Transport, registry
+from kvferry.transports.errors import ProtocolError, StaleRegionError, TransferTimeoutError
+from kvferry.transports.testing import Link, Node, TransportConformance, World, pairs_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "writing-a-transport.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "writing-a-transport.md").read_text()
+PAGE = 4096
 POOL_BYTES = 5 << 20
 HELD = Guard(3, 9)
 
@@ -49,7 +53,7 @@ transport.close()
 
 def _code(heading: str, language: str = "python") -> str:
     """Return the code blocks below a heading of the page, one after the other."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", PAGE, flags=re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
     assert blocks, f"no {language} code below {heading!r}"
     return "\n".join(blocks)
@@ -128,24 +132,118 @@ def test_the_page_reads_between_processes_and_notices_that_the_owner_is_killed(
             process.kill()
 
 
-@pytest.mark.parametrize("rows", [[(0, 1 << 40)], [(-1, 1)], [(0, 0)], [(0, POOL_BYTES)]])
+def _backend(node: Node) -> Any:
+    return node.endpoint._inner._backend  # type: ignore[attr-defined]
+
+
+def _is_dropped(world: World, link: Link, kind: int, body: bytes) -> None:
+    """Have the consumer send a frame that no honest peer sends, and wait until the producer drops it for that."""
+    backend = _backend(link.consumer)
+    backend.post(backend.peers.peer(link.producer_id), kind, body)
+    world.serve(lambda: bool(link.producer.of_type(PeerLost)))
+    assert isinstance(link.producer.of_type(PeerLost)[0].error, ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "rows", [[(0, 1 << 40)], [(-1, 1)], [(0, 0)], [(0, POOL_BYTES)], [(POOL_BYTES - 1, 2)], [(0, 1)] * 4097]
+)
 def test_the_page_serves_no_byte_outside_its_pool(world: World, rows: list[tuple[int, int]]) -> None:
     """A peer that skips its own checks is dropped."""
-    link = world.pair(POOL_BYTES)
-    backend: Any = link.consumer.endpoint._inner._table.backend  # type: ignore[attr-defined]
-    peer = backend._table.peer(link.producer_id)
     body = plain_tcp.READ.pack(1, 0, 1) + np.array(rows, dtype=np.int64).tobytes()
-    backend._queue(peer, plain_tcp.Kind.READ, body)
-    world.serve(lambda: bool(link.producer.of_type(PeerLost)))
+    _is_dropped(world, world.pair(POOL_BYTES), plain_tcp.Kind.READ, body)
 
 
 @pytest.mark.parametrize("index", [-1, 1 << 40])
 def test_the_page_looks_at_no_guard_outside_its_table(world: World, index: int) -> None:
-    link = world.pair(POOL_BYTES)
-    backend: Any = link.consumer.endpoint._inner._table.backend  # type: ignore[attr-defined]
     body = plain_tcp.READ.pack(1, index, 1) + np.array([(0, 1)], dtype=np.int64).tobytes()
-    backend._queue(backend._table.peer(link.producer_id), plain_tcp.Kind.READ, body)
+    _is_dropped(world, world.pair(POOL_BYTES), plain_tcp.Kind.READ, body)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 3, 4, 255])
+def test_the_page_bounds_every_kind_of_frame(world: World, kind: int) -> None:
+    """The length alone is enough: the producer waits for no byte of the body."""
+    link = world.pair(POOL_BYTES)
+    backend = _backend(link.consumer)
+    peer = backend.peers.peer(link.producer_id)
+    too_long = plain_tcp.FRAME_LIMITS.get(kind, -1) + 1
+    peer.connection.stream.send(struct.pack("<IB", too_long, kind))
     world.serve(lambda: bool(link.producer.of_type(PeerLost)))
+    assert isinstance(link.producer.of_type(PeerLost)[0].error, ProtocolError)
+
+
+def test_the_page_takes_no_bytes_that_it_did_not_ask_for(world: World) -> None:
+    link = world.pair(POOL_BYTES)
+    before = link.producer.memory().copy()
+    _is_dropped(world, link, plain_tcp.Kind.DATA, plain_tcp.DATA.pack(1, True) + b"x" * 64)
+    assert np.array_equal(link.producer.memory(), before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, PAGE - 1, PAGE + 1, 2 * PAGE])
+def test_the_page_takes_no_other_number_of_bytes_than_it_asked_for(world: World, num_bytes: int) -> None:
+    link = world.pair(POOL_BYTES)
+    before = link.consumer.memory().copy()
+    transfer_id = link.consumer.endpoint.start_read(
+        link.producer_id, pairs_of((0, 0, PAGE)), HELD, timeout_s=20
+    )
+    backend = _backend(link.producer)
+    body = plain_tcp.DATA.pack(transfer_id, True) + b"x" * num_bytes
+    backend.post(backend.peers.peer(link.consumer_id), plain_tcp.Kind.DATA, body)
+    world.serve(lambda: bool(link.consumer.of_type(PeerLost)), link.consumer)
+    assert link.consumer.ends_of(transfer_id)[0].error is not None
+    assert np.array_equal(link.consumer.memory(), before)
+
+
+def test_the_page_checks_the_guard_after_the_last_byte_was_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner clears the guard, and reuses the memory, between the copy of a slice and its answer."""
+    link = world.pair(POOL_BYTES)
+    link.producer.transport.guards.set(HELD.index, HELD.value)
+    copy = ServedPool.read
+
+    def read(served: ServedPool, *regions: Any) -> bytes:
+        data = copy(served, *regions)
+        link.producer.transport.guards.clear(HELD.index)
+        return data
+
+    monkeypatch.setattr(ServedPool, "read", read)
+    ended = world.read(link, pairs_of((0, 0, PAGE)), HELD)
+    assert isinstance(ended.error, StaleRegionError)
+
+
+def test_the_page_writes_nothing_after_a_read_has_timed_out(world: World) -> None:
+    link = world.pair(POOL_BYTES)
+    link.producer.transport.guards.set(HELD.index, HELD.value)
+    transfer_id = link.consumer.endpoint.start_read(
+        link.producer_id, pairs_of((0, 0, POOL_BYTES)), HELD, timeout_s=0.01
+    )
+    world.serve(
+        lambda: bool(link.consumer.ends_of(transfer_id)), link.consumer
+    )  # the producer does not answer
+    assert isinstance(link.consumer.ends_of(transfer_id)[0].error, TransferTimeoutError)
+    before = link.consumer.memory().copy()
+    # The late answer has come when that of a second read has: they use the same connection.
+    ended = world.read(link, pairs_of((0, PAGE, 1)), HELD)
+    assert ended.error is None
+    before[0] = link.producer.memory()[PAGE]
+    assert np.array_equal(link.consumer.memory(), before)
+
+
+def test_the_page_connects_to_a_host_by_its_name(world: World) -> None:
+    server, client = world.node(PAGE), world.node(PAGE)
+    address = server.endpoint.listen("").replace("127.0.0.1", "localhost")
+    client.endpoint.start_connect(address, timeout_s=20)
+    world.serve(lambda: bool(server.of_type(Connected) and client.of_type(Connected)))
+
+
+def test_the_page_names_every_helper() -> None:
+    authors = transports.__all__[transports.__all__.index("MAX_SIZES_BYTES") :]
+    assert [name for name in authors if not re.search(rf"\b{name}\b", DOCUMENT)] == []
+
+
+def test_the_page_needs_about_two_hundred_lines() -> None:
+    lines = [line for line in _code("A complete transport, step by step").splitlines() if line.strip()]
+    assert len(lines) <= 220
 
 
 def test_a_connector_of_the_page_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports.testing import Node, World
 from kvferry.transports.zeromq import ZeroMQTransport
-from kvferry.transports.zeromq.backend import ZeroMQBackend
+from kvferry.transports.zeromq.transport import ZeroMQBackend
 
 #: A wait that lasts this long has missed the arrival; one that reports it takes milliseconds.
 WAIT_S = 10.0

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import select
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from .._options import parse_options, require_valid
 from .._outside import outside
-from ..base import Arena, Connected, Endpoint, Event, PeerLost, Route, TransferEnded
+from ..base import (
+    Arena,
+    Connected,
+    Endpoint,
+    Event,
+    GuardTable,
+    PeerLost,
+    Route,
+    TransferEnded,
+    Transport,
+)
 from ..endpoint import PeerTransport
 from ..errors import (
+    BackendUnavailableError,
     ConfigurationError,
     IncompatiblePeerError,
     KVTransferError,
@@ -23,18 +36,17 @@ from ..errors import (
     TransportClosedError,
 )
 from ..regions import Guard, Pool, RegionPairs
-from ..registry import check_options
+from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport
 from ..shm.transport import SharedMemoryEndpoint
 from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
-from .guards import JoinedGuards
-from .network import create_network
-from .waker import Waker
 
 logger = logging.getLogger(__name__)
 
 #: Shared memory connects at once or not at all; the network gets what is left of the time.
 _LOCAL_CONNECT_S = 1.0
+
+_PREFERRED, _ALWAYS_THERE = "ucx", "zeromq"
 
 
 @dataclass(frozen=True)
@@ -98,12 +110,12 @@ class AutoTransport(PeerTransport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         super().__init__()
         settings = parse_options(AutoOptions, options, SCHEME)
-        self._network = create_network(settings.network, settings.network_options)
+        self._network = _create_network(settings.network, settings.network_options)
         with ExitStack() as opened, outside(f"cannot open transport {SCHEME!r}", ConfigurationError):
             opened.callback(self._network.close)
             self._local = SharedMemoryTransport(settings.local_options)
             opened.pop_all()
-        self.guards = JoinedGuards((self._local.guards, self._network.guards))
+        self.guards = _JoinedGuards((self._local.guards, self._network.guards))
 
     def __repr__(self) -> str:
         return f"<AutoTransport of {self._local!r} and {self._network!r}>"
@@ -124,6 +136,45 @@ class AutoTransport(PeerTransport):
         self._network.close()
 
 
+def _create_network(scheme: str, options: Mapping[str, object]) -> Transport:
+    """Create the transport `scheme`. If it is empty: `ucx` if that is installed and works here, otherwise `zeromq`.
+
+    Raises:
+        ConfigurationError: as `create_transport` raises it, or there are options but no scheme.
+        BackendUnavailableError: the transport `scheme` cannot work here.
+    """
+    if scheme:
+        return create_transport(scheme, options)
+    if options:
+        raise ConfigurationError(
+            "network_options need the transport that they are for: set network to its name",
+            key="network",
+            value=scheme,
+        )
+    try:
+        made, reason = create_transport(_PREFERRED, {}), "it is installed and works"
+    except (BackendUnavailableError, ConfigurationError) as error:
+        made, reason = create_transport(_ALWAYS_THERE, {}), f"{_PREFERRED} cannot be used: {error}"
+    logger.info("other hosts are served by %s: %s", made.scheme, reason)
+    return made
+
+
+class _JoinedGuards(GuardTable):
+    """Guards that peers check over any of several transports: each word is stored in every table."""
+
+    def __init__(self, tables: Sequence[GuardTable]) -> None:
+        self._tables = tables
+        self.num_guards = min(table.num_guards for table in tables)
+
+    def set(self, index: int, value: int) -> None:
+        for table in self._tables:
+            table.set(index, value)
+
+    def clear(self, index: int) -> None:
+        for table in self._tables:
+            table.clear(index)
+
+
 class AutoEndpoint(Endpoint):
     """Makes one endpoint of two *child* endpoints, one of shared memory and one of a network transport.
 
@@ -141,7 +192,7 @@ class AutoEndpoint(Endpoint):
         self._local = local
         self._network = network
         self._host = this_host()
-        self._waker = None if network is None else Waker(local.fileno(), network.wake)
+        self._waker = None if network is None else _Waker(local.fileno(), network.wake)
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
         # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
@@ -304,3 +355,36 @@ class AutoEndpoint(Endpoint):
         self._peers_of.clear()
         self._transfers_of.clear()
         self._events.clear()
+
+
+class _Waker:
+    """A thread that calls `wake` whenever something new becomes readable at `descriptor`. It does nothing else.
+
+    Args:
+        descriptor: Of an epoll instance, or of anything else that can be polled; open until `close` has returned.
+    """
+
+    # Edge-triggered below: until the owner has come round to it, a ready descriptor would keep this thread spinning.
+
+    def __init__(self, descriptor: int, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(self._stopped, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="kvferry-auto", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            ready = [descriptor for descriptor, _ in self._epoll.poll()]
+            if self._stopped in ready:
+                return
+            self._wake()
+
+    def close(self) -> None:
+        """End the thread."""
+        os.eventfd_write(self._stopped, 1)
+        self._thread.join()
+        self._epoll.close()
+        os.close(self._stopped)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._memory import WORD_BYTES, address_of, guard_holds
-from ..errors import StaleRegionError
 from ..regions import Guard
+from ..serving import stale
 from .arena import map_received
 
 
@@ -32,7 +32,7 @@ class PeerGuards:
             StaleRegionError: it does not hold.
         """
         if not guard_holds(self._address, guard):
-            raise StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+            raise stale(guard)
 
     def close(self) -> None:
         """Unmap. The last read has ended: a check after this would crash the process."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .._frames import encode_frame
 from ..errors import ProtocolError
+from ..streams import encode_frame
 from .hello import FrameKind, Hello, decode_hello, encode_hello, encode_preface, require_preface
 from .pools import PeerMemory, SharedPool
 from .sockets import Connection

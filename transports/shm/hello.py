@@ -1,6 +1,6 @@
 """The wire format of shm: frames, and the messages of the handshake. Pure.
 
-Frames are those of `_frames`, little-endian. The listener sends the first one, a *preface* in a frame of a hello's kind:
+Frames are those of `streams`, little-endian. The listener sends the first one, a *preface* in a frame of a hello's kind:
 
     magic: 8 bytes, version: u32, 16 zero bytes; the address at which it listens
 

@@ -10,9 +10,9 @@ import secrets
 import socket
 import stat
 import struct
+from collections.abc import Callable
 
 from .._descriptors import remedy
-from .._frames import FrameSocket, encode_frame
 from .._outside import outside
 from ..errors import (
     BackpressureError,
@@ -21,6 +21,7 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
+from ..streams import FrameSocket, encode_frame
 from .hello import FRAME_LIMITS, FrameKind
 
 _CREDENTIALS = struct.Struct("3i")
@@ -110,7 +111,7 @@ class Connection(FrameSocket):
             sent = self._socket.sendmsg([frame], [rights])
         except BlockingIOError:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
             self._outgoing = []
             self.give_up(error)
             return
@@ -158,8 +159,8 @@ class Connection(FrameSocket):
             os.close(descriptor)
 
 
-def connect(address: str, max_queued_bytes: int) -> Connection:
-    """Connect to a listener.
+def connect(address: str, wrap: Callable[[socket.socket], Connection]) -> Connection:
+    """Connect to a listener, and return what `wrap` makes of the socket.
 
     Raises:
         ConfigurationError: the address is malformed.
@@ -173,7 +174,7 @@ def connect(address: str, max_queued_bytes: int) -> Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(name)
-            return Connection(sock, max_queued_bytes)
+            return wrap(sock)
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
@@ -181,58 +182,45 @@ def connect(address: str, max_queued_bytes: int) -> Connection:
             raise
 
 
-class Listener:
+class Listener(socket.socket):
     """A bound socket. If it has a file, only this user may connect, unless `is_shared`; `close` removes it."""
 
-    def __init__(self, address: str, max_queued_bytes: int, *, is_shared: bool) -> None:
+    def __init__(self, address: str, *, is_shared: bool) -> None:
         """Bind and listen.
 
         Raises:
             ConfigurationError: the address is malformed, taken, or not ours to bind.
         """
-        self.address = address
-        self._max_queued_bytes = max_queued_bytes
         self._path = parse_address(address)
+        self._inode = 0
         with outside(f"cannot listen at {address}", ConfigurationError):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._inode = self._bind(is_shared)
-            self._socket.listen(4096)
+            self.listen(4096)
         except OSError as error:
-            self._socket.close()
+            self.close()
             why = "address in use" if error.errno == errno.EADDRINUSE else f"cannot listen: {error}"
             raise ConfigurationError(f"{why}: {address}", key="address", value=address) from error
 
     def _bind(self, is_shared: bool) -> int:
         if self._path[0] == "\0":
-            self._socket.bind(self._path)
+            self.bind(self._path)
             return 0
         folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # The lock keeps two processes that find the same dead socket from replacing it both.
             fcntl.flock(folder, fcntl.LOCK_EX)
             _remove_if_dead(self._path)
-            self._socket.bind(self._path)
+            self.bind(self._path)
             os.chmod(self._path, 0o666 if is_shared else 0o600)
             return os.stat(self._path).st_ino
         finally:
             os.close(folder)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def accept(self) -> Connection:
-        """See `_accepting.Listening`."""
-        sock, _ = self._socket.accept()
-        try:
-            return Connection(sock, self._max_queued_bytes)
-        except BaseException:
-            sock.close()
-            raise
-
     def close(self) -> None:
         """Stop listening, and remove the file if it is still ours."""
-        self._socket.close()
+        super().close()
         if self._inode:
             try:
                 if os.stat(self._path).st_ino == self._inode:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
-from .._accepting import Acceptor
 from .._copy import IS_ORDERED
 from .._descriptors import warn_if_few
-from .._frames import encode_frame
 from .._limited_log import LimitedLog
 from .._memory import WordTable, require_guard
 from .._options import parse_options
-from .._outside import outside, survived
-from .._poller import Poller
+from .._outside import outside
 from ..base import Arena
-from ..endpoint import Backend, HandshakeLimits, Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from ..endpoint import Peer, PeerEndpoint, PeerTable, PeerTransport, Read
 from ..errors import BackendUnavailableError, ConfigurationError, KVTransferError, TransferTimeoutError
 from ..regions import Pool
+from ..streams import FrameSocket, StreamBackend
 from .copier import Copier, CopyJob
 from .handshake import Handshake, out_of_order
 from .hello import FrameKind
@@ -45,41 +43,35 @@ class Established:
 Contact = str | Handshake | Established
 
 
-class SharedMemoryBackend(Backend[Contact]):
+class SharedMemoryBackend(StreamBackend[Contact]):
     """Moves frames over Unix sockets, and bytes out of mapped memory. See `Backend`."""
+
+    message_kind = FrameKind.MESSAGE
 
     def __init__(
         self, peers: PeerTable[Contact], options: SharedMemoryOptions, memory: LocalMemory, pool: Pool
     ) -> None:
-        self._peers = peers
         self._options = options
         self._guards = memory.guards
         with ExitStack() as opened:
             self._shared = memory.share(pool)
             opened.callback(self._shared.close)
-            self._poller = Poller()
-            opened.callback(self._poller.close)
-            self._copier = Copier(options.copy_threads, options.inline_bytes, on_ended=self._poller.interrupt)
+            super().__init__(peers)
+            opened.callback(self.poller.close)
+            self._copier = Copier(options.copy_threads, options.inline_bytes, on_ended=self.poller.interrupt)
             opened.pop_all()
-        self._acceptors: list[Acceptor[Connection]] = []
         self._jobs: dict[int, CopyJob] = {}  # by transfer id
 
     # -- peers -----------------------------------------------------------------------------------------
 
-    def listen(self, address: str) -> str:
-        options = self._options
-        address = address or new_address(options.socket_dir)
-        listener = Listener(address, options.max_queued_bytes, is_shared=bool(options.allowed_uids))
-        acceptor = Acceptor(listener, self._poller, partial(self._accept, address), self._peers.call_at)
-        self._acceptors.append(acceptor)
-        return address
+    def stream_of(self, connection: Contact) -> FrameSocket | None:
+        return None if isinstance(connection, str) else connection.connection
 
-    def _accept(self, address: str, connection: Connection) -> None:
-        peer = self._peers.add_incoming(Handshake(connection, True, address))
-        try:
-            self._begin(peer)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
-            self._peers.lose(peer, error)
+    def listen(self, address: str) -> str:
+        address = address or new_address(self._options.socket_dir)
+        listener = Listener(address, is_shared=bool(self._options.allowed_uids))
+        self.accept_from(listener, lambda sock: Handshake(self._connection(sock), True, address))
+        return address
 
     def prepare(self, address: str) -> Contact:
         parse_address(address)
@@ -88,65 +80,35 @@ class SharedMemoryBackend(Backend[Contact]):
     def connect(self, peer: Peer[Contact]) -> None:
         address = peer.connection
         assert isinstance(address, str), "a peer is connected to once"
-        connection = connect(address, self._options.max_queued_bytes)
-        peer.connection = Handshake(connection, False, address)
-        self._begin(peer)
+        peer.connection = Handshake(connect(address, self._connection), False, address)
+        self.begin(peer)
 
-    def _begin(self, peer: Peer[Contact]) -> None:
+    def _connection(self, sock: socket.socket) -> Connection:
+        return Connection(sock, self._options.max_queued_bytes)
+
+    def greet(self, peer: Peer[Contact]) -> None:
         handshake = peer.connection
         assert isinstance(handshake, Handshake)
         handshake.begin(frozenset({os.geteuid(), *self._options.allowed_uids}))
-        self._watch(peer, handshake.connection)
 
-    def _watch(self, peer: Peer[Contact], connection: Connection) -> None:
-        self._poller.watch(connection, partial(self._serve, peer), writes=connection.num_unsent > 0)
-
-    def _serve(self, peer: Peer[Contact]) -> None:
-        """A socket is ready: take what came, send what waits."""
-        assert not isinstance(peer.connection, str)
-        connection = peer.connection.connection
-        try:
-            for kind, body in connection.receive():
-                self._handle(peer, FrameKind(kind), body)
-            connection.flush()
-            self._watch(peer, connection)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this peer alone
-            # A read whose last byte was copied and vouched for before the connection ended is a good one.
-            self._collect()
-            self._peers.lose(peer, error)
-
-    def _handle(self, peer: Peer[Contact], kind: FrameKind, body: bytes) -> None:
+    def on_frame(self, peer: Peer[Contact], kind: int, body: bytes) -> None:
         contact = peer.connection
-        if isinstance(contact, Handshake):
-            memory = contact.on_frame(kind, body, self._shared)
-            if memory is not None:
-                peer.connection = Established(contact.connection, memory)
-                self._peers.connected(peer)
-        elif kind is FrameKind.MESSAGE:
-            self._peers.message(peer, body)
-        else:
-            raise out_of_order(kind)
+        if not isinstance(contact, Handshake):
+            raise out_of_order(FrameKind(kind))
+        memory = contact.on_frame(FrameKind(kind), body, self._shared)
+        if memory is not None:
+            peer.connection = Established(contact.connection, memory)
+            self.peers.connected(peer)
 
-    def hang_up(self, peer: Peer[Contact], error: KVTransferError) -> None:
-        if isinstance(peer.connection, str):
-            return  # connecting failed before there was a socket
-        connection = peer.connection.connection
-        with survived("cannot stop polling a connection", self._peers.log), suppress(KeyError):
-            self._poller.unwatch(connection)  # a KeyError: it failed before it was watched
-        connection.close()
+    def lose(self, peer: Peer[Contact], error: Exception) -> None:
+        # A read whose last byte was copied and vouched for before the connection ended is a good one.
+        self._collect()
+        super().lose(peer, error)
 
     def release(self, peer: Peer[Contact]) -> None:
         # Not in `hang_up`: until the last piece has been copied, a thread reads from this memory.
         if isinstance(peer.connection, Established):
             peer.connection.memory.close()
-
-    def send(self, peer: Peer[Contact], message: bytes) -> None:
-        connection = _established(peer).connection
-        connection.send_message(encode_frame(FrameKind.MESSAGE, message))
-        try:
-            self._watch(peer, connection)
-        except Exception as error:  # noqa: BLE001 - the message may have left, so the call has not failed
-            self._peers.lose(peer, error)
 
     def handshake_error(self, peer: Peer[Contact]) -> KVTransferError:
         return TransferTimeoutError("timed out waiting for the peer's hello")
@@ -182,23 +144,19 @@ class SharedMemoryBackend(Backend[Contact]):
         """Report the reads that have ended."""
         for ended in self._copier.take_ended():
             del self._jobs[ended.transfer_id]
-            read = self._peers.read(ended.transfer_id)
+            read = self.peers.read(ended.transfer_id)
             if read is not None:
-                self._peers.end_read(read, ended.error, ended_at=ended.ended_at)
+                self.peers.end_read(read, ended.error, ended_at=ended.ended_at)
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> None:
-        # Also if there are events: a stream of small reads, which end within `start_read`, must not starve the sockets.
-        self._poller.poll(0.0 if self._peers.has_events else timeout_s)
+        super().turn(timeout_s)
         self._collect()
-
-    def interrupt(self) -> None:
-        self._poller.interrupt()
 
     def fileno(self) -> int:
         """A descriptor that is readable while `turn` has something to do about sockets and copies."""
-        return self._poller.fileno()
+        return self.poller.fileno()
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -209,11 +167,8 @@ class SharedMemoryBackend(Backend[Contact]):
         self._guards.clear_all()
 
     def close(self) -> None:
-        for acceptor in self._acceptors:
-            with survived("cannot stop listening", self._peers.log):
-                acceptor.close()
         self._shared.close()
-        self._poller.close()
+        super().close()
 
 
 def _established(peer: Peer[Contact]) -> Established:
@@ -264,9 +219,10 @@ class SharedMemoryTransport(PeerTransport):
 
     def _open(self, pool: Pool) -> SharedMemoryEndpoint:
         options, memory = self._options, self._memory
-        limits = HandshakeLimits(options.handshake_timeout_s, options.max_connecting)
         table = PeerTable(
-            lambda peers: SharedMemoryBackend(peers, options, memory, pool), limits, log=LimitedLog(logger)
+            lambda peers: SharedMemoryBackend(peers, options, memory, pool),
+            options.limits(),
+            log=LimitedLog(logger),
         )
         return SharedMemoryEndpoint(self.scheme, table)
 

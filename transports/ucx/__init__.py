@@ -13,14 +13,11 @@ so a dead peer costs a read, and never the process.
     options    options and addresses
     library    all calls of `ucxx`
     wire       frames ↔ dataclasses
-    channel    the control connection
     staging    memory in which small regions travel together
     serving    answers fetches
     reads      makes fetches
-    peers      what is kept per peer
     busy_poll  polling for a moment before blocking
-    backend    connections, handshakes, and the loop
-    transport  `UCXTransport`
+    transport  `UCXTransport` and its backend: connections and handshakes
 """
 
 from __future__ import annotations

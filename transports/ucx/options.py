@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
-from urllib.parse import urlsplit
 
-from .._network_options import NetworkOptions
-from .._tcp import authority, is_loopback
 from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
+from ..network import HostPort, NetworkOptions, is_loopback
 
 SCHEME = "ucx"
 
@@ -107,28 +105,13 @@ class UCXOptions(NetworkOptions):
 
 
 @dataclass(frozen=True)
-class Address:
+class Address(HostPort):
     """`ucx://host:port`."""
 
-    host: str
-    port: int
-
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read an address.
-
-        Raises:
-            ConfigurationError: the address is malformed, or of another scheme.
-        """
-        error = ConfigurationError(f"not a {SCHEME}://host:port address: {text!r}", key="address", value=text)
-        try:
-            parts = urlsplit(text)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            raise error from None
-        if parts.scheme != SCHEME or not host or port is None or text.lower() != str(cls(host, port)):
-            raise error
-        return cls(host, port)
+    def parse(cls, text: str, scheme: str = SCHEME) -> Self:
+        """Read an address. Raises ConfigurationError: it is malformed, or of another scheme."""
+        return super().parse(text, scheme)
 
     def __str__(self) -> str:
-        return f"{SCHEME}://{authority(self.host, self.port)}"
+        return f"{SCHEME}://{self.authority}"

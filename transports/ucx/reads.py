@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._copy import scatter_regions
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Read
-from ..errors import ProtocolError, StaleRegionError
-from .channel import Channel
+from ..errors import ProtocolError
+from ..serving import ServedPool, stale
+from ..streams import FrameSocket
 from .library import Operation, Worker
 from .options import UCXOptions
 from .staging import StagingBuffer, StagingBuffers
@@ -20,17 +20,17 @@ from .wire import MAX_ROWS, Answer, Fetch
 
 
 def limits_of(options: UCXOptions) -> SliceLimits:
-    """How reads are cut.
+    """Return how reads are cut.
 
     A region of at least 512 KiB goes straight from pool to pool. Smaller ones are gathered into a staging buffer, because
     a UCX message costs more than copying them twice.
     """
-    return SliceLimits(options.slice_bytes, min(512 << 10, options.slice_bytes), MAX_ROWS)
+    return SliceLimits(options.slice_bytes, MAX_ROWS, alone_bytes=min(512 << 10, options.slice_bytes))
 
 
 @dataclass(eq=False)
 class _Transfer:
-    """A read that has not ended, and how far it is. If `read.error` is set, only the slices in flight are waited for."""
+    """A read that has not ended, and how far it has come. If `read.error` is set, only the slices in flight are waited for."""
 
     read: Read[Any]
     plan: SlicePlan
@@ -70,18 +70,21 @@ class Reader:
     """The reads from one peer.
 
     Args:
+        served: Its pool is where the bytes go.
         end_read: Called when a read is over, once per read.
     """
 
     def __init__(
         self,
         options: UCXOptions,
+        served: ServedPool,
         worker: Worker,
-        channel: Channel,
+        channel: FrameSocket,
         buffers: StagingBuffers,
         end_read: Callable[[Read[Any]], None],
     ) -> None:
         self._window_slices = options.window_slices
+        self._served = served
         self._worker = worker
         self._channel = channel
         self._buffers = buffers
@@ -123,7 +126,7 @@ class Reader:
 
     def _fetch_next(self, transfer: _Transfer) -> None:
         index = transfer.num_fetched
-        rows = transfer.plan.rows_of(index) if len(transfer.plan) else transfer.plan.rows
+        rows = transfer.plan.rows_of(index)
         # Random, so that no other process that reaches our worker can put bytes into a slice.
         tag = secrets.randbits(64)
         fetch = Fetch(tag, transfer.read.guard, rows)
@@ -153,7 +156,7 @@ class Reader:
         piece.is_answered = True
         read = piece.transfer.read
         if not answer.is_valid and read.error is None:
-            read.error = StaleRegionError(f"guard {read.guard.index} no longer holds {read.guard.value}")
+            read.error = stale(read.guard)
 
     def settle(self) -> None:
         """Put what has arrived into place; accept it as soon as the owner has vouched for it.
@@ -179,7 +182,7 @@ class Reader:
             plan = piece.transfer.plan
             if piece.transfer.read.error is None and len(plan):
                 lengths = plan.rows_of(piece.index)[:, 1]
-                scatter_regions(plan.targets_of(piece.index), piece.buffer.address, lengths)
+                self._served.scatter(plan.targets_of(piece.index), piece.buffer.address, lengths)
             self._buffers.give_back(piece.buffer)
 
     def _accept(self, transfer: _Transfer) -> None:

@@ -6,11 +6,10 @@ import ctypes
 from dataclasses import dataclass
 from typing import Final
 
-from .._copy import gather_regions
-from .._memory import WordTable, guard_holds, require_guard
-from ..errors import ProtocolError, RegionError
-from ..regions import AddressArray, Guard, Pool
-from .channel import Channel
+from ..errors import ProtocolError
+from ..regions import AddressArray, Guard
+from ..serving import ServedPool
+from ..streams import FrameSocket
 from .library import Operation, Worker
 from .staging import StagingBuffer, StagingBuffers
 from .wire import Answer, Fetch
@@ -20,30 +19,6 @@ _MAX_SERVED_BYTES = 512 << 20
 
 #: What is sent where there is nothing to send: each fetch gets one UCX message, so that the receive for it ends.
 _NOTHING: Final = ctypes.c_ubyte()
-
-
-@dataclass(frozen=True)
-class PoolServer:
-    """What this process serves to peers: a pool, the guards under which it may be read, and staging buffers."""
-
-    pool: Pool
-    guards: WordTable
-    buffers: StagingBuffers
-
-    def holds(self, guard: Guard) -> bool:
-        return guard_holds(self.guards.address, guard)
-
-    def addresses(self, fetch: Fetch) -> AddressArray:
-        """Where the regions of a fetch are, shape `(num_rows,)`.
-
-        Raises:
-            ProtocolError: a region is outside the pool, or the guard outside the table.
-        """
-        try:
-            require_guard(fetch.guard, self.guards.num_guards)
-            return self.pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
-        except RegionError as error:
-            raise ProtocolError(f"the peer fetches what is not ours to serve: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -60,8 +35,11 @@ class _Outgoing:
 class Server:
     """Answers the fetches of one peer."""
 
-    def __init__(self, source: PoolServer, worker: Worker, channel: Channel) -> None:
-        self._source = source
+    def __init__(
+        self, served: ServedPool, buffers: StagingBuffers, worker: Worker, channel: FrameSocket
+    ) -> None:
+        self._served = served
+        self._buffers = buffers
         self._worker = worker
         self._channel = channel
         self._outgoing: list[_Outgoing] = []
@@ -78,13 +56,13 @@ class Server:
             ProtocolError: a region or the guard is out of bounds, or the peer fetches more than it receives. Nothing
                 was sent.
         """
-        addresses = self._source.addresses(fetch)
+        addresses = self._served.locate(fetch.rows, fetch.guard)
         if sum(outgoing.num_bytes for outgoing in self._outgoing) > _MAX_SERVED_BYTES:
             raise ProtocolError(
                 f"the peer does not receive what it fetches: over {_MAX_SERVED_BYTES} bytes are in flight"
             )
         # Checked before the copy only to save its cost: what counts is the check after it, in `settle`.
-        if len(fetch.rows) and self._source.holds(fetch.guard):
+        if len(fetch.rows) and self._served.guards.holds(fetch.guard):
             self._send(fetch, addresses)
         else:
             operation = self._worker.send(fetch.tag, ctypes.addressof(_NOTHING), 1)
@@ -95,8 +73,8 @@ class Server:
             operation = self._worker.send(fetch.tag, int(addresses[0]), fetch.num_bytes)
             self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation))
             return
-        buffer = self._source.buffers.take(fetch.num_bytes)
-        gather_regions(buffer.address, addresses, fetch.rows[:, 1])
+        buffer = self._buffers.take(fetch.num_bytes)
+        self._served.gather(buffer.address, addresses, fetch.rows[:, 1])
         operation = self._worker.send(fetch.tag, buffer.address, fetch.num_bytes)
         self._outgoing.append(_Outgoing(fetch.tag, fetch.guard, fetch.num_bytes, operation, buffer))
 
@@ -113,7 +91,7 @@ class Server:
         for outgoing in done:
             outgoing.operation.check()
             if outgoing.buffer is not None:
-                self._source.buffers.give_back(outgoing.buffer)
+                self._buffers.give_back(outgoing.buffer)
             # Only after UCX has read the last byte: the pool may have been reused while it was sending. If the guard
             # still holds now, every byte that left was one that it promised.
-            self._channel.send(Answer(outgoing.tag, self._source.holds(outgoing.guard)).encode())
+            self._channel.send(Answer(outgoing.tag, self._served.guards.holds(outgoing.guard)).encode())

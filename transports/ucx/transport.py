@@ -1,31 +1,422 @@
-"""`UCXTransport`: options, guards and memory; `backend` does the rest."""
+"""`UCXTransport`, and its backend: connections, handshakes, and the loop over what arrives.
+
+The cost of one event does not grow with the number of peers, although each peer has a UCX worker of its own. UCX does
+its work only when it is asked to, worker by worker, so this module asks only the *active* ones: those that were just
+used, and those whose descriptor was reported. A worker stops being active when `Worker.arm` succeeds: from then on its
+descriptor reports whatever happens to it.
+"""
 
 from __future__ import annotations
 
 import logging
+import socket
+import time
 from collections.abc import Mapping
-from typing import ClassVar
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
-from .._descriptors import warn_if_few
-from .._limited_log import LimitedLog
-from .._memory import WordTable, private_arena, require_host
-from .._options import parse_options
-from .._outside import outside
-from ..base import Arena, Endpoint
-from ..endpoint import HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport
-from ..errors import ConfigurationError
-from ..regions import Pool
-from .backend import UCXBackend
-from .library import NUM_HELD, PER_CONNECTION, require_network
-from .options import SCHEME, UCXOptions
-from .reads import limits_of
-from .serving import PoolServer
+from .._descriptors import Reserve, warn_if_few
+from .._outside import survived
+from .._slices import SlicePlan
+from ..endpoint import Peer, PeerTable, Read
+from ..errors import (
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    TransferTimeoutError,
+    TransportClosedError,
+    VersionMismatchError,
+)
+from ..network import Found, Lookups, listen_on
+from ..serving import HostTransport, PeerPool, ServedPool
+from ..streams import FrameSocket, StreamBackend
+from .busy_poll import BusyPoll
+from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
+from .options import SCHEME, Address, UCXOptions
+from .reads import Reader, limits_of
+from .serving import Server
 from .staging import StagingBuffers
+from .wire import (
+    FRAME_LIMITS,
+    Answer,
+    Fetch,
+    Hello,
+    Incoming,
+    Kind,
+    Ping,
+    Preface,
+    Ready,
+    Refused,
+    decode,
+)
 
 logger = logging.getLogger(__name__)
 
+#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
+_TICKS = 3
 
-class UCXTransport(PeerTransport):
+_PING = Ping().encode()
+
+
+@dataclass(eq=False)
+class Handshake:
+    """A connection that is not a peer yet, and may never be one.
+
+    Attributes:
+        is_prefaced: The other side's preface came: it is a node, of our version.
+        worker: Ours for this peer, as soon as the peer needs to know its address.
+        hello: The other side's, as soon as it came: then only its ready is missing.
+    """
+
+    channel: FrameSocket
+    is_prefaced: bool = False
+    worker: Worker | None = None
+    hello: Hello | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """The connection to a peer whose handshake is over.
+
+    Attributes:
+        channel: The control connection.
+        mechanism: What the peer says that it sends by.
+    """
+
+    channel: FrameSocket
+    worker: Worker
+    remote: PeerPool
+    mechanism: str
+    reader: Reader
+    server: Server
+
+    def settle(self) -> bool:
+        """Let UCX work, and deal with what it has finished. Returns whether UCX had anything to do.
+
+        Raises:
+            PeerLostError: UCX lost the peer.
+            ProtocolError: the peer sent more than was asked for.
+        """
+        has_worked = self.worker.progress()
+        self.server.settle()
+        self.reader.settle()
+        return has_worked
+
+    @property
+    def num_in_flight(self) -> int:
+        """Slices, of either side's reads."""
+        return self.server.num_in_flight + self.reader.num_in_flight
+
+
+#: What is kept per peer: first the `Address` to connect to, then a `Handshake`, then a `Link`.
+Connection = Address | Handshake | Link
+
+
+class UCXBackend(StreamBackend[Connection]):
+    """One process among its peers. One thread calls it, and all its work is done there."""
+
+    message_kind = Kind.MESSAGE
+
+    def __init__(self, peers: PeerTable[Connection], options: UCXOptions, served: ServedPool) -> None:
+        self._options = options
+        self._served = served
+        self._limits = limits_of(options)
+        self._buffers = StagingBuffers(self._limits.slice_bytes + self._limits.alone_bytes)
+        with ExitStack() as opened:
+            self._reserve = Reserve(NUM_HELD)
+            opened.callback(self._reserve.close)
+            self._context = Context(options, self._reserve)
+            opened.callback(self._context.close)
+            super().__init__(peers)
+            opened.pop_all()
+        self._lookups = Lookups(peers, self.poller, self._dial)
+        self._links: dict[Peer[Connection], Link] = {}
+        self._active: dict[Peer[Connection], Link] = {}
+        self._busy: set[Link] = set()  # those with slices in flight
+        self._busy_poll = BusyPoll(options.spin_us * 1e-6)
+        self._tick_interval_s = options.peer_timeout_s / _TICKS
+        self._last_tick = peers.clock()
+        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def stream_of(self, connection: Connection) -> FrameSocket | None:
+        return None if isinstance(connection, Address) else connection.channel
+
+    def listen(self, address: str) -> str:
+        if address:
+            parsed = Address.parse(address)
+            host, ports = parsed.host, range(parsed.port, parsed.port + 1)
+        else:
+            host, ports = self._options.bind_host, self._options.ports()
+        self._options.require_reachable_by(host)
+        listener = listen_on(host, ports)
+        try:
+            where = self._options.advertised(listener)
+        except BaseException:
+            listener.close()
+            raise
+        self.accept_from(listener, self._handshake)
+        return str(Address(where.host, where.port))
+
+    def prepare(self, address: str) -> Connection:
+        parsed = Address.parse(address)
+        self._options.require_reachable_by(parsed.host)
+        return parsed
+
+    def connect(self, peer: Peer[Connection]) -> None:
+        assert isinstance(peer.connection, Address), "a peer is connected to once"
+        self._lookups.start(peer, peer.connection)
+
+    def _dial(self, peer: Peer[Connection], found: Found) -> None:
+        # UCX learns of the peer only after the peer's preface has come: most addresses that lead nowhere are refused
+        # before that, and cost one socket instead of a worker.
+        peer.connection = self._handshake(found.dial())
+        self.begin(peer)
+
+    def _handshake(self, sock: socket.socket) -> Handshake:
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
+
+    def greet(self, peer: Peer[Connection]) -> None:
+        self.stream(peer).send(Preface().encode())
+
+    def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
+        connection = peer.connection
+        if isinstance(connection, Address):
+            self._lookups.forget(peer)
+            return
+        if isinstance(connection, Link):
+            self._links.pop(peer, None)
+            self._active.pop(peer, None)
+            self._busy.discard(connection)
+            with survived("cannot stop polling a worker", self.peers.log):
+                self.poller.unwatch(connection.worker)
+        elif not isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError):
+            # A peer of another version learns that from our preface.
+            connection.channel.send(Refused(str(error)).encode())
+        try:
+            super().hang_up(peer, error)
+        finally:
+            # Cuts everything: afterwards nothing is written into our memory any more.
+            if connection.worker is not None:
+                connection.worker.close()
+
+    def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
+        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
+
+    # -- what arrives on a control connection ----------------------------------------------------------
+
+    def on_frame(self, peer: Peer[Connection], kind: int, body: bytes) -> None:
+        connection, incoming = peer.connection, decode(kind, body)
+        if isinstance(connection, Link):
+            self._on_link_frame(peer, connection, incoming)
+        elif isinstance(connection, Handshake):
+            self._on_handshake(peer, connection, incoming)
+
+    def _on_handshake(self, peer: Peer[Connection], handshake: Handshake, incoming: Incoming) -> None:
+        match incoming:
+            case Preface() if not handshake.is_prefaced:
+                handshake.is_prefaced = True
+                if not peer.incoming:
+                    handshake.worker = Worker(self._context)
+                    handshake.channel.send(self._hello(handshake.worker, ""))
+            case Hello() if handshake.is_prefaced and handshake.hello is None:
+                self._on_hello(peer, handshake, incoming)
+            case Ready() if peer.incoming and handshake.worker is not None and handshake.hello is not None:
+                self._options.require_allowed(incoming.mechanism)
+                self._link(peer, handshake.channel, handshake.worker, handshake.hello, incoming.mechanism)
+            case Refused():
+                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
+            case _:
+                raise ProtocolError("a connection begins with a preface and a hello each way, and a ready")
+
+    def _on_hello(self, peer: Peer[Connection], handshake: Handshake, hello: Hello) -> None:
+        """Open a UCX endpoint to the peer, and say so."""
+        handshake.hello = hello
+        if handshake.worker is None:
+            handshake.worker = Worker(self._context)
+        mechanism = handshake.worker.connect(hello.address)
+        if peer.incoming:
+            handshake.channel.send(self._hello(handshake.worker, mechanism))
+        else:
+            self._options.require_allowed(hello.mechanism)
+            handshake.channel.send(Ready(mechanism).encode())
+            self._link(peer, handshake.channel, handshake.worker, hello, hello.mechanism)
+
+    def _hello(self, worker: Worker, mechanism: str) -> bytes:
+        """Return our hello, as a frame."""
+        served = self._served
+        return Hello(served.guards.num_guards, served.sizes, worker.address, mechanism).encode()
+
+    def _link(
+        self, peer: Peer[Connection], channel: FrameSocket, worker: Worker, hello: Hello, mechanism: str
+    ) -> None:
+        """The handshake is over: the peer can be used."""
+        served, buffers = self._served, self._buffers
+        reader = Reader(self._options, served, worker, channel, buffers, self.peers.end_read)
+        server = Server(served, buffers, worker, channel)
+        remote = PeerPool.of(hello.num_guards, hello.num_bytes)
+        link = Link(channel, worker, remote, mechanism, reader, server)
+        self.poller.watch(worker, partial(self._activate, peer))
+        peer.connection = self._links[peer] = link
+        # The worker has never been armed, so its descriptor reports nothing yet.
+        self._active[peer] = link
+        logger.info("connected to a peer that sends by %s", mechanism)
+        self.peers.connected(peer)
+
+    def _on_link_frame(self, peer: Peer[Connection], link: Link, incoming: Incoming) -> None:
+        match incoming:
+            case Fetch():
+                link.server.answer(incoming)
+                self._touched(peer, link)
+                self._busy_poll.extend()
+            case Answer():
+                link.reader.on_answer(incoming)
+                self._touched(peer, link)
+            case Ping():
+                pass
+            case _:
+                raise ProtocolError("the handshake is over")
+
+    # -- reads -----------------------------------------------------------------------------------------
+
+    def start_read(self, read: Read[Connection]) -> None:
+        peer = read.peer
+        link = self._links[peer]
+        targets = self._served.require_read(link.remote, read)
+        read.mechanism = link.mechanism
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
+        self._touched(peer, link)
+        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
+        # The period starts when the fetch has left: preparing it takes as long as a good part of the period.
+        self._busy_poll.extend(num_steps=2)
+
+    def stop_read(self, read: Read[Connection]) -> bool:
+        link = self._links.get(read.peer)
+        # Without a link its worker is closed, and nothing is written any more.
+        if link is None or link.reader.stop(read):
+            return True
+        # Only closing the worker ends a receive with certainty, and that costs the peer. So give it some time to finish.
+        self.peers.call_at(self.peers.clock() + self._options.peer_timeout_s, partial(self._give_up, read))
+        return False
+
+    def _give_up(self, read: Read[Connection]) -> None:
+        if self.peers.read(read.transfer_id) is read:
+            self.peers.lose(
+                read.peer, TransferTimeoutError("the peer did not finish what it had begun to send")
+            )
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> None:
+        self._settle()
+        # Arming comes last before the wait: what happens to a worker between the two is reported by its descriptor.
+        if self._poll_busily(timeout_s) or self.peers.has_events or not self._arm():
+            timeout_s = 0.0
+        self.poller.poll(timeout_s)
+        # At once, not in the next turn: what has arrived by the deadline of a read counts as in time.
+        self._settle()
+
+    def _poll_busily(self, timeout_s: float) -> bool:
+        """Poll for what comes next, as long as it is near; returns whether anything came.
+
+        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain.
+        """
+        until = time.monotonic() + timeout_s
+        while self._busy_poll.is_on(until) and self._has_at_most_one_slice():
+            if self.peers.has_events or self.poller.poll(0.0) or self._settle():
+                return True
+            self._busy_poll.yield_core()
+        return False
+
+    def _has_at_most_one_slice(self) -> bool:
+        return not self._busy or (len(self._busy) == 1 and next(iter(self._busy)).num_in_flight <= 1)
+
+    def _activate(self, peer: Peer[Connection]) -> None:
+        """A worker's descriptor was reported. `_settle` does the work."""
+        link = self._links.get(peer)
+        if link is not None:  # it may have been lost earlier in the same round of the poller
+            self._active[peer] = link
+
+    def _touched(self, peer: Peer[Connection], link: Link) -> None:
+        """Something was posted to a worker, or an answer came: look at the link until its worker is armed again."""
+        self._active[peer] = link
+        self._update(peer, link)
+
+    def _update(self, peer: Peer[Connection], link: Link) -> None:
+        if link.num_in_flight:
+            self._busy.add(link)
+        else:
+            self._busy.discard(link)
+        self.watch_room(peer, link.channel)
+
+    def _settle(self) -> bool:
+        """Let UCX work for the active peers; returns whether it had anything to do."""
+        has_worked = False
+        for peer, link in list(self._active.items()):
+            try:
+                has_worked |= link.settle()
+                self._update(peer, link)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.peers.lose(peer, error)
+        if has_worked:
+            self._busy_poll.extend()
+        return has_worked
+
+    def _arm(self) -> bool:
+        """Have the poller report all that happens from now on; False if something has happened already."""
+        for peer, link in list(self._active.items()):
+            try:
+                if not link.worker.arm():
+                    return False
+                del self._active[peer]
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.peers.lose(peer, error)
+                return False
+        return True
+
+    def _tick(self) -> None:
+        """Ping the peers to which nothing was said for a while, and lose those that were silent for too long.
+
+        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
+        """
+        now = self.peers.clock()
+        interval_s = self._tick_interval_s
+        self.peers.call_at(now + interval_s, self._tick)
+        # While this node itself did not look, no peer was silent.
+        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
+        self._last_tick = now
+        for peer, link in list(self._links.items()):
+            channel = link.channel
+            channel.last_heard += missed_s
+            try:
+                if now - channel.last_heard > self._options.peer_timeout_s:
+                    raise PeerLostError(f"the peer was silent for {self._options.peer_timeout_s} s")
+                # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for
+                # longer than half of `peer_timeout_s`.
+                if now - channel.last_said >= interval_s / 2 and not channel.num_unsent:
+                    channel.send(_PING)
+                    self.watch_room(peer, channel)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.peers.lose(peer, error)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_serving(self) -> None:
+        # UCX may still send from the pool until the workers are closed, but the answer that vouches for it would find
+        # its guard cleared.
+        self._served.guards.clear_all()
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._reserve.close)
+            closing.callback(self._context.close)
+            closing.callback(super().close)
+
+
+class UCXTransport(HostTransport):
     """Peers over what UCX finds: RDMA or TCP. See the package for how a read works.
 
     The owner's thread does all work, also that of UCX. If the owner does not call `wait_events` for `peer_timeout_s`,
@@ -39,29 +430,14 @@ class UCXTransport(PeerTransport):
         BackendUnavailableError: `ucxx` cannot be imported; the message says how to install it.
     """
 
-    scheme: ClassVar[str] = SCHEME
+    scheme = SCHEME
     options_type = UCXOptions
-    guards: WordTable
+    options: UCXOptions
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
-        super().__init__()
-        parsed = parse_options(UCXOptions, options, SCHEME)
-        self._options = parsed.tuned_for(require_network(parsed))
-        with outside("cannot open a transport", ConfigurationError):
-            self.guards = WordTable.anonymous(self._options.num_guards)
+        super().__init__(options)
+        self.options = self.options.tuned_for(require_network(self.options))
 
-    def _allocate(self, num_bytes: int) -> Arena:
-        return private_arena(num_bytes)
-
-    def _open(self, pool: Pool) -> Endpoint:
-        require_host(pool, SCHEME)
-        options = self._options
-        warn_if_few(SCHEME, NUM_HELD, options.max_connecting, PER_CONNECTION)
-        slices = limits_of(options)
-        source = PoolServer(pool, self.guards, StagingBuffers(slices.slice_bytes + slices.alone_bytes))
-        table = PeerTable(
-            lambda peers: UCXBackend(peers, options, source),
-            HandshakeLimits(options.handshake_timeout_s, options.max_connecting),
-            log=LimitedLog(logger),
-        )
-        return PeerEndpoint(SCHEME, table)
+    def make_backend(self, peers: PeerTable[Connection], served: ServedPool) -> UCXBackend:
+        warn_if_few(SCHEME, NUM_HELD, self.options.max_connecting, PER_CONNECTION)
+        return UCXBackend(peers, self.options, served)

@@ -1,6 +1,6 @@
 """The frames of the control connection, and their strict decoder. Pure.
 
-Frames are those of `_frames`; everything is little-endian.
+Frames are those of `streams`; everything is little-endian.
 
 | kind | body |
 |---|---|
@@ -27,12 +27,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-
-from .._frames import encode_frame
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
-from ..regions import Guard, Int64Array, Pool, Segment
+from ..regions import Guard, Int64Array
+from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..streams import encode_frame
 
 PROTOCOL_VERSION = 4
 
@@ -41,13 +40,11 @@ MAX_ROWS = 4096
 MAX_SLICE_BYTES = 128 << 20
 
 _MAGIC = b"kvferry-ucx"
-_MAX_SEGMENTS = 65536
-_MAX_POOL_BYTES = 1 << 60
 _MAX_ADDRESS_BYTES = 64 << 10
 _MAX_REASON_BYTES = 1 << 10
 
 
-class _Kind(IntEnum):
+class Kind(IntEnum):
     HELLO = 1
     READY = 2
     REFUSED = 3
@@ -65,14 +62,14 @@ _TAG = struct.Struct("<Q")
 
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
-    _Kind.HELLO: _HELLO.size + 8 * _MAX_SEGMENTS + _MAX_ADDRESS_BYTES,
-    _Kind.READY: 32,
-    _Kind.REFUSED: _MAX_REASON_BYTES,
-    _Kind.MESSAGE: MAX_MESSAGE_BYTES,
-    _Kind.FETCH: _FETCH.size + 16 * MAX_ROWS,
-    _Kind.SENT: _TAG.size,
-    _Kind.STALE: _TAG.size,
-    _Kind.PING: 0,
+    Kind.HELLO: _HELLO.size + MAX_SIZES_BYTES + _MAX_ADDRESS_BYTES,
+    Kind.READY: 32,
+    Kind.REFUSED: _MAX_REASON_BYTES,
+    Kind.MESSAGE: MAX_MESSAGE_BYTES,
+    Kind.FETCH: _FETCH.size + ROW_BYTES * MAX_ROWS,
+    Kind.SENT: _TAG.size,
+    Kind.STALE: _TAG.size,
+    Kind.PING: 0,
 }
 
 
@@ -81,7 +78,7 @@ class Preface:
     """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.HELLO, _PREFACE.pack(_MAGIC, PROTOCOL_VERSION))
+        return encode_frame(Kind.HELLO, _PREFACE.pack(_MAGIC, PROTOCOL_VERSION))
 
 
 @dataclass(frozen=True)
@@ -100,14 +97,10 @@ class Hello:
     mechanism: str
 
     def encode(self) -> bytes:
-        sizes = np.array(self.num_bytes, dtype="<i8").tobytes()
+        sizes = encode_sizes(self.num_bytes)
         mechanism = self.mechanism.encode()[:32]
         head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, len(self.num_bytes), mechanism)
-        return encode_frame(_Kind.HELLO, head + sizes + self.address)
-
-    def pool(self) -> Pool:
-        """The offsets of the peer's pool. Its addresses mean nothing here."""
-        return Pool(Segment(0, size) for size in self.num_bytes)
+        return encode_frame(Kind.HELLO, head + sizes + self.address)
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Ready:
     mechanism: str
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.READY, self.mechanism.encode()[:32])
+        return encode_frame(Kind.READY, self.mechanism.encode()[:32])
 
 
 @dataclass(frozen=True)
@@ -127,17 +120,7 @@ class Refused:
     reason: str
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
-
-
-@dataclass(frozen=True)
-class Message:
-    """A control message."""
-
-    body: bytes
-
-    def encode(self) -> bytes:
-        return encode_frame(_Kind.MESSAGE, self.body)
+        return encode_frame(Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
 
 
 @dataclass(frozen=True)
@@ -154,7 +137,7 @@ class Fetch:
 
     def encode(self) -> bytes:
         head = _FETCH.pack(self.tag, self.guard.index, self.guard.value)
-        return encode_frame(_Kind.FETCH, head + self.rows.astype("<i8", copy=False).tobytes())
+        return encode_frame(Kind.FETCH, head + encode_rows(self.rows))
 
 
 @dataclass(frozen=True)
@@ -165,7 +148,7 @@ class Answer:
     is_valid: bool
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.SENT if self.is_valid else _Kind.STALE, _TAG.pack(self.tag))
+        return encode_frame(Kind.SENT if self.is_valid else Kind.STALE, _TAG.pack(self.tag))
 
 
 @dataclass(frozen=True)
@@ -173,14 +156,14 @@ class Ping:
     """Says that the sender is alive."""
 
     def encode(self) -> bytes:
-        return encode_frame(_Kind.PING, b"")
+        return encode_frame(Kind.PING, b"")
 
 
-Incoming = Preface | Hello | Ready | Refused | Message | Fetch | Answer | Ping
+Incoming = Preface | Hello | Ready | Refused | Fetch | Answer | Ping
 
 
 def decode(kind: int, body: bytes) -> Incoming:
-    """Decode one frame from a peer.
+    """Decode one frame from a peer that is no control message.
 
     Raises:
         ProtocolError: it is malformed. Whatever follows from the same peer means nothing.
@@ -188,6 +171,8 @@ def decode(kind: int, body: bytes) -> Incoming:
     """
     try:
         return _DECODERS[kind](body)
+    except KeyError:
+        raise ProtocolError(f"malformed frame: unknown kind {kind}") from None
     except (struct.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
 
@@ -202,39 +187,26 @@ def _decode_hello(body: bytes) -> Preface | Hello:
         return Preface()
     _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
     end = _HELLO.size + 8 * num_segments
-    if not 1 <= num_segments <= _MAX_SEGMENTS or not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
+    if not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
         raise ProtocolError(f"malformed hello: {num_segments} segments in {len(body)} bytes")
-    sizes = tuple(np.frombuffer(body[_HELLO.size : end], dtype="<i8").tolist())
-    if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
-        raise ProtocolError("malformed hello: segments have at least one byte each, a pool at most 2**60")
+    sizes = decode_sizes(body[_HELLO.size : end])
     return Hello(num_guards, sizes, body[end:], mechanism.rstrip(b"\0").decode("ascii"))
 
 
 def _decode_fetch(body: bytes) -> Fetch:
     tag, index, value = _FETCH.unpack_from(body)
-    if (len(body) - _FETCH.size) % 16:
-        raise ProtocolError(
-            f"malformed fetch: its rows have 16 bytes each, got {len(body) - _FETCH.size} in total"
-        )
-    rows = np.frombuffer(body, dtype="<i8", offset=_FETCH.size).reshape(-1, 2).astype(np.int64, copy=False)
-    fetch = Fetch(tag, Guard(index, value), rows)
-    lengths = rows[:, 1]
-    if len(rows) and (
-        lengths.min() < 1 or lengths.max() > MAX_SLICE_BYTES or fetch.num_bytes > MAX_SLICE_BYTES
-    ):
-        raise ProtocolError(f"malformed fetch: 1 to {MAX_SLICE_BYTES} bytes per row and in total")
-    return fetch
+    rows = decode_rows(body[_FETCH.size :], max_rows=MAX_ROWS, max_bytes=MAX_SLICE_BYTES)
+    return Fetch(tag, Guard(index, value), rows)
 
 
 _PING = Ping()
 
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
-    _Kind.HELLO.value: _decode_hello,
-    _Kind.READY.value: lambda body: Ready(body.decode("ascii")),
-    _Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
-    _Kind.MESSAGE.value: Message,
-    _Kind.FETCH.value: _decode_fetch,
-    _Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
-    _Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
-    _Kind.PING.value: lambda _: _PING,
+    Kind.HELLO.value: _decode_hello,
+    Kind.READY.value: lambda body: Ready(body.decode("ascii")),
+    Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
+    Kind.FETCH.value: _decode_fetch,
+    Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
+    Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
+    Kind.PING.value: lambda _: _PING,
 }

@@ -1,7 +1,7 @@
 """`zeromq`: peers on other hosts, over TCP, by ZeroMQ.
 
 The reader pulls. It cuts a read into slices of about four megabytes and *fetches* them one by one, a few ahead (its
-window); the owner keeps no state about a read: it answers each fetch from its pool, without a copy, and forgets it.
+window). The owner keeps no state about a read: it answers each fetch from its pool, without a copy, and forgets it.
 So a reader that stalls holds no memory of the owner's, many reads share a connection fairly, and control messages
 never wait for more than one window. When the last slice is in place the reader asks once more whether the guard
 still holds; that answer was given after every byte had left the owner's memory, which is what makes it a proof.
@@ -15,9 +15,7 @@ still holds; that answer was given after every byte had left the owner's memory,
     sockets    all sockets of a process, and the wait for them
     serving    answers fetches
     reads      makes fetches
-    peers      what is kept per peer
-    backend    everything between `register` and `close`
-    transport  `ZeroMQTransport`
+    transport  `ZeroMQTransport` and its backend: connections and handshakes
 """
 
 from __future__ import annotations

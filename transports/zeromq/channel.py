@@ -11,10 +11,9 @@ from typing import Final, Protocol
 
 import zmq
 
-from .._lookups import Found
-from .._tcp import authority
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import KVTransferError, PeerLostError, PeerRefusedError, TransportError, mapped
+from ..network import Found
 from .frames import Frame
 from .options import Address, ZeroMQOptions
 from .security import CurveKeys
@@ -136,7 +135,7 @@ class Channel(ABC):
             return True
         try:
             return self._offer(parts)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is over for this channel alone
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this channel alone
             self._is_closed = True
             self._observer.on_lost(self, error)
             return True
@@ -202,7 +201,7 @@ class DialedChannel(Channel, Port):
         on_used: Callable[[Channel], None],
     ) -> None:
         super().__init__(observer, on_used, is_encrypted=keys is not None)
-        self._where = f"{address.host}:{address.port}"
+        self._where = address.authority
         self._is_gone = False
         self._error: KVTransferError = PeerLostError(f"cannot connect to {self._where}")
         self._socket = context.socket(zmq.DEALER)
@@ -218,7 +217,7 @@ class DialedChannel(Channel, Port):
         self.sockets = (self._socket, self._monitor.socket)
         try:
             # An IP address. libzmq would look up a name in its I/O thread, which then moves no bytes for any peer.
-            self._socket.connect(f"tcp://{authority(found.host, address.port)}")
+            self._socket.connect(Address(found.host, address.port).endpoint)
         except BaseException:
             self.close()
             raise

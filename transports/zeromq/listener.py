@@ -18,8 +18,7 @@ from zmq.utils import z85
 
 from .._descriptors import Reserve, remedy
 from .._limited_log import LimitedLog
-from .._tcp import bind_first, is_wildcard
-from ..errors import ConfigurationError, PeerLostError
+from ..errors import PeerLostError
 from .channel import (
     RECEIVE_BATCH,
     Channel,
@@ -37,23 +36,7 @@ from .frames import Frame
 from .options import Address, ZeroMQOptions
 from .security import ZAP_DOMAIN, CurveKeys
 
-_BACKLOG = 128
-
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-
-
-def bind(options: ZeroMQOptions, host: str, ports: range) -> socket.socket:
-    """Listen on the first of `ports` that is free.
-
-    Raises:
-        ConfigurationError: the host is not ours, no port is free, or the congestion control is not available.
-    """
-
-    def prepare(bound: socket.socket) -> None:
-        if options.congestion_control:
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion_control.encode())
-
-    return bind_first(host, ports, _BACKLOG, prepare)
 
 
 class AcceptedChannel(Channel):
@@ -252,24 +235,6 @@ class Listener(Port):
             self._monitor.close()
         finally:
             self._router.close()
-
-
-def advertised_host(options: ZeroMQOptions, bound: socket.socket) -> str:
-    """Return the host that peers connect to.
-
-    Raises:
-        ConfigurationError: `advertise_host` is not set, and `bound` is on every interface.
-    """
-    host: str = bound.getsockname()[0]
-    if options.advertise_host:
-        return options.advertise_host
-    if is_wildcard(host):
-        raise ConfigurationError(
-            f"cannot listen on {host}: that is every interface; set advertise_host to the address that peers connect to",
-            key="advertise_host",
-            value="",
-        )
-    return host
 
 
 class Authenticator(Port):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
-from .._network_options import NetworkOptions
-from .._tcp import authority
 from ..checked import integer
-from ..errors import ConfigurationError
+from ..network import HostPort, NetworkOptions, malformed_address
 
 SCHEME = "zeromq"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroMQOptions(NetworkOptions):
-    """Options of the transport, beside those of `NetworkOptions`.
+    """Options of the transport, in addition to those of `NetworkOptions`.
 
     Attributes:
         curve: Encrypt and authenticate: `"on"`, `"off"`, or `"auto"`, which means on except for loopback.
@@ -48,50 +46,36 @@ class ZeroMQOptions(NetworkOptions):
 
 
 @dataclass(frozen=True)
-class Address:
+class Address(HostPort):
     """`zeromq://host:port`, and `?curve=` with the listener's public key in hex if it requires CURVE.
 
     The key is not secret, and nothing is trusted because an address contains it: see `security`.
     """
 
-    host: str
-    port: int
     server_key: bytes = b""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, scheme: str = SCHEME) -> Self:
         """Read an address.
 
         Raises:
             ConfigurationError: it is malformed, or of another scheme.
         """
+        found, query = cls._parse_with_query(text, scheme)
         try:
-            parts = urlsplit(text)
-            query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
-            key = bytes.fromhex(query.pop("curve", ""))
-            host, port = parts.hostname, parts.port
+            fields = dict(parse_qsl(query, strict_parsing=True)) if query else {}
+            key = bytes.fromhex(fields.pop("curve", ""))
         except ValueError as error:
-            raise _malformed(text) from error
-        is_plain = not (parts.path or parts.fragment or "@" in parts.netloc or query)
-        if parts.scheme != SCHEME or not host or port is None or not is_plain or len(key) not in (0, 32):
-            raise _malformed(text)
-        if not all(c.isascii() and (c.isalnum() or c in ".:-_") for c in host):
-            raise _malformed(text)
-        return cls(host, port, key)
+            raise malformed_address(text, scheme) from error
+        if fields or len(key) not in (0, 32):
+            raise malformed_address(text, scheme)
+        return replace(found, server_key=key)
 
     def __str__(self) -> str:
         query = f"?curve={self.server_key.hex()}" if self.server_key else ""
-        return f"{SCHEME}://{self._authority}{query}"
+        return f"{SCHEME}://{self.authority}{query}"
 
     @property
     def endpoint(self) -> str:
         """The address in libzmq's notation, without the key."""
-        return f"tcp://{self._authority}"
-
-    @property
-    def _authority(self) -> str:
-        return authority(self.host, self.port)
-
-
-def _malformed(text: str) -> ConfigurationError:
-    return ConfigurationError(f"not a {SCHEME}://host:port address: {text!r}", key="address", value=text)
+        return f"tcp://{self.authority}"

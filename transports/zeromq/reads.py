@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .._copy import copy_regions, scatter_regions
+from .._copy import copy_regions
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Read
-from ..errors import ChecksumError, KVTransferError, ProtocolError, StaleRegionError
+from ..errors import ChecksumError, KVTransferError, ProtocolError
 from ..regions import AddressArray, Int64Array
+from ..serving import ServedPool, stale
 from .channel import Channel
 from .options import ZeroMQOptions
 from .serving import checksum_of
@@ -21,13 +22,13 @@ from .wire import MAX_ROWS, Fetch, Slice, Stale
 
 
 def limits_of(options: ZeroMQOptions) -> SliceLimits:
-    """How reads are cut. No region needs a slice of its own: large ones share a slice, in a frame each."""
-    return SliceLimits(options.slice_bytes, options.slice_bytes + 1, MAX_ROWS)
+    """Return how reads are cut. No region needs a slice of its own: large ones share a slice, in a frame each."""
+    return SliceLimits(options.slice_bytes, MAX_ROWS)
 
 
 @dataclass(eq=False)
 class _Transfer:
-    """A read that has not ended, and how far it is.
+    """A read that has not ended, and how far it has come.
 
     Attributes:
         is_settled: The guard held after the bytes of every slice so far had been copied, so none is left to be proved.
@@ -46,15 +47,18 @@ class Reader:
     """The reads from one peer.
 
     Args:
+        served: Its pool is where the bytes go.
         end_read: Called when a read is over, with what went wrong, unless it was stopped before.
     """
 
     def __init__(
         self,
         options: ZeroMQOptions,
+        served: ServedPool,
         channel: Channel,
         end_read: Callable[[Read[Any], KVTransferError | None], None],
     ) -> None:
+        self._served = served
         self._window_slices = options.window_slices
         self._checksums = options.checksums
         self._channel = channel
@@ -101,8 +105,8 @@ class Reader:
     def _send_fetch(self, transfer: _Transfer, index: int) -> None:
         """Fetch a slice; the one after the last is empty, and asks only whether the guard holds."""
         read, plan = transfer.read, transfer.plan
-        rows = plan.rows_of(index) if index < len(plan) else plan.rows[:0]
-        fetch = Fetch(read.transfer_id, index, read.guard, self._checksums, rows, is_whole=len(plan) == 1)
+        rows, is_whole = plan.rows_of(index), len(plan) == 1
+        fetch = Fetch(read.transfer_id, index, read.guard, self._checksums, rows, is_whole)
         # Entered before it is sent: an answer to what is not in flight costs the peer its connection.
         self._in_flight.add((read.transfer_id, index))
         self._channel.send([fetch.head(), fetch.body()])
@@ -115,7 +119,7 @@ class Reader:
         """
         transfer = self._take_arrived(answer)
         if transfer is not None and answer.index == len(transfer.plan):
-            _require_whole(answer, transfer.plan.rows[:0, 1])
+            _require_whole(answer, transfer.plan.rows_of(answer.index)[:, 1])
             self._end(transfer, transfer.failure)
         elif transfer is not None and transfer.failure is None:
             self._accept(transfer, answer)
@@ -133,7 +137,7 @@ class Reader:
                 f"slice {answer.index} was changed on its way: its checksum differs"
             )
         else:
-            _place(answer, transfer.plan.targets_of(answer.index), lengths)
+            self._place(answer, transfer.plan.targets_of(answer.index), lengths)
         if transfer.failure is None and transfer.num_arrived < len(transfer.plan):
             return
         if transfer.failure is None and transfer.is_settled:
@@ -145,6 +149,14 @@ class Reader:
             # cleared the guard are stale, not corrupt.
             self._send_fetch(transfer, len(transfer.plan))
 
+    def _place(self, answer: Slice, targets: AddressArray, lengths: Int64Array) -> None:
+        """Copy the rows of a whole slice to `targets`, shape `(num_rows,)`."""
+        if len(answer.frames) == 1:
+            self._served.scatter(targets, answer.frames[0].address, lengths)
+        else:
+            sources = np.array([frame.address for frame in answer.frames], dtype=np.uint64)
+            copy_regions(targets, sources, lengths)
+
     def on_stale(self, answer: Stale) -> None:
         """End a read whose guard did not hold.
 
@@ -153,8 +165,7 @@ class Reader:
         """
         transfer = self._take_arrived(answer)
         if transfer is not None:
-            guard = transfer.read.guard
-            self._end(transfer, StaleRegionError(f"guard {guard.index} no longer holds {guard.value}"))
+            self._end(transfer, stale(transfer.read.guard))
         self._fetch()
 
     def _take_arrived(self, answer: Slice | Stale) -> _Transfer | None:
@@ -181,12 +192,3 @@ def _require_whole(answer: Slice, lengths: Int64Array) -> None:
     sizes = [frame.num_bytes for frame in answer.frames]
     if sizes != [lengths.sum()] and sizes != lengths.tolist():
         raise ProtocolError(f"slice {answer.index} has {sizes} bytes, but {lengths.tolist()} were fetched")
-
-
-def _place(answer: Slice, targets: AddressArray, lengths: Int64Array) -> None:
-    """Copy the rows of a whole slice to `targets`, shape `(num_rows,)`."""
-    if len(answer.frames) == 1:
-        scatter_regions(targets, answer.frames[0].address, lengths)
-    else:
-        sources = np.array([frame.address for frame in answer.frames], dtype=np.uint64)
-        copy_regions(targets, sources, lengths)

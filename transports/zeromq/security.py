@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
-from .._tcp import is_loopback
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError
+from ..network import is_loopback
 from .options import Address, ZeroMQOptions
 
 ZAP_DOMAIN = b"kvferry"
@@ -92,7 +92,7 @@ class Security:
         Raises:
             PeerRefusedError: this node does not allow the peer's key, or plaintext. Nothing was sent to the peer.
         """
-        where = f"{address.host}:{address.port}"
+        where = address.authority
         if not address.server_key:
             if self._mode == "on" or not (is_loopback(address.host) or self._allow_plaintext):
                 raise PeerRefusedError(

@@ -7,10 +7,8 @@ from typing import Final
 
 import xxhash
 
-from .._copy import gather_regions
-from .._memory import WordTable, guard_holds, require_guard
-from ..errors import ProtocolError, RegionError
-from ..regions import AddressArray, Pool
+from ..errors import ProtocolError
+from ..serving import ServedPool
 from .channel import Channel
 from .frames import Frame
 from .wire import Fetch, Slice, Stale
@@ -23,51 +21,33 @@ _ZERO_COPY_BYTES: Final = 256 << 10
 _MAX_QUEUED_BYTES = 128 << 20
 
 
-class PoolServer:
-    """Answers fetches from `pool`, under `guards`. The pool outlives every connection."""
+def answer(served: ServedPool, channel: Channel, fetch: Fetch) -> None:
+    """Answer with a slice, or with `Stale` if the guard does not hold. The pool outlives every connection.
 
-    def __init__(self, pool: Pool, guards: WordTable) -> None:
-        self.pool = pool
-        self.guards = guards
-
-    def answer(self, channel: Channel, fetch: Fetch) -> None:
-        """Answer with a slice, or with `Stale` if the guard does not hold.
-
-        Raises:
-            ProtocolError: the peer asks for regions or a guard that do not exist, or fetches more than it receives.
-                Nothing was sent.
-        """
-        try:
-            addresses = self.pool.addresses(fetch.rows[:, 0], fetch.rows[:, 1])
-            require_guard(fetch.guard, self.guards.num_guards)
-        except RegionError as error:
-            raise ProtocolError(f"the peer fetches what does not exist: {error}") from error
-        if channel.queued_bytes > _MAX_QUEUED_BYTES:
-            raise ProtocolError(
-                f"the peer fetches slices but does not receive them: {channel.queued_bytes} bytes are queued"
-            )
-        if not self._holds(fetch):
-            _send_stale(channel, fetch)
-        elif fetch.is_whole or not len(fetch.rows) or fetch.rows[:, 1].min() < _ZERO_COPY_BYTES:
-            self._send_gathered(channel, fetch, addresses)
-        else:
-            # By reference: libzmq reads the bytes after we looked at the guard, so only a later answer can confirm them.
-            # A read of a single slice is copied instead, because another round trip would take longer than the copy.
-            rows = zip(addresses.tolist(), fetch.rows[:, 1].tolist(), strict=True)
-            _send_slice(channel, fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
-
-    def _send_gathered(self, channel: Channel, fetch: Fetch, addresses: AddressArray) -> None:
-        lengths = fetch.rows[:, 1]
+    Raises:
+        ProtocolError: the peer asks for regions or a guard that do not exist, or fetches more than it receives.
+            Nothing was sent.
+    """
+    addresses, lengths = served.locate(fetch.rows, fetch.guard), fetch.rows[:, 1]
+    if channel.queued_bytes > _MAX_QUEUED_BYTES:
+        raise ProtocolError(
+            f"the peer fetches slices but does not receive them: {channel.queued_bytes} bytes are queued"
+        )
+    if not served.guards.holds(fetch.guard):
+        _send_stale(channel, fetch)
+    elif fetch.is_whole or not len(lengths) or lengths.min() < _ZERO_COPY_BYTES:
         frame = Frame.allocated(int(lengths.sum()))
-        gather_regions(frame.address, addresses, lengths)
+        served.gather(frame.address, addresses, lengths)
         # Look again after the copy: blocks that were reused in the meantime must not pass for the promised ones.
-        if self._holds(fetch):
+        if served.guards.holds(fetch.guard):
             _send_slice(channel, fetch, [frame], is_settled=True)
         else:
             _send_stale(channel, fetch)
-
-    def _holds(self, fetch: Fetch) -> bool:
-        return guard_holds(self.guards.address, fetch.guard)
+    else:
+        # By reference: libzmq reads the bytes after we looked at the guard, so only a later answer can confirm them.
+        # A read of a single slice is copied instead, because another round trip would take longer than the copy.
+        rows = zip(addresses.tolist(), lengths.tolist(), strict=True)
+        _send_slice(channel, fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
 
 
 def checksum_of(frames: Iterable[memoryview | bytes]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import time
 from functools import partial
 
@@ -10,12 +11,12 @@ import zmq
 
 from .._descriptors import Reserve, descriptor_limit, warn_if_few
 from .._limited_log import LimitedLog
-from .._lookups import Found
 from .._outside import outside, survived, typed
-from .._poller import Poller
 from ..errors import ConfigurationError
+from ..network import Found, listen_on
+from ..streams import Poller
 from .channel import Channel, Context, DialedChannel, Observer, Port
-from .listener import Authenticator, Listener, advertised_host, bind
+from .listener import Authenticator, Listener
 from .options import SCHEME, Address, ZeroMQOptions
 from .security import CurveKeys, Security
 
@@ -91,13 +92,15 @@ class Sockets:
         """Accept peers on the first free port; return the address to give to them.
 
         Raises:
-            ConfigurationError: see `bind`, `Security.for_listening` and `advertised_host`. Nothing is open.
+            ConfigurationError: see `listen_on`, `Security.for_listening` and `NetworkOptions.advertised`; or the congestion
+                control is not available. Nothing is open.
         """
-        bound = bind(self._options, host, ports)
+        bound = listen_on(host, ports, self._set_congestion_control)
         try:
             keys = self._security.for_listening(bound.getsockname()[0])
             server_key = keys.public_bytes if keys is not None else b""
-            address = Address(advertised_host(self._options, bound), bound.getsockname()[1], server_key)
+            where = self._options.advertised(bound)
+            address = Address(where.host, where.port, server_key)
             with outside(f"cannot listen on {address}", ConfigurationError):
                 if keys is not None and self._authenticator is None:
                     self._authenticator = Authenticator(self._context, keys.allowed, self._log)
@@ -112,6 +115,11 @@ class Sockets:
             raise
         return str(address)
 
+    def _set_congestion_control(self, bound: socket.socket) -> None:
+        if self._options.congestion_control:
+            name = self._options.congestion_control.encode()
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+
     def dial(self, address: Address, found: Found, keys: CurveKeys | None) -> DialedChannel:
         """Begin to connect.
 
@@ -119,7 +127,7 @@ class Sockets:
             BackpressureError: there are no descriptors, or no sockets of libzmq's, for another connection.
             TransportError: libzmq does not connect there.
         """
-        what = f"cannot connect to {address.host}:{address.port}"
+        what = f"cannot connect to {address.authority}"
         # libzmq opens the connection later, and does not report that it found no descriptor for it.
         self._reserve.require(_PER_CONNECTION, what)
         try:
@@ -142,8 +150,8 @@ class Sockets:
         self._ports.add(port)
         # It was called while it was set up, so look at it once before its descriptors are relied on.
         self._activate(port)
-        for socket in port.sockets:
-            self._poller.watch(socket, partial(self._activate, port))
+        for watched in port.sockets:
+            self._poller.watch(watched, partial(self._activate, port))
 
     def hang_up(self, channel: Channel) -> None:
         """Close one connection."""
@@ -151,9 +159,9 @@ class Sockets:
         if isinstance(channel, DialedChannel) and channel in self._ports:
             self._ports.remove(channel)
             self._active.pop(channel, None)
-            for socket in channel.sockets:
+            for watched in channel.sockets:
                 with survived("cannot stop waiting for a connection", self._log):
-                    self._poller.unwatch(socket)
+                    self._poller.unwatch(watched)
         with survived("cannot close a connection", self._log):
             channel.hang_up()
         # To hang up on an accepted connection its listener reads its monitor, and that may have reported the end

@@ -1,28 +1,231 @@
-"""`ZeroMQTransport`: options, keys, guards and memory; `backend` does the rest."""
+"""`ZeroMQTransport`, and its backend: connections, handshakes, and what to do about each message."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import ClassVar
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-from .._limited_log import LimitedLog
-from .._memory import WordTable, private_arena, require_host
-from .._options import parse_options
-from .._outside import outside
-from ..base import Arena, Endpoint
-from ..endpoint import HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport
-from ..errors import ConfigurationError
-from ..regions import Pool
-from .backend import ZeroMQBackend
-from .options import SCHEME, ZeroMQOptions
+from .._slices import SlicePlan
+from ..endpoint import Backend, Peer, PeerTable, Read
+from ..errors import BackpressureError, KVTransferError, ProtocolError, VersionMismatchError
+from ..network import Found, Lookups
+from ..serving import HostTransport, PeerPool, ServedPool
+from ..streams import Poller
+from .channel import Channel
+from .frames import Frame
+from .options import SCHEME, Address, ZeroMQOptions
+from .reads import Reader, limits_of
 from .security import Security
-from .serving import PoolServer
+from .serving import answer
+from .sockets import Sockets
+from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
-logger = logging.getLogger(__name__)
+
+@dataclass(eq=False)
+class Handshake:
+    """A connection that is not a peer yet, and may never be one.
+
+    Attributes:
+        refusal: Why it never will be one. It stays open so that our hello, which names our version, can arrive.
+    """
+
+    channel: Channel
+    refusal: VersionMismatchError | None = None
 
 
-class ZeroMQTransport(PeerTransport):
+@dataclass(frozen=True, eq=False)
+class Link:
+    """The connection to a peer whose handshake is over."""
+
+    channel: Channel
+    remote: PeerPool
+    reader: Reader
+
+
+#: What is kept per peer: first the `Address` to connect to, then a `Handshake`, then a `Link`.
+Connection = Address | Handshake | Link
+
+
+class ZeroMQBackend(Backend[Connection]):
+    """The backend of one endpoint. One thread calls it. `channel.Observer` describes the `on_…` methods."""
+
+    def __init__(
+        self, peers: PeerTable[Connection], options: ZeroMQOptions, security: Security, served: ServedPool
+    ) -> None:
+        self._peers = peers
+        self._options = options
+        self._security = security
+        self._served = served
+        self._limits = limits_of(options)
+        self._hello = Hello(served.guards.num_guards, served.sizes)
+        with ExitStack() as opened:
+            self._poller = Poller()
+            opened.callback(self._poller.close)
+            self._sockets = Sockets(options, security, self._poller, self, peers.log)
+            opened.pop_all()
+        self._lookups = Lookups(peers, self._poller, self._dial)
+        # Those that were not hung up on. What a channel reports later means nothing.
+        self._known: dict[Channel, Peer[Connection]] = {}
+        self._is_closing = False
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def listen(self, address: str) -> str:
+        """See `Endpoint.listen`. `zeromq://host:port`; with port 0 the system chooses, an empty address means the options.
+
+        Raises:
+            ConfigurationError: the address is malformed, taken or not ours to bind; CURVE is needed and there are no
+                keys; or the address is a wildcard and `advertise_host` is not set.
+        """
+        if not address:
+            return self._sockets.listen(self._options.bind_host, self._options.ports())
+        parsed = Address.parse(address)
+        return self._sockets.listen(parsed.host, range(parsed.port, parsed.port + 1))
+
+    def on_accepted(self, channel: Channel) -> None:
+        self._known[channel] = self._peers.add_incoming(Handshake(channel))
+
+    def prepare(self, address: str) -> Connection:
+        return Address.parse(address)
+
+    def connect(self, peer: Peer[Connection]) -> None:
+        address = peer.connection
+        assert isinstance(address, Address), "a peer is connected to once"
+        self._security.for_connecting(address)  # an address that is refused anyway is not looked up
+        self._lookups.start(peer, address)
+
+    def _dial(self, peer: Peer[Connection], found: Found) -> None:
+        address = peer.connection
+        assert isinstance(address, Address), "a peer is connected to once"
+        channel = self._sockets.dial(address, found, self._security.for_connecting(address))
+        peer.connection = Handshake(channel)
+        self._known[channel] = peer
+        channel.send([self._hello.head(), self._hello.body()])
+
+    def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
+        connection = peer.connection
+        if isinstance(connection, Address):
+            self._lookups.forget(peer)
+            return
+        self._known.pop(connection.channel, None)
+        if self._is_closing:
+            # `Sockets.close` closes it, and what was sent still leaves within libzmq's linger period.
+            connection.channel.forget()
+        else:
+            self._sockets.hang_up(connection.channel)
+
+    def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
+        refusal = _refusal(peer.connection) or self._lookups.timeout_error(peer)
+        return refusal or super().handshake_error(peer)
+
+    def send(self, peer: Peer[Connection], message: bytes) -> None:
+        channel = _link(peer).channel
+        if channel.queued_bytes and channel.queued_bytes + len(message) > self._options.max_queued_bytes:
+            raise BackpressureError(
+                f"the peer does not receive its messages: {channel.queued_bytes} bytes are queued"
+            )
+        channel.send([Message.head(), message])
+
+    # -- what arrives ----------------------------------------------------------------------------------
+
+    def on_message(self, channel: Channel, frames: list[Frame]) -> None:
+        peer = self._known.get(channel)
+        if peer is None:
+            return
+        try:
+            if isinstance(peer.connection, Link):
+                self._handle(peer, peer.connection, decode(frames))
+            elif isinstance(peer.connection, Handshake):
+                self._on_handshake(peer, peer.connection, frames)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self._peers.lose(peer, error)
+
+    def on_lost(self, channel: Channel, error: Exception) -> None:
+        peer = self._known.get(channel)
+        if peer is not None:
+            self._peers.lose(peer, _refusal(peer.connection) or error)
+
+    def _on_handshake(self, peer: Peer[Connection], handshake: Handshake, frames: list[Frame]) -> None:
+        """The first message of a connection has to be a hello."""
+        try:
+            hello = decode(frames)
+        except VersionMismatchError as error:
+            if not peer.incoming or handshake.refusal is not None:
+                raise
+            # Let the other side learn our version before we hang up, which the deadline of the handshake does.
+            handshake.refusal = error
+            handshake.channel.send([self._hello.head(), self._hello.body()])
+            return
+        if not isinstance(hello, Hello) or handshake.refusal is not None:
+            raise ProtocolError("a connection begins with one hello")
+        channel = handshake.channel
+        reader = Reader(self._options, self._served, channel, self._peers.end_read)
+        peer.connection = Link(channel, PeerPool.of(hello.num_guards, hello.num_bytes), reader)
+        if peer.incoming:
+            channel.send([self._hello.head(), self._hello.body()])
+        self._peers.connected(peer)
+
+    def _handle(self, peer: Peer[Connection], link: Link, incoming: Incoming) -> None:
+        match incoming:
+            case Message():
+                self._peers.message(peer, incoming.body)
+            case Fetch():
+                answer(self._served, link.channel, incoming)
+            case Slice():
+                link.reader.on_slice(incoming)
+            case Stale():
+                link.reader.on_stale(incoming)
+            case Hello():
+                raise ProtocolError("a connection begins with one hello")
+
+    # -- reads -----------------------------------------------------------------------------------------
+
+    def start_read(self, read: Read[Connection]) -> None:
+        link = _link(read.peer)
+        targets = self._served.require_read(link.remote, read)
+        read.mechanism = link.channel.mechanism
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
+
+    def stop_read(self, read: Read[Connection]) -> bool:
+        # Only this thread puts bytes into place, slice by slice, so nothing is half written.
+        _link(read.peer).reader.stop(read)
+        return True
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> None:
+        self._sockets.pump()
+        # Looked at after the pump: what it reports must not wait for the next thing to happen.
+        self._sockets.wait(0.0 if self._peers.has_events else timeout_s)
+
+    def interrupt(self) -> None:
+        self._poller.interrupt()
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_serving(self) -> None:
+        # libzmq may still send from the pool until its context is closed. But a reader accepts
+        # those bytes only after an answer of this thread, and this thread gives no more answers.
+        self._served.guards.clear_all()
+        self._is_closing = True
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._poller.close)
+            closing.callback(self._sockets.close)
+
+
+def _link(peer: Peer[Connection]) -> Link:
+    assert isinstance(peer.connection, Link), "only a connected peer sends and is read from"
+    return peer.connection
+
+
+def _refusal(connection: Connection) -> VersionMismatchError | None:
+    return connection.refusal if isinstance(connection, Handshake) else None
+
+
+class ZeroMQTransport(HostTransport):
     """Peers over TCP, on this host or another. See the package for how a read works.
 
     The owner's thread does all work except libzmq's own (`io_threads`). In an asyncio program give it an executor of one
@@ -36,27 +239,13 @@ class ZeroMQTransport(PeerTransport):
         BackendUnavailableError: keys are given, and this libzmq has no CURVE.
     """
 
-    scheme: ClassVar[str] = SCHEME
+    scheme = SCHEME
     options_type = ZeroMQOptions
-    guards: WordTable
+    options: ZeroMQOptions
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
-        super().__init__()
-        self._options = parse_options(ZeroMQOptions, options, SCHEME)
-        self._security = Security(self._options)
-        with outside("cannot open a transport", ConfigurationError):
-            self.guards = WordTable.anonymous(self._options.num_guards)
+        super().__init__(options)
+        self._security = Security(self.options)
 
-    def _allocate(self, num_bytes: int) -> Arena:
-        return private_arena(num_bytes)
-
-    def _open(self, pool: Pool) -> Endpoint:
-        require_host(pool, SCHEME)
-        options = self._options
-        source = PoolServer(pool, self.guards)
-        table = PeerTable(
-            lambda peers: ZeroMQBackend(peers, options, self._security, source),
-            HandshakeLimits(options.handshake_timeout_s, options.max_connecting),
-            log=LimitedLog(logger),
-        )
-        return PeerEndpoint(SCHEME, table)
+    def make_backend(self, peers: PeerTable[Connection], served: ServedPool) -> ZeroMQBackend:
+        return ZeroMQBackend(peers, self.options, self._security, served)

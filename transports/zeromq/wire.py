@@ -22,11 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
-from ..regions import Guard, Int64Array, Pool, Segment
+from ..regions import Guard, Int64Array
+from ..serving import decode_rows, decode_sizes, encode_rows, encode_sizes
 from .frames import Frame
 
 PROTOCOL_VERSION = 4
@@ -37,8 +36,6 @@ MAX_ROWS = 4096
 MAX_SLICE_BYTES = 8 << 20
 
 _MAGIC = b"kvferry-zeromq"
-_MAX_SEGMENTS = 65536
-_MAX_POOL_BYTES = 1 << 60
 
 
 class _Kind(IntEnum):
@@ -72,11 +69,7 @@ class Hello:
         return _HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, self.num_guards)
 
     def body(self) -> bytes:
-        return np.array(self.num_bytes, dtype="<i8").tobytes()
-
-    def pool(self) -> Pool:
-        """Return the peer's pool, for its offsets. Its addresses mean nothing in this process."""
-        return Pool(Segment(0, size) for size in self.num_bytes)
+        return encode_sizes(self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ class Fetch:
         )
 
     def body(self) -> bytes:
-        return self.rows.astype("<i8", copy=False).tobytes()
+        return encode_rows(self.rows)
 
 
 @dataclass(frozen=True)
@@ -177,12 +170,7 @@ def _decode_hello(head: bytes, body: bytes) -> Hello:
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
     *_, num_guards = _HELLO.unpack(head)
-    if len(body) % 8 or not 8 <= len(body) <= 8 * _MAX_SEGMENTS:
-        raise ProtocolError(f"malformed hello: it lists 1 to {_MAX_SEGMENTS} segments, got {len(body)} bytes")
-    sizes = tuple(np.frombuffer(body, dtype="<i8").tolist())
-    if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
-        raise ProtocolError("malformed hello: a segment has at least 1 byte, and a pool at most 2**60")
-    return Hello(num_guards, sizes)
+    return Hello(num_guards, decode_sizes(body))
 
 
 def _decode_message(head: bytes, body: bytes) -> Message:
@@ -194,17 +182,7 @@ def _decode_message(head: bytes, body: bytes) -> Message:
 
 def _decode_fetch(head: bytes, body: bytes) -> Fetch:
     _, transfer_id, index, guard_index, guard_value, with_checksum, is_whole = _FETCH.unpack(head)
-    if len(body) % 16 or len(body) > 16 * MAX_ROWS:
-        raise ProtocolError(
-            f"malformed fetch: it has at most {MAX_ROWS} rows of 16 bytes, got {len(body)} bytes"
-        )
-    rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2).astype(np.int64)
-    lengths = rows[:, 1]
-    # Each length is checked before the sum, which could overflow.
-    if ((lengths <= 0) | (lengths > MAX_SLICE_BYTES)).any() or int(lengths.sum()) > MAX_SLICE_BYTES:
-        raise ProtocolError(
-            f"malformed fetch: a row has at least 1 byte, and all rows together at most {MAX_SLICE_BYTES}"
-        )
+    rows = decode_rows(body, max_rows=MAX_ROWS, max_bytes=MAX_SLICE_BYTES)
     return Fetch(transfer_id, index, Guard(guard_index, guard_value), with_checksum, rows, is_whole)
 
 

@@ -1,0 +1,343 @@
+"""What transports to other hosts have in common: options, addresses, listening, and connecting to a host by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401 - `getaddrinfo` would import it at its first call, which needs a descriptor
+import ipaddress
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Generic, Self
+from urllib.parse import urlsplit
+
+from ._outside import outside, typed
+from .checked import integer, seconds
+from .endpoint import C, Peer, PeerTable
+from .errors import BackpressureError, ConfigurationError, KVTransferError, PeerLostError
+from .serving import HandshakeOptions
+from .streams import Poller
+
+#: Lookups that run at a time. Python cannot end one, so a resolver that does not answer blocks up to this many threads.
+_MAX_THREADS = 4
+
+_BACKLOG = 128
+
+
+# == addresses =====================================================================================
+
+
+@dataclass(frozen=True)
+class HostPort:
+    """A host name or IP address, and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return self.authority
+
+    @property
+    def authority(self) -> str:
+        """`host:port`, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, scheme: str) -> Self:
+        """Read `scheme://host:port`.
+
+        Raises:
+            ConfigurationError: it is malformed, or of another scheme.
+        """
+        found, query = cls._parse_with_query(text, scheme)
+        if query:
+            raise malformed_address(text, scheme)
+        return found
+
+    @classmethod
+    def _parse_with_query(cls, text: str, scheme: str) -> tuple[Self, str]:
+        """Read `scheme://host:port?query`. Raises ConfigurationError: see `parse`."""
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise malformed_address(text, scheme) from error
+        is_plain = host and all(c.isascii() and (c.isalnum() or c in ".:-_%") for c in host)
+        if parts.scheme != scheme or not is_plain or port is None:
+            raise malformed_address(text, scheme)
+        if parts.path or parts.fragment or "@" in parts.netloc:
+            raise malformed_address(text, scheme)
+        return cls(host, port), parts.query
+
+
+def malformed_address(text: str, scheme: str) -> ConfigurationError:
+    """Make the error for an address that is not one of `scheme`."""
+    return ConfigurationError(f"not a {scheme}://host:port address: {text!r}", key="address", value=text)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether traffic to `host` never leaves this machine. The only name that counts is `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# == options =======================================================================================
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(HandshakeOptions):
+    """Options that the network transports have in common, in addition to those of `HandshakeOptions`.
+
+    Attributes:
+        bind_host: Host name or IP address to listen on.
+        port: Port to listen on; 0 lets the system choose.
+        port_range: `"low-high"`: listen on the first free port of these; instead of `port`.
+        advertise_host: The host that peers connect to. It is required when `bind_host` is a wildcard, and chooses the NIC
+            on a machine with several.
+        slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`.
+        window_slices: Maximum slices in flight from one peer.
+        peer_timeout_s: A peer that is silent for longer is lost.
+    """
+
+    MAX_SLICE_BYTES: ClassVar[int]
+    MAX_WINDOW_BYTES: ClassVar[int]
+
+    bind_host: str = "127.0.0.1"
+    port: Annotated[int, integer(0, 65535)] = 0
+    port_range: str = ""
+    advertise_host: str = ""
+    slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 4
+    peer_timeout_s: Annotated[float, seconds(0.4, 3600)] = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slice_bytes > self.MAX_SLICE_BYTES:
+            raise ConfigurationError(
+                f"slice_bytes must be at most {self.MAX_SLICE_BYTES}, got {self.slice_bytes}",
+                key="slice_bytes",
+                value=self.slice_bytes,
+            )
+        if self.slice_bytes * self.window_slices > self.MAX_WINDOW_BYTES:
+            raise ConfigurationError(
+                f"slice_bytes * window_slices must be at most {self.MAX_WINDOW_BYTES}, got "
+                f"{self.slice_bytes} * {self.window_slices}; lower one of them",
+                key="window_slices",
+                value=self.window_slices,
+            )
+        self.ports()
+
+    def ports(self) -> range:
+        """Return the ports to try, in order.
+
+        Raises:
+            ConfigurationError: `port_range` is malformed, or set in addition to `port`.
+        """
+        if not self.port_range:
+            return range(self.port, self.port + 1)
+        low, dash, high = self.port_range.partition("-")
+        is_range = dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536
+        if self.port or not is_range:
+            raise ConfigurationError(
+                f"port_range must be 'low-high' within 1-65535, and port must not be set; got "
+                f"port_range={self.port_range!r}, port={self.port}",
+                key="port_range",
+                value=self.port_range,
+            )
+        return range(int(low), int(high) + 1)
+
+    def advertised(self, listener: socket.socket) -> HostPort:
+        """Return where peers connect to reach a listening socket.
+
+        Raises:
+            ConfigurationError: `advertise_host` is not set, and the socket is on every interface.
+        """
+        host, port = listener.getsockname()[:2]
+        if not self.advertise_host and ipaddress.ip_address(host).is_unspecified:
+            raise ConfigurationError(
+                f"cannot listen on {host}: that is every interface; set advertise_host to the address that peers "
+                "connect to",
+                key="advertise_host",
+                value="",
+            )
+        return HostPort(self.advertise_host or host, port)
+
+
+# == listening =====================================================================================
+
+
+def listen_on(
+    host: str, ports: range, prepare: Callable[[socket.socket], None] = lambda _: None
+) -> socket.socket:
+    """Listen on the first of `ports` that is free. Port 0 lets the system choose.
+
+    Args:
+        prepare: Called with the socket before it is bound. If it raises an `OSError`, the next port is tried.
+
+    Raises:
+        ConfigurationError: `host` is not an address of this machine, or no port is free.
+    """
+    try:
+        found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot resolve bind_host={host!r}: {error}", key="bind_host", value=host
+        ) from error
+    family, _, _, _, address = found[0]
+    for port in ports:
+        with outside(f"cannot listen on {host} port {port}", ConfigurationError):
+            bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+            prepare(bound)
+            bound.bind((address[0], port, *address[2:]))
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            bound.close()
+            reason = error
+        else:
+            return bound
+    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}, the last one"
+    raise ConfigurationError(
+        f"cannot listen on {host} port {tried}: {reason}", key="port", value=ports[0]
+    ) from reason
+
+
+# == connecting ====================================================================================
+
+
+@dataclass(frozen=True)
+class Found:
+    """A socket address."""
+
+    family: int
+    sockaddr: tuple[Any, ...]
+
+    @property
+    def host(self) -> str:
+        """The IP address, with a scope if it has one."""
+        return str(self.sockaddr[0])
+
+    def dial(self) -> socket.socket:
+        """Begin to connect, and return the non-blocking socket. If nothing listens there, the first `recv` says so.
+
+        Raises:
+            PeerLostError: the host cannot be reached from here.
+            BackpressureError: no file descriptor is left.
+        """
+        with outside(f"cannot connect to {HostPort(*self.sockaddr[:2])}", PeerLostError):
+            sock = socket.socket(self.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(BlockingIOError):
+                    sock.connect(self.sockaddr)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+
+
+class Lookups(Generic[C]):
+    """Looks up the hosts of peers, in threads, because the system's resolver may take many seconds to answer.
+
+    The peers' table watches the deadlines: a peer whose lookup takes too long is lost like any other.
+
+    Args:
+        dial: Called in the owner's thread with a peer and the address of its host. Whatever it raises ends the peer.
+    """
+
+    def __init__(self, peers: PeerTable[C], poller: Poller, dial: Callable[[Peer[C], Found], None]) -> None:
+        self._peers = peers
+        self._poller = poller
+        self._dial = dial
+        self._hosts: dict[int, str] = {}  # what is being looked up, by the peer's id
+        self._lock = threading.Lock()  # guards the rest
+        self._waiting: deque[tuple[int, HostPort]] = deque()
+        self._num_threads = 0
+
+    def start(self, peer: Peer[C], where: HostPort) -> None:
+        """Look a host up and dial it, at once if it is an IP address.
+
+        Raises:
+            BackpressureError: no thread can be started. Nothing was started.
+        """
+        found = _resolved(where, socket.AI_NUMERICHOST)
+        self._hosts[peer.peer_id] = where.host
+        if isinstance(found, Found):
+            self._end(peer.peer_id, found)
+            return
+        with self._lock:
+            self._waiting.append((peer.peer_id, where))
+        try:
+            self._start_thread()
+        except RuntimeError as error:
+            self.forget(peer)
+            raise BackpressureError(f"cannot look up {where.host!r}: {error}; raise `ulimit -u`") from error
+
+    def forget(self, peer: Peer[C]) -> None:
+        """Drop the lookup for this peer, if there is one. For `Backend.hang_up`."""
+        if self._hosts.pop(peer.peer_id, None) is not None:
+            with self._lock:
+                self._waiting = deque(entry for entry in self._waiting if entry[0] != peer.peer_id)
+
+    def timeout_error(self, peer: Peer[C]) -> KVTransferError | None:
+        """Make the error of a peer whose host was not found in time; None if it was. For `Backend.handshake_error`."""
+        if peer.peer_id not in self._hosts:
+            return None
+        return PeerLostError(
+            f"timed out after {peer.timeout_s:g} s looking up host {self._hosts[peer.peer_id]!r}: is its name service up?"
+        )
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._num_threads == _MAX_THREADS:
+                return
+            self._num_threads += 1
+        try:
+            threading.Thread(target=self._work, name="kvferry-lookup", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._num_threads -= 1
+                if self._num_threads:  # the other threads will do it
+                    return
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
+                    return
+                peer_id, where = self._waiting.popleft()
+            found = _resolved(where)
+            # After the endpoint was closed this does nothing, and the thread ends with its lookup.
+            self._poller.call_soon(partial(self._end, peer_id, found))
+
+    def _end(self, peer_id: int, found: Found | KVTransferError) -> None:
+        if self._hosts.pop(peer_id, None) is None:
+            return
+        peer = self._peers.peer(peer_id)
+        assert peer is not None, "a peer that left was forgotten"
+        try:
+            if isinstance(found, KVTransferError):
+                raise found
+            self._dial(peer, found)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self._peers.lose(peer, error)
+
+
+def _resolved(where: HostPort, flags: int = 0) -> Found | KVTransferError:
+    try:
+        found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=flags)
+    except Exception as error:  # noqa: BLE001 - e.g. a name that cannot be encoded; a thread that dies would report nothing
+        return typed(
+            error, f"cannot connect to {where.authority}: cannot look up {where.host!r}", PeerLostError
+        )
+    family, _, _, _, sockaddr = found[0]
+    return Found(family, sockaddr)

@@ -1,0 +1,257 @@
+"""What a process serves to its peers, and what it knows of what they serve: checks, encodings, and `HostTransport`.
+
+The owner of memory checks each request with `ServedPool.locate`, and the reader each read with
+`ServedPool.require_read`. The two checks are the same, but only the first one protects the owner: a peer that
+does not check sends what it likes.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self, cast
+
+import numpy as np
+
+from ._copy import gather_regions, scatter_regions
+from ._limited_log import LimitedLog
+from ._memory import WordTable, private_arena, require_guard, require_host
+from ._options import parse_options, require_valid
+from ._outside import outside
+from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
+from .checked import integer, seconds
+from .endpoint import Backend, C, HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport, Read
+from .errors import ConfigurationError, ProtocolError, RegionError, StaleRegionError
+from .regions import AddressArray, Guard, Int64Array, Pool, Segment
+
+_MAX_SEGMENTS: Final = 65536
+_MAX_POOL_BYTES: Final = 1 << 60
+
+#: The most bytes of encoded segment sizes, for limits of frames.
+MAX_SIZES_BYTES: Final = 8 * _MAX_SEGMENTS
+
+#: Bytes of one encoded region: its offset and its size.
+ROW_BYTES: Final = 16
+
+
+@dataclass(frozen=True)
+class PeerPool:
+    """The pool of a peer, for checks of bounds: the addresses in it mean nothing in this process.
+
+    Attributes:
+        num_guards: Words in the peer's guard table.
+    """
+
+    pool: Pool
+    num_guards: int
+
+    @classmethod
+    def of(cls, num_guards: int, sizes: tuple[int, ...]) -> Self:
+        """Make it from the sizes of the peer's segments, which `decode_sizes` has checked."""
+        return cls(Pool(Segment(0, num_bytes) for num_bytes in sizes), num_guards)
+
+
+@dataclass(frozen=True)
+class ServedPool:
+    """The pool that this process registered, and the guards under which peers may read it."""
+
+    pool: Pool
+    guards: WordTable
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the segments, in bytes."""
+        return tuple(segment.num_bytes for segment in self.pool.segments)
+
+    def require_read(self, remote: PeerPool, read: Read[C]) -> AddressArray:
+        """Check everything about a read of ours that can be checked before it starts.
+
+        Returns:
+            Addresses of the local regions, shape `(num_regions,)`.
+
+        Raises:
+            RegionError: a region is outside its pool, or the guard outside the peer's table.
+        """
+        pairs = read.pairs
+        addresses = self.pool.addresses(pairs.local_offsets, pairs.lengths)
+        remote.pool.addresses(pairs.remote_offsets, pairs.lengths)
+        require_guard(read.guard, remote.num_guards)
+        return addresses
+
+    def locate(self, rows: Int64Array, guard: Guard) -> AddressArray:
+        """Check what a peer asks for, and return the addresses of the regions, shape `(num_rows,)`.
+
+        Args:
+            rows: `(num_rows, 2)`: offset, number of bytes.
+
+        Raises:
+            ProtocolError: a region is outside the pool, or the guard outside the table.
+        """
+        try:
+            require_guard(guard, self.guards.num_guards)
+            return self.pool.addresses(rows[:, 0], rows[:, 1])
+        except RegionError as error:
+            raise ProtocolError(f"the peer asks for what does not exist: {error}") from error
+
+    # Bytes of the pool. Regions are given by their addresses and lengths, each `(num_regions,)`; they were checked before.
+
+    #: `gather(address, sources, lengths)` copies regions end to end to `address`.
+    gather = staticmethod(gather_regions)
+
+    #: `scatter(targets, address, lengths)` copies what lies end to end at `address` into regions.
+    scatter = staticmethod(scatter_regions)
+
+    def read(self, sources: AddressArray, lengths: Int64Array) -> bytes:
+        """Return the bytes of regions, end to end."""
+        data = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self.gather(data.ctypes.data, sources, lengths)
+        return data.tobytes()
+
+    def write(self, targets: AddressArray, lengths: Int64Array, data: bytes) -> None:
+        """Copy bytes that lie end to end into regions.
+
+        Raises:
+            ProtocolError: there are more or fewer bytes than the regions have. Nothing was written.
+        """
+        if len(data) != lengths.sum():
+            raise ProtocolError(f"the peer sent {len(data)} bytes for regions of {lengths.sum()}")
+        if data:
+            self.scatter(targets, np.frombuffer(data, dtype=np.uint8).ctypes.data, lengths)
+
+
+def stale(guard: Guard) -> StaleRegionError:
+    """Make the error of a read whose guard did not hold after the copy."""
+    return StaleRegionError(f"guard {guard.index} no longer holds {guard.value}")
+
+
+# -- encodings: little-endian int64 --------------------------------------------------------------------
+
+
+def encode_sizes(sizes: tuple[int, ...]) -> bytes:
+    """Encode the sizes of a pool's segments."""
+    return np.array(sizes, dtype="<i8").tobytes()
+
+
+def decode_sizes(data: bytes) -> tuple[int, ...]:
+    """Decode the sizes of a peer's segments.
+
+    Raises:
+        ProtocolError: no pool has such sizes.
+    """
+    if len(data) % 8 or not 8 <= len(data) <= MAX_SIZES_BYTES:
+        raise ProtocolError(f"malformed hello: it lists 1 to {_MAX_SEGMENTS} segments, got {len(data)} bytes")
+    sizes = tuple(np.frombuffer(data, dtype="<i8").tolist())
+    if min(sizes) <= 0 or sum(sizes) > _MAX_POOL_BYTES:
+        raise ProtocolError("malformed hello: a segment has at least 1 byte, and a pool at most 2**60")
+    return sizes
+
+
+def encode_rows(rows: Int64Array) -> bytes:
+    """Encode regions, shape `(num_rows, 2)`: offset, number of bytes."""
+    return rows.astype("<i8", copy=False).tobytes()
+
+
+def decode_rows(data: bytes, *, max_rows: int, max_bytes: int) -> Int64Array:
+    """Decode the regions that a peer asks for, shape `(num_rows, 2)`. Their offsets are not checked: see `locate`.
+
+    Raises:
+        ProtocolError: there are more than `max_rows`, or one has no bytes, or all together more than `max_bytes`.
+    """
+    if len(data) % ROW_BYTES or len(data) > ROW_BYTES * max_rows:
+        raise ProtocolError(
+            f"malformed fetch: it has at most {max_rows} rows of {ROW_BYTES} bytes, got {len(data)} bytes"
+        )
+    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64, copy=False)
+    lengths = rows[:, 1]
+    # Each length is checked before the sum, which could overflow.
+    if len(rows) and (lengths.min() <= 0 or lengths.max() > max_bytes or lengths.sum() > max_bytes):
+        raise ProtocolError(
+            f"malformed fetch: a row has at least 1 byte, and all rows together at most {max_bytes}"
+        )
+    return rows
+
+
+# -- options and transport ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions:
+    """Options that all transports have. A transport's own options derive from them.
+
+    Attributes:
+        num_guards: Words in the guard table.
+        max_queued_bytes: Maximum bytes of messages to one peer that wait to be sent, or taken; `send` refuses more.
+
+    Raises:
+        ConfigurationError: an option is of another type or out of bounds.
+    """
+
+    num_guards: Annotated[int, integer(1, 1 << 24)] = 65536
+    max_queued_bytes: Annotated[int, integer(MAX_MESSAGE_BYTES, 1 << 30)] = 8 << 20
+
+    def __post_init__(self) -> None:
+        require_valid(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandshakeOptions(EndpointOptions):
+    """Options of transports whose connections have a handshake.
+
+    Attributes:
+        handshake_timeout_s: Seconds an incoming connection has to complete the handshake.
+        max_connecting: Maximum handshakes at a time, in each direction. `start_connect` refuses more. Of incoming
+            connections, the one that has been silent longest is dropped.
+    """
+
+    handshake_timeout_s: Annotated[float, seconds(0.1, 3600)] = 5.0
+    max_connecting: Annotated[int, integer(1, 65536)] = 128
+
+    def limits(self) -> HandshakeLimits:
+        """Return these options for `PeerTable`."""
+        return HandshakeLimits(self.handshake_timeout_s, self.max_connecting)
+
+
+class HostTransport(PeerTransport):
+    """A transport that serves main memory, and whose bytes and guards pass through this process.
+
+    A subclass sets `scheme` and `options_type`, a kind of `EndpointOptions`, and makes a backend. A transport that maps or
+    registers memory allocates its own instead, and derives from `PeerTransport`.
+
+    Args:
+        options: The fields of `options_type`.
+
+    Raises:
+        ConfigurationError: an option is unknown or wrong. Nothing was opened.
+    """
+
+    guards: WordTable
+    options: Any
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__()
+        assert self.options_type is not None, "the subclass sets it"
+        self.options = cast(Any, parse_options(self.options_type, options, self.scheme))
+        with outside(f"cannot open transport {self.scheme!r}", ConfigurationError):
+            self.guards = WordTable.anonymous(self.options.num_guards)
+
+    @abstractmethod
+    def make_backend(self, peers: PeerTable[Any], served: ServedPool) -> Backend[Any]:
+        """Make the backend of the endpoint."""
+
+    def limits(self) -> HandshakeLimits:
+        """Return the bounds of handshakes: those of the options, or none."""
+        return self.options.limits() if isinstance(self.options, HandshakeOptions) else HandshakeLimits()
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return private_arena(num_bytes)
+
+    def _open(self, pool: Pool) -> Endpoint:
+        require_host(pool, self.scheme)
+        served = ServedPool(pool, self.guards)
+        log = LimitedLog(logging.getLogger(type(self).__module__))
+        table: PeerTable[Any] = PeerTable(
+            lambda peers: self.make_backend(peers, served), self.limits(), log=log
+        )
+        return PeerEndpoint(self.scheme, table)

@@ -1,0 +1,473 @@
+"""Peers that are non-blocking stream sockets, over which frames go both ways.
+
+`StreamBackend` is a `Backend` for them: it accepts, waits, receives and sends. A subclass connects, handles
+frames and moves the bytes of reads. `FrameSocket` is one connection, and `Poller` waits for all of them.
+
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar, Protocol
+
+from ._limited_log import LimitedLog
+from ._outside import survived, typed
+from .endpoint import Backend, C, Peer, PeerState, PeerTable
+from .errors import BackpressureError, KVTransferError, PeerLostError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+#: What one call of `recv` takes. Python allocates it in full before each call, even for a frame of five bytes, and the C
+#: library maps anything larger than 128 KiB anew each time, which takes longer than the call itself.
+RECEIVE_BYTES = 64 << 10
+
+#: System calls per `receive`, so that one peer cannot keep the loop to itself.
+_MAX_RECEIVES = 64
+
+#: How long no connection is accepted after descriptors, or memory for sockets, ran out.
+_REST_S = 0.25
+
+#: Connections accepted in one go, so that a flood of them cannot keep the loop from its other sockets.
+_MAX_ACCEPTED = 64
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_HEAD = struct.Struct("<IB")
+
+
+# == waiting =======================================================================================
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Poller:
+    """Calls a handler for each socket that is ready. One thread owns it.
+
+    Any thread may call `interrupt` and `call_soon`, also after `close`.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._signal, selectors.EVENT_READ, self._on_signal)
+        self._lock = threading.Lock()  # the signal must not go to a file that reuses the closed descriptor
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `poll` has something to do."""
+        return self._selector.fileno()
+
+    def watch(self, sock: HasFileno, handler: Callable[[], None], *, writes: bool = False) -> None:
+        """Call `handler` when the socket is readable and, with `writes`, when it is writable."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+        watched = self._selector.get_map().get(sock.fileno())
+        if watched is None:
+            self._selector.register(sock.fileno(), events, handler)
+        elif watched.events != events:
+            self._selector.modify(sock.fileno(), events, handler)
+
+    def unwatch(self, sock: HasFileno) -> None:
+        self._selector.unregister(sock.fileno())
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait until a socket is ready, `interrupt` is called, or the timeout has passed; call the handlers.
+
+        Returns:
+            False if the timeout passed.
+        """
+        ready = self._selector.select(max(0.0, timeout_s))
+        for key, _ in ready:
+            if key.fd in self._selector.get_map():  # an earlier handler may have dropped it
+                key.data()
+        return bool(ready)
+
+    def interrupt(self) -> None:
+        """End the current call of `poll`, or the next one."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._signal, 1)
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Have `poll` call `callback`, which raises nothing."""
+        self._calls.append(callback)
+        self.interrupt()
+
+    def _on_signal(self) -> None:
+        os.eventfd_read(self._signal)
+        while self._calls:
+            self._calls.popleft()()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._selector.close()
+            os.close(self._signal)
+
+
+# == frames ========================================================================================
+
+
+def encode_frame(kind: int, body: bytes) -> bytes:
+    """Return one frame. The caller has checked the length."""
+    return _HEAD.pack(len(body), kind) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames, and buffers at most one incomplete frame.
+
+    Args:
+        limits: Largest body in bytes, by kind of frame. Other kinds are refused.
+    """
+
+    def __init__(self, limits: Mapping[int, int]) -> None:
+        self._limits = limits
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Add bytes and return the frames that they complete, as (kind, body).
+
+        Raises:
+            ProtocolError: a frame of an unknown kind, or longer than its kind allows. The stream cannot be used any more.
+        """
+        self._buffer += data
+        frames = []
+        at = 0
+        while len(self._buffer) - at >= _HEAD.size:
+            num_bytes, kind = _HEAD.unpack_from(self._buffer, at)
+            # Checked before the body is awaited: a peer must not be able to make us buffer any number of bytes.
+            if num_bytes > self._limits.get(kind, -1):
+                raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
+            end = at + _HEAD.size + num_bytes
+            if len(self._buffer) < end:
+                break
+            frames.append((kind, bytes(self._buffer[at + _HEAD.size : end])))
+            at = end
+        del self._buffer[:at]
+        return frames
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes until the next frame is complete, or until its length is known."""
+        if len(self._buffer) < _HEAD.size:
+            return _HEAD.size - len(self._buffer)
+        num_bytes, _ = _HEAD.unpack_from(self._buffer)
+        return int(_HEAD.size + num_bytes - len(self._buffer))
+
+
+class FrameSocket:
+    """One connection to a peer, over which frames go both ways.
+
+    Args:
+        limits: See `FrameReader`.
+        max_queued_bytes: Unsent bytes above which messages are refused.
+
+    Attributes:
+        last_heard, last_said: When bytes last arrived, and when some were last sent, in `time.monotonic` seconds.
+        awaits_room: The poller was asked to report room to send; None while it does not know this socket.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Mapping[int, int], max_queued_bytes: int) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._max_queued_bytes = max_queued_bytes
+        self._reader = FrameReader(limits)
+        self._unsent = bytearray()
+        self._is_writable = True
+        self._reason = "the peer closed the connection"
+        self.last_heard = self.last_said = time.monotonic()
+        self.awaits_room: bool | None = None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that `flush` will send when the socket is writable."""
+        return len(self._unsent)
+
+    def send_message(self, frame: bytes) -> None:
+        """Send or queue a frame that holds a control message.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            BackpressureError: too many bytes are unsent. Nothing was sent.
+        """
+        self._require_writable()
+        if self._unsent and len(self._unsent) + len(frame) > self._max_queued_bytes:
+            raise BackpressureError(f"the peer does not read: {len(self._unsent)} bytes to it are unsent")
+        self.send(frame)
+        self._require_writable()
+
+    def _require_writable(self) -> None:
+        if not self._is_writable:
+            raise PeerLostError(self._reason)
+
+    def send(self, frame: bytes) -> None:
+        """Send or queue a frame; drop it if the peer is lost."""
+        self._unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as many unsent bytes as the socket takes. If the peer is lost, drop them."""
+        while self._unsent:
+            try:
+                with memoryview(self._unsent) as waiting:
+                    sent = self._socket.send(waiting)
+            except BlockingIOError:
+                return
+            except OSError:
+                # What the peer sent before can still be received. `receive` reports the loss after that.
+                self._is_writable = False
+                sent = len(self._unsent)
+            except Exception as error:  # noqa: BLE001 - only this peer is lost
+                self.give_up(error)
+                return
+            self.last_said = time.monotonic()
+            del self._unsent[:sent]
+
+    def give_up(self, error: Exception) -> None:
+        """Make the next `receive` report that the peer is lost; at this point the caller cannot handle that."""
+        self._is_writable = False
+        self._reason = f"cannot send to the peer: {error!r}"
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that the poller reports it
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the frames that arrived, as (kind, body).
+
+        Raises:
+            PeerLostError: the peer closed, and every complete frame was returned before.
+            ProtocolError: the peer sent a malformed frame.
+        """
+        frames: list[tuple[int, bytes]] = []
+        for _ in range(_MAX_RECEIVES):
+            try:
+                data = self._receive_some()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if frames:
+                    break
+                raise PeerLostError(f"the connection broke: {error}") from error
+            if not data:
+                if frames:
+                    break
+                raise PeerLostError(self._reason)
+            self.last_heard = time.monotonic()
+            frames += self._reader.feed(data)
+            if len(data) < RECEIVE_BYTES:
+                break  # the socket is empty; the poller reports what comes later
+        return frames
+
+    def _receive_some(self) -> bytes:
+        return self._socket.recv(RECEIVE_BYTES)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# == accepting =====================================================================================
+
+
+class Acceptor:
+    """Passes every connection to a listening socket to `take`.
+
+    When we are out of file descriptors the kernel keeps reporting the pending connection. Stop polling the listener for
+    a while; the peer stays in the backlog.
+
+    Args:
+        listener: It is closed by `close`.
+        take: Whatever it raises costs this connection, which is then closed.
+        call_at: `PeerTable.call_at`, which ends such a pause.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        poller: Poller,
+        take: Callable[[socket.socket], None],
+        call_at: Callable[[float, Callable[[], None]], int],
+    ) -> None:
+        self._listener = listener
+        self._poller = poller
+        self._take = take
+        self._call_at = call_at
+        self._log = LimitedLog(logger)
+        listener.setblocking(False)
+        self._resume()
+
+    def _accept_all(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                sock, _address = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._rest(error)
+                return  # no connection waits; or one hung up, and the next one is reported again
+            try:
+                self._take(sock)
+            except Exception as error:  # noqa: BLE001 - only this connection is lost
+                self._log.warning("cannot accept a connection: %r", error, exc_info=error)
+                sock.close()
+
+    def _rest(self, error: OSError) -> None:
+        self._log.warning("%s", typed(error, f"cannot accept a peer (next try in {_REST_S} s)"))
+        self._poller.unwatch(self._listener)
+        self._call_at(time.monotonic() + _REST_S, self._resume)
+
+    def _resume(self) -> None:
+        self._poller.watch(self._listener, self._accept_all)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._log.flush()
+        self._listener.close()
+
+
+# == the backend ===================================================================================
+
+
+class StreamBackend(Backend[C]):
+    """A backend whose peers are stream sockets that carry frames.
+
+    A subclass calls `accept_from` in `listen`, and `begin` when it has connected. It implements `stream_of`, `on_frame`
+    and what `Backend` requires about connecting, reads and `stop_serving`. Control messages are frames of `message_kind`.
+    """
+
+    #: The kind of frame that holds a control message. The subclass sets it.
+    message_kind: ClassVar[int]
+
+    def __init__(self, peers: PeerTable[C]) -> None:
+        self.peers = peers
+        self.poller = Poller()
+        self._acceptors: list[Acceptor] = []
+
+    # -- required --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def stream_of(self, connection: C) -> FrameSocket | None:
+        """Return the socket of a connection; None if it has none yet."""
+
+    @abstractmethod
+    def on_frame(self, peer: Peer[C], kind: int, body: bytes) -> None:
+        """Handle a frame that is no control message. Whatever it raises ends the peer, and the peer alone."""
+
+    # -- optional --------------------------------------------------------------------------------------
+
+    def greet(self, peer: Peer[C]) -> None:
+        """Send the first frames of a new connection. Whatever it raises ends the peer."""
+
+    # -- for the subclass ------------------------------------------------------------------------------
+
+    def accept_from(self, listener: socket.socket, wrap: Callable[[socket.socket], C]) -> None:
+        """Accept the peers that connect to a listening socket, which is closed with the backend.
+
+        Args:
+            wrap: Makes a connection with a `FrameSocket` of an accepted socket.
+        """
+        take = partial(self._accept, wrap)
+        self._acceptors.append(Acceptor(listener, self.poller, take, self.peers.call_at))
+
+    def _accept(self, wrap: Callable[[socket.socket], C], sock: socket.socket) -> None:
+        peer = self.peers.add_incoming(wrap(sock))
+        try:
+            self.begin(peer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self.lose(peer, error)
+
+    def begin(self, peer: Peer[C]) -> None:
+        """Greet a peer whose connection has a socket, and handle what comes from it."""
+        self.greet(peer)
+        self._watch(peer, self.stream(peer))
+
+    def _watch(self, peer: Peer[C], stream: FrameSocket) -> None:
+        awaits_room = stream.num_unsent > 0
+        self.poller.watch(stream, partial(self._serve, peer), writes=awaits_room)
+        stream.awaits_room = awaits_room
+
+    def post(self, peer: Peer[C], kind: int, *parts: bytes) -> None:
+        """Send or queue a frame of our own."""
+        stream = self.stream(peer)
+        stream.send(encode_frame(kind, b"".join(parts)))
+        self.watch_room(peer, stream)
+
+    def watch_room(self, peer: Peer[C], stream: FrameSocket) -> None:
+        """Have the poller report room to send for as long as something waits for it. If it reported room always, the loop would spin."""
+        if stream.awaits_room is not None and stream.awaits_room != (stream.num_unsent > 0):
+            self._watch(peer, stream)
+
+    def lose(self, peer: Peer[C], error: Exception) -> None:
+        """Report that a peer is gone, because of something that it sent or that its socket reported."""
+        if isinstance(error, struct.error):
+            error = ProtocolError(f"malformed frame from the peer: {error}")
+        self.peers.lose(peer, error)
+
+    def stream(self, peer: Peer[C]) -> FrameSocket:
+        stream = self.stream_of(peer.connection)
+        assert stream is not None, "only a connection with a socket sends and receives"
+        return stream
+
+    def _serve(self, peer: Peer[C]) -> None:
+        """A socket is ready: handle what came, send what waits."""
+        stream = self.stream(peer)
+        try:
+            for kind, body in stream.receive():
+                if peer.state is PeerState.LEAVING:
+                    return  # a frame before this one ended the peer
+                if kind == self.message_kind:
+                    self.peers.message(peer, body)
+                else:
+                    self.on_frame(peer, kind, body)
+            stream.flush()
+            self.watch_room(peer, stream)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self.lose(peer, error)
+
+    # -- the methods of a backend ----------------------------------------------------------------------
+
+    def send(self, peer: Peer[C], message: bytes) -> None:
+        stream = self.stream(peer)
+        stream.send_message(encode_frame(self.message_kind, message))
+        try:
+            self.watch_room(peer, stream)
+        except Exception as error:  # noqa: BLE001 - the message may have left, so the call has not failed
+            self.lose(peer, error)
+
+    def hang_up(self, peer: Peer[C], error: KVTransferError) -> None:
+        stream = self.stream_of(peer.connection)
+        if stream is not None:
+            with survived("cannot stop polling a connection", self.peers.log):
+                if stream.awaits_room is not None:
+                    stream.awaits_room = None
+                    self.poller.unwatch(stream)
+            stream.close()
+
+    def turn(self, timeout_s: float) -> None:
+        # Also if there are events: a stream of reads that end at once must not starve the sockets.
+        self.poller.poll(0.0 if self.peers.has_events else timeout_s)
+
+    def interrupt(self) -> None:
+        self.poller.interrupt()
+
+    def close(self) -> None:
+        for acceptor in self._acceptors:
+            with survived("cannot stop listening", self.peers.log):
+                acceptor.close()
+        self.poller.close()
