@@ -105,11 +105,39 @@ class ConnectorRequest(Protocol):
         """`"stop"`, `"length"`, `"abort"`, `"error"`, or None while it runs."""
 
 
+class ScheduledRequest(Protocol):
+    """What one step computes of one request: its tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`.
+
+    The step writes their keys and values into the request's blocks.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens whose keys and values are in the request's blocks before the step computes anything.
+
+        Tokens that this step loads synchronously are among them.
+        """
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Number of tokens that the step computes; at least 1."""
+
+    @property
+    def block_ids(self) -> Sequence[Sequence[int]]:
+        """The request's whole block table, one list per KV cache group, including the blocks that this step fills."""
+
+
 class SchedulerOutput(Protocol):
     """The part of an engine's step that a connector and the runner mixin read."""
 
     @property
     def kv_connector_metadata(self) -> KVConnectorMetadata | None: ...
+    @property
+    def scheduled_requests(self) -> Sequence[ScheduledRequest]:
+        """The requests that the step computes, each once. A request that loads asynchronously is not among them."""
+
     @property
     def finished_req_ids(self) -> set[str]:
         """Requests that finished since the previous step."""

@@ -17,6 +17,7 @@ from ..base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    ScheduledRequest,
     SchedulerHalf,
     WorkerHalf,
 )
@@ -56,7 +57,11 @@ class Step:
     kv_connector_metadata: KVConnectorMetadata | None = None
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
-    total_num_scheduled_tokens: int = 0
+    scheduled_requests: Sequence[ScheduledRequest] = ()
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(item.num_scheduled_tokens for item in self.scheduled_requests)
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def inputs_from(num_computed_tokens: int) -> Sabotage:
         make_inputs = batch.make_inputs
 
         def raising(plan: Any) -> Any:
-            for item in plan.scheduled:
+            for item in plan.scheduled_requests:
                 if is_victim(item.request) and item.request.num_computed_tokens >= num_computed_tokens:
                     raise Boom
             return make_inputs(plan)

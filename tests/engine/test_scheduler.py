@@ -92,12 +92,12 @@ class Node:
         """Run one step. Returns the number of scheduled tokens by request, and the outcome."""
         plan = self.scheduler.plan()
         outcome = self.update(plan, report)
-        return {item.request.request_id: item.num_new_tokens for item in plan.scheduled}, outcome
+        return {item.request_id: item.num_scheduled_tokens for item in plan.scheduled_requests}, outcome
 
     def update(self, plan: StepPlan, report: KVConnectorOutput | None = None) -> StepOutcome:
         result = ModelRunnerOutput(
-            tuple(item.request.request_id for item in plan.scheduled),
-            tuple((7,) if item.yields_token else () for item in plan.scheduled),
+            tuple(item.request_id for item in plan.scheduled_requests),
+            tuple((7,) if item.yields_token else () for item in plan.scheduled_requests),
             report,
         )
         outcome = self.scheduler.update(plan, result)
@@ -188,7 +188,7 @@ def test_a_preempted_request_is_reported_and_keeps_its_tokens() -> None:
     node.step()
     plan = node.scheduler.plan()
     assert plan.preempted_req_ids == {"new"}
-    assert [item.request.request_id for item in plan.scheduled] == ["old"]
+    assert [item.request_id for item in plan.scheduled_requests] == ["old"]
     assert new.all_token_ids[7:] == [7]
     assert (new.status, new.num_computed_tokens) == (RequestStatus.WAITING, 0)
 

@@ -135,16 +135,16 @@ def test_every_request_ends_and_every_block_is_freed(seed: int, num_groups: int)
 def _check(plan: StepPlan, scheduler: Scheduler, manager: KVCacheManager) -> None:
     assert plan.total_num_scheduled_tokens <= 12
     assert len(scheduler.running) + len(scheduler.ready) + len(scheduler.handoffs.loading) <= 5
-    for item in plan.scheduled:
+    for item in plan.scheduled_requests:
         num_slots = len(item.block_ids[0]) * BLOCK
-        assert item.num_new_tokens > 0
-        assert item.request.num_computed_tokens + item.num_new_tokens <= num_slots
+        assert item.num_scheduled_tokens > 0
+        assert item.request.num_computed_tokens + item.num_scheduled_tokens <= num_slots
         assert item.block_ids == manager.get_block_ids(item.request.request_id)
 
 
 def _result(plan: StepPlan, report: KVConnectorOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(
-        tuple(item.request.request_id for item in plan.scheduled),
-        tuple((1,) if item.yields_token else () for item in plan.scheduled),
+        tuple(item.request_id for item in plan.scheduled_requests),
+        tuple((1,) if item.yields_token else () for item in plan.scheduled_requests),
         report,
     )

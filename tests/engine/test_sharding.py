@@ -137,13 +137,11 @@ def test_a_worker_gets_each_step_exactly_as_planned() -> None:
 
     for num_computed, num_new, token in ((0, 2, 0), (2, 1, 8), (3, 1, 9), (0, 5, 10)):
         request.num_computed_tokens = num_computed
-        item = ScheduledRequest(request, num_new, ([1, 2], [3]))
-        (theirs,) = cross(item, preempted_req_ids={"b"}).scheduled
-        assert (theirs.num_new_tokens, theirs.block_ids, theirs.yields_token) == (
-            num_new,
-            item.block_ids,
-            item.yields_token,
-        )
+        item = ScheduledRequest(request, num_computed, num_new, ([1, 2], [3]))
+        (theirs,) = cross(item, preempted_req_ids={"b"}).scheduled_requests
+        for field in ("request_id", "num_computed_tokens", "num_scheduled_tokens", "block_ids"):
+            assert getattr(theirs, field) == getattr(item, field)
+        assert theirs.yields_token == item.yields_token
         assert theirs.request.all_token_ids == request.all_token_ids
         assert theirs.request.num_computed_tokens == num_computed
         assert theirs.request.source.sampling == request.source.sampling

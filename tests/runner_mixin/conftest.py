@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.base import KVConnectorMetadata, WorkerHalf
+from kvferry.connector.base import KVConnectorMetadata, ScheduledRequest, WorkerHalf
 from kvferry.connector.config import (
     AttentionLayerConfig,
     CacheConfig,
@@ -37,6 +37,7 @@ class Step:
     kv_connector_metadata: KVConnectorMetadata | None = field(default_factory=StepMetadata)
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
+    scheduled_requests: Sequence[ScheduledRequest] = ()
     total_num_scheduled_tokens: int = 0
 
 

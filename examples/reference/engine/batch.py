@@ -72,14 +72,14 @@ class InputBatch:
 
     def make_inputs(self, plan: StepPlan) -> StepInputs:
         """Make the tensors of a step that computes something."""
-        rows = [self._sync_row(item) for item in plan.scheduled]
-        starts = [item.request.num_computed_tokens for item in plan.scheduled]
-        counts = [item.num_new_tokens for item in plan.scheduled]
+        rows = [self._sync_row(item) for item in plan.scheduled_requests]
+        starts = [item.num_computed_tokens for item in plan.scheduled_requests]
+        counts = [item.num_scheduled_tokens for item in plan.scheduled_requests]
         batch = StepBatch.from_lens(counts, starts, self._device)
         tables = [self._device_table(group, rows, batch.max_seq_len) for group in range(len(self._tables))]
         runs = list(zip(rows, starts, counts, strict=True))
         ends = np.cumsum(counts) - 1
-        samples = [index for index, item in enumerate(plan.scheduled) if item.yields_token]
+        samples = [index for index, item in enumerate(plan.scheduled_requests) if item.yields_token]
         return StepInputs(
             input_ids=self._to_device([self._tokens[row, at : at + count] for row, at, count in runs]),
             position_ids=self._to_device([np.arange(at, at + count) for _, at, count in runs]),
@@ -90,7 +90,7 @@ class InputBatch:
                 for table, size in zip(tables, self._block_sizes, strict=True)
             ],
             logits_indices=torch.from_numpy(ends[samples]).to(self._device),
-            samplers=[self._sampler(plan.scheduled[index]) for index in samples],
+            samplers=[self._sampler(plan.scheduled_requests[index]) for index in samples],
         )
 
     def make_dummy_inputs(self, num_tokens: int) -> StepInputs:
@@ -111,7 +111,7 @@ class InputBatch:
 
     def _sync_row(self, item: ScheduledRequest) -> int:
         """Bring a request's row up to date: new tokens, and its block table, in which blocks may have slid out."""
-        request_id = item.request.request_id
+        request_id = item.request_id
         if request_id not in self._rows:
             self._rows[request_id] = row = self._free_rows.pop()
             self._num_tokens[row] = 0

@@ -225,15 +225,17 @@ class EngineCore:
         except StepFailedError as failure:
             outcome = self._step_failed(plan, failure)
         else:
-            if plan.scheduled:
+            if plan.scheduled_requests:
                 self._num_failed_in_a_row = 0
             self._note_report(result.kv_connector_output or KVConnectorOutput())
             outcome = self.parts.scheduler.update(plan, result)
         return plan.total_num_scheduled_tokens, self._outputs(outcome)
 
     def _step_failed(self, plan: StepPlan, failure: StepFailedError) -> StepOutcome:
-        logger.error("a step of %d requests failed: %s", len(plan.scheduled), failure, exc_info=failure)
-        if len(plan.scheduled) == 1:
+        logger.error(
+            "a step of %d requests failed: %s", len(plan.scheduled_requests), failure, exc_info=failure
+        )
+        if len(plan.scheduled_requests) == 1:
             self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row > MAX_FAILED_STEPS_IN_A_ROW:
             raise EngineDeadError(

@@ -45,8 +45,8 @@ _runs: ContextVar[tuple[tuple[int, int, str], ...]] = ContextVar("kvferry_adapte
 def set_step_adapters(plan: StepPlan) -> Iterator[None]:
     """Apply each request's adapter to its tokens of a step, in this thread, inside the block."""
     runs, start = [], 0
-    for item in plan.scheduled:
-        end = start + item.num_new_tokens
+    for item in plan.scheduled_requests:
+        end = start + item.num_scheduled_tokens
         if item.request.lora_id is not None:
             runs.append((start, end, item.request.lora_id))
         start = end

@@ -88,14 +88,14 @@ class _Part:
 
 def _parts(plan: StepPlan) -> Iterator[_Part]:
     start = 0
-    for scheduled in plan.scheduled:
-        computed = scheduled.request.num_computed_tokens
+    for scheduled in plan.scheduled_requests:
+        computed = scheduled.num_computed_tokens
         for item in scheduled.request.source.items:
             first = max(item.offset, computed)
-            end = min(item.offset + item.length, computed + scheduled.num_new_tokens)
+            end = min(item.offset + item.length, computed + scheduled.num_scheduled_tokens)
             if first < end:
                 yield _Part(item, first - item.offset, end - item.offset, start + first - computed)
-        start += scheduled.num_new_tokens
+        start += scheduled.num_scheduled_tokens
 
 
 def _refusal(why: str) -> InvalidRequestError:

@@ -123,7 +123,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 half itself are not caught, because then it is unknown which blocks are still written or read.
         """
         self._batch.forget(plan)
-        if not plan.scheduled:
+        if not plan.scheduled_requests:
             return self.kv_connector_no_forward(plan, self.config)
         try:
             inputs = self._batch.make_inputs(plan)
@@ -145,14 +145,14 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                 failure = error
         if failure is not None:
             raise StepFailedError(reason_of(failure), report) from failure
-        tokens, yielding = iter(sampled), (item for item in plan.scheduled if item.yields_token)
+        tokens, yielding = iter(sampled), (item for item in plan.scheduled_requests if item.yields_token)
         return ModelRunnerOutput(
-            req_ids=tuple(item.request.request_id for item in plan.scheduled),
-            sampled_token_ids=tuple(tuple(islice(tokens, item.yields_token)) for item in plan.scheduled),
+            req_ids=tuple(item.request_id for item in plan.scheduled_requests),
+            sampled_token_ids=tuple(
+                tuple(islice(tokens, item.yields_token)) for item in plan.scheduled_requests
+            ),
             kv_connector_output=report,
-            top_logits={
-                item.request.request_id: top for item, top in zip(yielding, largest, strict=False) if top
-            },
+            top_logits={item.request_id: top for item, top in zip(yielding, largest, strict=False) if top},
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:

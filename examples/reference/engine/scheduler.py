@@ -191,7 +191,7 @@ class Scheduler:
 
     def _draft(self, request: Request, num_new_tokens: int, draft: StepDraft) -> None:
         block_ids = self._manager.get_block_ids(request.request_id)
-        draft.add(ScheduledRequest(request, num_new_tokens, block_ids))
+        draft.add(ScheduledRequest(request, request.num_computed_tokens, num_new_tokens, block_ids))
 
     def _run(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
@@ -288,11 +288,11 @@ class Scheduler:
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         report = result.kv_connector_output
         cut = self._apply_report(report, outcome) if report is not None else set()
-        for item in plan.scheduled:
+        for item in plan.scheduled_requests:
             request = item.request
             if request.request_id in cut:
                 continue  # it was computed from blocks without valid contents
-            request.num_computed_tokens += item.num_new_tokens
+            request.num_computed_tokens += item.num_scheduled_tokens
             # Not guarded: if the block manager raises, blocks may be lost or in use twice, and the engine must end.
             self._manager.cache_blocks(request, request.num_computed_tokens)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
@@ -324,14 +324,14 @@ class Scheduler:
         outcome = StepOutcome(failed=self._take_failed())
         if report is not None:
             self._apply_report(report, outcome)
-        if len(plan.scheduled) == 1:
-            outcome.failed.append((plan.scheduled[0].request, why))
+        if len(plan.scheduled_requests) == 1:
+            outcome.failed.append((plan.scheduled_requests[0].request, why))
             return outcome
-        for item in plan.scheduled:
+        for item in plan.scheduled_requests:
             request = item.request
-            self._suspects[request.request_id] = request.num_computed_tokens + item.num_new_tokens
+            self._suspects[request.request_id] = item.num_computed_tokens + item.num_scheduled_tokens
             self._lost_blocks.add(request.request_id)
-        for item in reversed(plan.scheduled):  # each goes to the head of the queue
+        for item in reversed(plan.scheduled_requests):  # each goes to the head of the queue
             self._start_over(item.request)
         return outcome
 

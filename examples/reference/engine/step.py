@@ -1,4 +1,4 @@
-"""Describe what one step computes. The scheduler writes it; connector, mixin and runner read it."""
+"""Describe what one step computes. The scheduler writes it. Connector, mixin and runner read it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from .request import Request
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """Tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)` of a request, and its block table.
+    """What one step computes of a request. It is the `ScheduledRequest` of the connector's interface.
+
+    The step computes tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`.
 
     Attributes:
-        block_ids: One list per KV cache group, with slots for all these tokens.
+        num_computed_tokens: The request's `num_computed_tokens` before the step. The request's own number goes on
+            after the step; this one stays.
+        block_ids: The whole block table, one list per KV cache group, with slots for all these tokens.
     """
 
     request: Request
-    num_new_tokens: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
     block_ids: tuple[list[int], ...]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def yields_token(self) -> bool:
         """Whether all known tokens are computed afterwards, so that the next one can be sampled."""
-        return self.num_new_tokens == self.request.num_uncomputed_tokens
+        return self.num_computed_tokens + self.num_scheduled_tokens == self.request.num_tokens
 
 
 @dataclass(frozen=True)
@@ -34,19 +43,19 @@ class StepPlan:
     """One step. It is the `SchedulerOutput` of the connector's interface.
 
     Attributes:
-        scheduled: What to compute, each request once.
+        scheduled_requests: What to compute, each request once.
         finished_req_ids: Requests that finished since the previous step.
         preempted_req_ids: Requests that lost their blocks in this step.
     """
 
-    scheduled: tuple[ScheduledRequest, ...] = ()
+    scheduled_requests: tuple[ScheduledRequest, ...] = ()
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.scheduled)
+        return sum(item.num_scheduled_tokens for item in self.scheduled_requests)
 
 
 @dataclass
@@ -64,13 +73,13 @@ class StepDraft:
     pool_is_full: bool = False
 
     def add(self, item: ScheduledRequest) -> None:
-        self.scheduled[item.request.request_id] = item
-        self.num_free_tokens -= item.num_new_tokens
+        self.scheduled[item.request_id] = item
+        self.num_free_tokens -= item.num_scheduled_tokens
 
     def remove(self, request_id: str) -> None:
         self.preempted.add(request_id)
         if item := self.scheduled.pop(request_id, None):
-            self.num_free_tokens += item.num_new_tokens
+            self.num_free_tokens += item.num_scheduled_tokens
 
 
 @dataclass(frozen=True)

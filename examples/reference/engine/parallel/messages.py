@@ -59,7 +59,7 @@ class StepItem:
     num_known_tokens: int
     new_token_ids: tuple[int, ...]
     num_computed_tokens: int
-    num_new_tokens: int
+    num_scheduled_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
 
 

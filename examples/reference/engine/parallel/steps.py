@@ -21,7 +21,7 @@ class StepSender:
         for request_id in plan.finished_req_ids:
             self._num_sent.pop(request_id, None)
         return Step(
-            items=tuple(self._item(item) for item in plan.scheduled),
+            items=tuple(self._item(item) for item in plan.scheduled_requests),
             finished_req_ids=frozenset(plan.finished_req_ids),
             preempted_req_ids=frozenset(plan.preempted_req_ids),
             kv_connector_metadata=plan.kv_connector_metadata,
@@ -39,8 +39,8 @@ class StepSender:
             source=None if num_sent else source,
             num_known_tokens=num_sent or len(tokens),
             new_token_ids=tokens if num_sent else (),
-            num_computed_tokens=request.num_computed_tokens,
-            num_new_tokens=item.num_new_tokens,
+            num_computed_tokens=item.num_computed_tokens,
+            num_scheduled_tokens=item.num_scheduled_tokens,
             block_ids=tuple(tuple(table) for table in item.block_ids),
         )
 
@@ -56,7 +56,7 @@ class StepMirror:
         for request_id in step.finished_req_ids:
             self._requests.pop(request_id, None)
         return StepPlan(
-            scheduled=tuple(self._scheduled(item) for item in step.items),
+            scheduled_requests=tuple(self._scheduled(item) for item in step.items),
             finished_req_ids=set(step.finished_req_ids),
             preempted_req_ids=set(step.preempted_req_ids),
             kv_connector_metadata=step.kv_connector_metadata,
@@ -68,4 +68,9 @@ class StepMirror:
         request = self._requests[item.request_id]
         request.all_token_ids[item.num_known_tokens :] = item.new_token_ids
         request.num_computed_tokens = item.num_computed_tokens
-        return ScheduledRequest(request, item.num_new_tokens, tuple(list(table) for table in item.block_ids))
+        return ScheduledRequest(
+            request,
+            item.num_computed_tokens,
+            item.num_scheduled_tokens,
+            tuple(list(table) for table in item.block_ids),
+        )
