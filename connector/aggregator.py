@@ -13,7 +13,7 @@ class KVOutputAggregator:
     A request is finished as soon as `expected_count` different ranks have named it, in one step or in several. The reason
     why its load failed is held back until then, because other ranks may still write into its blocks, and the engine needs
     the reason together with the end. Failed blocks are passed on at once, so that no rank uses a block that another rank
-    lacks.
+    lacks. A hook that raised on one rank has raised for all of them: the step's tokens need every rank's part.
 
     Args:
         expected_count: Ranks that report each request, at least 1.
@@ -47,6 +47,7 @@ class KVOutputAggregator:
             _merge_stats(joined, output)
             joined.failure = joined.failure or output.failure  # the lowest rank's, as with errors
             joined.warning = joined.warning or output.warning
+            joined.hook_errors = {**output.hook_errors, **joined.hook_errors}
         for request_id in joined.finished_recving & self._errors.keys():
             joined.load_errors[request_id] = self._errors.pop(request_id)
         return joined

@@ -1,15 +1,17 @@
 """Errors about requests and their leases: a branch of the tree in `transports/errors.py`.
 
 KVTransferError
-└─ ConnectorError                            a handoff failed
-   ├─ InvalidTransferParamsError(ValueError) a request's kv_transfer_params are malformed: key, value
-   ├─ StaleLeaseError                        the offer is over: released, expired, or from another epoch
-   └─ ContentMismatchError                   the offer is for another prompt, adapter, salt or image
+├─ ConnectorError                            a handoff failed
+│  ├─ InvalidTransferParamsError(ValueError) a request's kv_transfer_params are malformed: key, value
+│  ├─ StaleLeaseError                        the offer is over: released, expired, or from another epoch
+│  └─ ContentMismatchError                   the offer is for another prompt, adapter, salt or image
+└─ WorkerHookError                           hooks of a worker half raised in a step: output
 """
 
 from __future__ import annotations
 
 from ..transports.errors import KVTransferError
+from .output import KVConnectorOutput
 
 
 class ConnectorError(KVTransferError):
@@ -48,3 +50,18 @@ class ContentMismatchError(ConnectorError):
             "send the prompt that was prefilled?"
         )
         self.num_tokens = num_tokens
+
+
+class WorkerHookError(KVTransferError):
+    """Hooks of a worker half raised in a step. All hooks of the step were called, and the metadata is cleared.
+
+    What the step computed is not valid, except if only `get_finished`, `get_kv_connector_stats`, `failure` or `warning`
+    raised. The tracebacks were logged.
+
+    Attributes:
+        output: The step's report; `hook_errors` says which hooks raised what.
+    """
+
+    def __init__(self, output: KVConnectorOutput) -> None:
+        super().__init__("; ".join(output.hook_errors.values()))
+        self.output = output

@@ -18,6 +18,8 @@ class KVConnectorOutput:
         kv_connector_stats: Figures since the last report.
         failure: Why this rank no longer transfers anything; see `KVConnectorBase.failure`.
         warning: What keeps some of its transfers from working; see `KVConnectorBase.warning`.
+        hook_errors: Hook of the worker half that raised in this step → what it raised, in words for a client. Then the
+            rest of the report may be incomplete; `base.py` says what that means for the step's requests.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -27,6 +29,7 @@ class KVConnectorOutput:
     kv_connector_stats: Any = None
     failure: str = ""
     warning: str = ""
+    hook_errors: dict[str, str] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
@@ -38,4 +41,5 @@ class KVConnectorOutput:
             or self.kv_connector_stats
             or self.failure
             or self.warning
+            or self.hook_errors
         )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..connector.base import KVConnectorBase, KVConnectorRole, WorkerHalf
+from ..connector.unexpected import Unexpected
 from ..transports.errors import KVTransferStateError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 class _Slot:
     connector: WorkerHalf
     pid: int
+    hook_log: Unexpected = field(default_factory=Unexpected)
 
 
 _slot: _Slot | None = None
@@ -52,6 +54,17 @@ def get_kv_transfer_group() -> WorkerHalf:
             "this process has no KV connector; call ensure_kv_transfer_initialized first"
         )
     return slot.connector
+
+
+def hook_log() -> Unexpected:
+    """Return the log for what this connector's hooks raise. A hook that raises in every step does not fill the disk.
+
+    Raises:
+        KVTransferStateError: as `get_kv_transfer_group`.
+    """
+    get_kv_transfer_group()
+    assert _slot is not None
+    return _slot.hook_log
 
 
 def install_kv_transfer_group(connector: WorkerHalf) -> None:

@@ -22,7 +22,6 @@ import reference.engine.batch
 import reference.engine.runner
 from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import KVTransferConfig
-from kvferry.runner_mixin import state
 from reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
 from reference.engine.engine import Engine
 from reference.engine.errors import EngineDeadError
@@ -385,13 +384,6 @@ def no_more_descriptors() -> Iterator[None]:
 # -- what the engine does not survive --------------------------------------------------------------------------
 
 
-def worker_half(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*arguments: Any) -> Any:
-        raise Boom
-
-    monkeypatch.setattr(state.get_kv_transfer_group(), "get_finished", raising)
-
-
 def block_manager(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(*arguments: Any) -> Any:
         raise Boom
@@ -406,14 +398,7 @@ def model(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.parts.executor.runner._model, "forward", raising)  # type: ignore[attr-defined]
 
 
-def metadata(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*arguments: Any) -> Any:
-        raise Boom
-
-    monkeypatch.setattr(connector_of(core), "build_connector_meta", raising)
-
-
-@pytest.mark.parametrize("sabotage", [worker_half, block_manager, model, metadata])
+@pytest.mark.parametrize("sabotage", [block_manager, model])
 async def test_an_engine_that_cannot_continue_tells_every_request_why_and_then_its_process(
     sabotage: Sabotage, engine_: Engine, deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

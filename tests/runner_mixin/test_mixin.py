@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
+import torch
 
+from kvferry.connector.errors import WorkerHookError
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin import (
     EMPTY_FORWARD_CONTEXT,
@@ -14,6 +17,7 @@ from kvferry.runner_mixin import (
     KVConnectorModelRunnerMixin,
     ModelRunnerOutput,
     get_forward_context,
+    maybe_transfer_kv_layer,
     set_forward_context,
 )
 from kvferry.transports.errors import KVTransferStateError
@@ -24,6 +28,13 @@ REPORTS = [
     "take_load_errors",
     "get_kv_connector_stats",
 ]
+REPORTED = ["get_finished", "get_block_ids_with_load_errors", "take_load_errors"]
+
+
+class Layer:
+    """A layer with a cache."""
+
+    kv_cache: ClassVar = [torch.zeros(1)]
 
 
 class Runner(KVConnectorModelRunnerMixin):
@@ -74,12 +85,6 @@ def test_the_yielded_output_holds_the_reports(runner, connector, make_step, in_s
     assert output == KVConnectorOutput({"sent"}, {"loaded"}, {3}, {"loaded": "peer lost"}, {"bytes": 1})
 
 
-def test_waiting_for_saves_can_be_switched_off(runner, connector, make_step, in_step):
-    with runner._get_kv_connector_output(make_step(), wait_for_save=False):
-        pass
-    assert connector.calls == ["bind", "start_load_kv", *REPORTS, "clear"]
-
-
 def test_the_tail_runs_when_the_body_raises(runner, connector, make_step, in_step):
     connector.reports = {"finished": ({"sent"}, None)}
     with pytest.raises(ZeroDivisionError):
@@ -89,31 +94,81 @@ def test_the_tail_runs_when_the_body_raises(runner, connector, make_step, in_ste
     assert output.finished_sending == {"sent"}
 
 
-@pytest.mark.parametrize("call", ["wait_for_save", "get_finished", "get_kv_connector_stats"])
-def test_metadata_is_cleared_when_the_tail_raises(runner, connector, make_step, in_step, call):
-    connector.raises.add(call)
-    with pytest.raises(OSError, match=f"{call} failed"), runner.maybe_get_kv_connector_output(make_step()):
-        pass
-    assert connector.calls[-1] == "clear"
+HOOKS = [
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "take_load_errors",
+    "get_kv_connector_stats",
+    "clear_connector_metadata",
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_stops_neither_the_step_nor_the_other_hooks(
+    runner, connector, make_step, hook, caplog
+):
+    def run() -> list[str]:
+        connector.calls.clear()
+        with set_forward_context(ForwardContext({"layer": Layer()})):
+            with runner.maybe_get_kv_connector_output(make_step(preempted_req_ids={"a"})):
+                with maybe_transfer_kv_layer("layer"):
+                    connector.calls.append("body")
+        return list(connector.calls)
+
+    expected = run()
+    connector.raises.add({"clear_connector_metadata": "clear"}.get(hook, hook))
+    with pytest.raises(WorkerHookError, match=f"{hook} of the connector .* failed: OSError") as caught:
+        run()
+    is_saved = HOOKS.index(hook) >= HOOKS.index("save_kv_layer")
+    assert connector.calls == [call for call in expected if is_saved or not call.startswith("save")]
+    assert caught.value.output.hook_errors.keys() == {hook}
+    assert "in _record\n    raise OSError(f" in caplog.text  # the traceback
     assert not connector.has_connector_metadata()
 
 
-def test_errors_of_body_and_tail_are_both_visible(runner, connector, make_step, in_step):
+def test_a_hook_that_returns_something_else_counts_as_one_that_raises(runner, connector, make_step, in_step):
+    connector.reports = {"finished": None, "blocks": None, "errors": None}
+    with pytest.raises(WorkerHookError) as caught:
+        with runner.maybe_get_kv_connector_output(make_step()):
+            pass
+    assert list(caught.value.output.hook_errors) == REPORTED
+
+
+def test_metadata_that_cannot_be_bound_starts_no_loads(runner, connector, make_step, in_step):
+    connector.raises.add("bind")
+    with pytest.raises(WorkerHookError, match="bind_connector_metadata"):
+        with runner.maybe_get_kv_connector_output(make_step()):
+            connector.calls.append("body")
+    assert connector.calls == ["bind", "body", "wait_for_save", *REPORTS, "clear"]
+
+
+def test_the_error_of_the_body_comes_before_those_of_hooks(runner, connector, make_step, in_step):
     connector.raises.add("wait_for_save")
-    with pytest.raises(OSError, match="wait_for_save failed") as caught:
-        with runner.maybe_get_kv_connector_output(make_step()):
+    with pytest.raises(ZeroDivisionError):
+        with runner.maybe_get_kv_connector_output(make_step()) as output:
             raise ZeroDivisionError("in the model")
-    assert isinstance(caught.value.__context__, ZeroDivisionError)
     assert connector.calls[-1] == "clear"
+    assert output.hook_errors.keys() == {"wait_for_save"}
 
 
-def test_loads_that_cannot_start_leave_no_metadata_and_no_body(runner, connector, make_step, in_step):
-    connector.raises.add("start_load_kv")
-    with pytest.raises(OSError, match="start_load_kv failed"):
-        with runner.maybe_get_kv_connector_output(make_step()):
-            pytest.fail("the body ran")
-    assert not connector.has_connector_metadata()
-    assert "wait_for_save" not in connector.calls
+def test_the_loads_of_layers_that_a_failed_body_did_not_reach_are_waited_for(runner, connector, make_step):
+    def compute() -> None:
+        with maybe_transfer_kv_layer("a"):
+            pass
+        with maybe_transfer_kv_layer("b"):
+            raise ZeroDivisionError
+
+    with set_forward_context(ForwardContext({name: Layer() for name in "abc"})):
+        with pytest.raises(ZeroDivisionError), runner.maybe_get_kv_connector_output(make_step()):
+            compute()
+    waits = [call for call in connector.calls if call.startswith("wait_for_layer_load")]
+    assert waits == [f"wait_for_layer_load {name}" for name in "abc"]
+    assert connector.calls.index(waits[-1]) < connector.calls.index("wait_for_save")
 
 
 def test_a_step_without_metadata_is_an_error(runner, connector, make_step, in_step):
@@ -164,7 +219,7 @@ def test_without_a_connector_nothing_happens(runner, config, make_step):
 
 def test_a_step_without_forward_still_sends_and_receives(runner, connector, config, make_step):
     assert runner.kv_connector_no_forward(make_step(), config) is EMPTY_MODEL_RUNNER_OUTPUT
-    assert connector.calls == ["bind", "start_load_kv", *REPORTS, "clear"]
+    assert connector.calls == ["bind", "start_load_kv", "wait_for_save", *REPORTS, "clear"]
 
 
 def test_a_report_without_forward_is_a_copy_of_the_empty_output(runner, connector, config, make_step):

@@ -162,4 +162,5 @@ def _become(descriptors: Sequence[int], order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(EXAMPLES)  # the scripts import from their own folder
+    sys.path.append(str(EXAMPLES.parent))  # and a test may bring a connector of its own
     main(int(sys.argv[1]))

@@ -54,9 +54,9 @@ class EngineCore:
 
     A failure of one request ends that request only. An exception in work for one request (block hasher, detokenizer, a hook of the
     connector's scheduler half) ends it with `finish_reason` `"error"`, and it returns its blocks as any request
-    does. A step that fails concerns all its requests; see `executor`. Any other exception ends the engine: the model no
-    longer runs, a worker process is gone, the block manager contradicts itself, or the connector does not report which
-    blocks it uses.
+    does. A step that fails concerns all its requests; see `executor`, and `handoffs` for hooks of the connector that are
+    called for a whole step. Any other exception ends the engine: the model no longer runs, a worker process is gone, or
+    the block manager contradicts itself.
 
     Args:
         on_handoffs: Called with the connector's stats of a step in which handoffs ended.
@@ -220,6 +220,8 @@ class EngineCore:
             EngineDeadError: a worker process is gone, or the model no longer runs.
         """
         plan = self.parts.scheduler.plan()
+        if plan.error:
+            return 0, self._outputs(self.parts.scheduler.step_refused(plan))
         try:
             result = self.parts.executor.execute(plan)
         except StepFailedError as failure:
@@ -235,7 +237,8 @@ class EngineCore:
         logger.error(
             "a step of %d requests failed: %s", len(plan.scheduled_requests), failure, exc_info=failure
         )
-        if len(plan.scheduled_requests) == 1:
+        is_model_to_blame = failure.report is None or not failure.report.hook_errors
+        if len(plan.scheduled_requests) == 1 and is_model_to_blame:
             self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row > MAX_FAILED_STEPS_IN_A_ROW:
             raise EngineDeadError(
@@ -294,10 +297,11 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """The figures after the latest step."""
         scheduler, manager = self.parts.scheduler, self.parts.manager
+        hooks = scheduler.handoffs.health
         return EngineStats(
             healthy=True,
-            transfer_error=self._transfer_health.error,
-            transfer_warning=self._transfer_health.warning,
+            transfer_error=self._transfer_health.error or hooks.error,
+            transfer_warning="; ".join(filter(None, (self._transfer_health.warning, hooks.warning))),
             num_waiting=len(scheduler.waiting),
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),

@@ -19,7 +19,7 @@ from kvferry.connector.stats import KVConnectorStats
 
 from .answers import failed_answer
 from .core import EngineCore
-from .errors import EngineDeadError, InvalidRequestError, reason_of
+from .errors import EngineDeadError, InvalidRequestError, RequestFailedError, reason_of
 from .settings import EngineSettings
 from .types import EngineStats, GenerationRequest, RequestOutput
 
@@ -252,7 +252,8 @@ class Engine:
             logger.exception("cannot admit request %s; it fails", request.request_id)
             if request.kv_transfer_params is not None:
                 _decline(core, request.kv_transfer_params)
-            client.put(failed_answer(request, reason_of(error)))
+            why = str(error) if isinstance(error, RequestFailedError) else reason_of(error)
+            client.put(failed_answer(request, why))
         else:
             self._admitted[request.request_id] = client
 

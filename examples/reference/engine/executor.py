@@ -4,11 +4,14 @@ A step fails when the computation raises. What that means depends on whether the
 
 - It does: `StepFailedError`. The scheduler runs the step's requests again, each alone, and ends only those that fail
   alone. See `Scheduler.step_failed`.
-- It does not (the device is lost, a worker process has ended), or the connector's worker half raised: any other error.
-  The engine ends, and its process exits so that a supervisor can start it again.
+- It does not (the device is lost, a worker process has ended): any other error. The engine ends, and its process exits so
+  that a supervisor can start it again.
 
 With worker processes, every failed step ends the engine. The other ranks wait in a collective operation for the rank that
 failed, and that wait cannot be interrupted.
+
+An exception of the connector's worker half is not a failed step. Every rank computes the step to its end, and the report
+says what was raised; see `Scheduler.update`.
 """
 
 from __future__ import annotations
@@ -114,7 +117,10 @@ def own_transfer_health() -> TransferHealth:
     if not state.has_kv_transfer_group():
         return TransferHealth()
     connector = state.get_kv_transfer_group()
-    return TransferHealth(connector.failure, connector.warning)
+    try:
+        return TransferHealth(connector.failure, connector.warning)
+    except Exception as error:  # noqa: BLE001 - an author's code may raise anything, and a step will log it
+        return TransferHealth(warning=f"the connector cannot say how it is: {reason_of(error)}")
 
 
 def start_runner(

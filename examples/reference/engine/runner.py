@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from kvferry.connector.config import EngineConfig
+from kvferry.connector.errors import WorkerHookError
 from kvferry.connector.kv_cache_specs import KVCacheConfig, MambaSpec
 from kvferry.runner_mixin import state
 from kvferry.runner_mixin.attention.building import build_attn_metadata
@@ -119,32 +120,41 @@ class ModelRunner(KVConnectorModelRunnerMixin):
 
         Raises:
             StepFailedError: the inputs, the forward pass or the sampler raised. The connector's worker half did its part
-                nevertheless, because it gets its orders only once; its report is in the error. Exceptions of the worker
-                half itself are not caught, because then it is unknown which blocks are still written or read.
+                nevertheless, because it gets its orders only once; its report is in the error. What the worker half itself
+                raises is in the report as well: see `KVConnectorOutput.hook_errors`.
         """
         self._batch.forget(plan)
         if not plan.scheduled_requests:
-            return self.kv_connector_no_forward(plan, self.config)
+            try:
+                return self.kv_connector_no_forward(plan, self.config)
+            except WorkerHookError as raised:
+                return ModelRunnerOutput(kv_connector_output=raised.output)
+        failure: Exception | None = None
         try:
             inputs = self._batch.make_inputs(plan)
             context = self._context(inputs)
+        except Exception as error:  # noqa: BLE001 - raised again below, after the connector did its part
+            failure, context = error, ForwardContext(self._layers)
+        try:
+            with (
+                set_forward_context(context),
+                set_step_adapters(plan),
+                self.maybe_get_kv_connector_output(plan) as report,
+            ):
+                if failure is not None:
+                    raise failure
+                try:
+                    with same_numbers_after_failure(inputs.samplers):
+                        sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+                except Exception as error:
+                    failure = error
+                    raise
+        except WorkerHookError:
+            pass  # the report says it, and the other ranks have computed the step as well
         except Exception as error:
-            done = self.kv_connector_no_forward(plan, self.config)
-            raise StepFailedError(reason_of(error), done.kv_connector_output) from error
-        failure: Exception | None = None
-        with (
-            set_forward_context(context),
-            set_step_adapters(plan),
-            self.maybe_get_kv_connector_output(plan) as report,
-        ):
-            # Catch the exception inside the block, because `report` is filled only when the block ends normally.
-            try:
-                with same_numbers_after_failure(inputs.samplers):
-                    sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
-            except Exception as error:  # noqa: BLE001 - raised again below
-                failure = error
-        if failure is not None:
-            raise StepFailedError(reason_of(failure), report) from failure
+            if error is not failure:
+                raise
+            raise StepFailedError(reason_of(error), report) from error
         tokens, yielding = iter(sampled), (item for item in plan.scheduled_requests if item.yields_token)
         return ModelRunnerOutput(
             req_ids=tuple(item.request_id for item in plan.scheduled_requests),

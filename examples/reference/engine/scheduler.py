@@ -26,7 +26,7 @@ from kvferry.connector.output import KVConnectorOutput
 from kvferry.runner_mixin.kv_cache.kv_cache_manager import KVCacheManager
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
 
-from .errors import RequestFailedError, reason_of
+from .errors import RequestFailedError, StepFailedError, reason_of
 from .handoffs import Handoffs
 from .request import Request, RequestStatus
 from .step import ScheduledRequest, StepDraft, StepOutcome, StepPlan
@@ -78,17 +78,17 @@ class Scheduler:
 
         Raises:
             ConnectorError: its `kv_transfer_params` are malformed; it was not accepted.
-            Exception: an error of the connector; the request was not accepted.
+            RequestFailedError: the connector raised something else; the request was not accepted.
         """
         try:
             self.handoffs.on_new_request(request)
         except ConnectorError:
             raise
-        except Exception:
+        except Exception as error:
             # The connector may remember the request up to the line that failed, so let it forget.
             request.finish_reason = "error"
             self.handoffs.on_finished(request, ())
-            raise
+            raise RequestFailedError(self.handoffs.describe("on_new_request", error)) from error
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
@@ -113,9 +113,7 @@ class Scheduler:
         if error is not None:
             # An early offer of these blocks may still be open; the worker half ends it before they are written again.
             self._lost_blocks.add(request.request_id)
-            raise RequestFailedError(
-                f"the connector's request_finished failed: {reason_of(error)}"
-            ) from error
+            raise RequestFailedError(self.handoffs.describe("request_finished", error)) from error
         return params
 
     def _forget(self, request: Request) -> None:
@@ -140,7 +138,13 @@ class Scheduler:
             self._plan_all(draft)
         finished, self._finished_ids = self._finished_ids, set()
         plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
-        return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
+        try:
+            return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
+        except StepFailedError as failure:
+            # The model runner and the worker half do not see this step, so the next one must name these requests.
+            self._finished_ids |= finished
+            self._lost_blocks |= draft.preempted
+            return replace(plan, error=str(failure))
 
     def _plan_all(self, draft: StepDraft) -> None:
         self._plan_running(draft)
@@ -174,7 +178,7 @@ class Scheduler:
             if self._try_schedule(request, draft):
                 self.ready.remove(request)
                 self._run(request)
-                if not self._tell_allocated(request, 0):
+                if not self._tell_allocated(request, 0, is_async=False):
                     del draft.scheduled[request.request_id]
 
     def _try_schedule(self, request: Request, draft: StepDraft) -> bool:
@@ -239,7 +243,7 @@ class Scheduler:
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft
     ) -> None:
         """Start a request that has its first blocks: it loads if there is nothing to compute yet, otherwise it runs."""
-        if not self._tell_allocated(request, num_external):
+        if not self._tell_allocated(request, num_external, is_async=num_new_tokens == 0):
             self._run(request)  # until it is finished as failed, so that it is in a queue
             return
         if request.figures.num_preemptions == 0:
@@ -261,20 +265,26 @@ class Scheduler:
             self._note_failure(request, "get_num_new_matched_tokens", error)
             return None, False  # it stays where it is until it is finished as failed
 
-    def _tell_allocated(self, request: Request, num_external: int) -> bool:
-        """Tell the connector a request's blocks. Return False if the connector raised."""
+    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> bool:
+        """Pass a request's blocks to the connector. Return False if the connector raised."""
         try:
             block_ids = self._manager.get_block_ids(request.request_id)
             self.handoffs.on_allocated(request, block_ids, num_external)
         except Exception as error:  # noqa: BLE001 - logged there
-            # Assume that no load was ordered, and return the blocks to the pool.
-            self._note_failure(request, "update_state_after_alloc", error)
+            why = self._note_failure(request, "update_state_after_alloc", error)
+            # With a `ConnectorError` the connector says that it has ordered nothing. Any other exception may have come
+            # after it noted the load, and then the worker half may still write into these blocks.
+            if num_external and not isinstance(error, ConnectorError):
+                self.handoffs.on_load_in_doubt(request, is_async, why)
+                self._lost_blocks.add(request.request_id)
             return False
         return True
 
-    def _note_failure(self, request: Request, hook: str, error: Exception) -> None:
-        logger.error("%s: the connector's %s failed; the request fails", request, hook, exc_info=error)
-        self._failed[request.request_id] = request, f"the connector's {hook} failed: {reason_of(error)}"
+    def _note_failure(self, request: Request, hook: str, error: Exception) -> str:
+        why = self.handoffs.describe(hook, error)
+        logger.error("failing %s: %s", request, why, exc_info=error)
+        self._failed[request.request_id] = request, why
+        return why
 
     @property
     def _num_holders(self) -> int:
@@ -283,11 +293,16 @@ class Scheduler:
     # -- what the step brought -----------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: ModelRunnerOutput) -> StepOutcome:
-        """Apply the result of a step: the sampled tokens, and the report of the connector's worker half."""
+        """Apply the result of a step: the sampled tokens, and the report of the connector's worker half.
+
+        If a hook raised in the step, its tokens do not count, and its requests fail; see `handoffs`.
+        """
         outcome = StepOutcome(failed=self._take_failed())
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         report = result.kv_connector_output
         cut = self._apply_report(report, outcome) if report is not None else set()
+        if not self._end_step(plan, report.hook_errors if report is not None else {}, outcome):
+            return outcome
         for item in plan.scheduled_requests:
             request = item.request
             if request.request_id in cut:
@@ -302,7 +317,8 @@ class Scheduler:
                 self._take_in(request, sampled[request.request_id], outcome)
             except Exception as error:
                 logger.exception("failing %s: the result of a step could not be applied", request)
-                outcome.failed.append((request, reason_of(error)))
+                failed_already = isinstance(error, RequestFailedError)
+                outcome.failed.append((request, str(error) if failed_already else reason_of(error)))
         return outcome
 
     def _take_in(self, request: Request, token_ids: Sequence[int], outcome: StepOutcome) -> None:
@@ -324,6 +340,8 @@ class Scheduler:
         outcome = StepOutcome(failed=self._take_failed())
         if report is not None:
             self._apply_report(report, outcome)
+        if not self._end_step(plan, report.hook_errors if report is not None else {}, outcome):
+            return outcome
         if len(plan.scheduled_requests) == 1:
             outcome.failed.append((plan.scheduled_requests[0].request, why))
             return outcome
@@ -335,12 +353,38 @@ class Scheduler:
             self._start_over(item.request)
         return outcome
 
+    def step_refused(self, plan: StepPlan) -> StepOutcome:
+        """Note that a step cannot run, because the connector gave no orders for it."""
+        outcome = StepOutcome(failed=self._take_failed())
+        self._end_step(plan, {"build_connector_meta": plan.error}, outcome)
+        return outcome
+
+    def _end_step(self, plan: StepPlan, hook_errors: Mapping[str, str], outcome: StepOutcome) -> bool:
+        """Act on what hooks raised in a step. Return False if its tokens do not count; then its requests fail."""
+        ended, why_void = self.handoffs.end_step(hook_errors)
+        for request_id in ended.released:
+            self._manager.unpin(request_id)
+        outcome.failed.extend(ended.lost)
+        if not why_void:
+            return True
+        logger.error("failing the %d requests of a step: %s", len(plan.scheduled_requests), why_void)
+        for item in plan.scheduled_requests:
+            self.handoffs.on_step_void(item.request)
+            # The next step names them to `handle_preemptions`, before their blocks can be used again.
+            self._lost_blocks.add(item.request_id)
+            outcome.failed.append((item.request, why_void))
+        return False
+
     def _take_failed(self) -> list[tuple[Request, str]]:
         failed, self._failed = self._failed, {}
         return list(failed.values())
 
     def _tell_progress(self, request: Request, outcome: StepOutcome) -> None:
-        params = self.handoffs.on_progress(request, self._manager.get_block_ids(request.request_id))
+        block_ids = self._manager.get_block_ids(request.request_id)
+        try:
+            params = self.handoffs.on_progress(request, block_ids)
+        except Exception as error:
+            raise RequestFailedError(self.handoffs.describe("request_progressed", error)) from error
         if params is not None:
             outcome.early_params.append((request, params))
 

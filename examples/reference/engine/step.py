@@ -46,12 +46,14 @@ class StepPlan:
         scheduled_requests: What to compute, each request once.
         finished_req_ids: Requests that finished since the previous step.
         preempted_req_ids: Requests that lost their blocks in this step.
+        error: Why the step cannot run; empty if it can. Then it must not be executed: see `Scheduler.step_refused`.
     """
 
     scheduled_requests: tuple[ScheduledRequest, ...] = ()
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     kv_connector_metadata: KVConnectorMetadata | None = None
+    error: str = ""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
