@@ -288,12 +288,12 @@ class StoreWorker(kv.WorkerHalf):
 
 
 class LayerStoreConnector(kv.KVConnectorBase):
-    """Both halves share one store per rank, as long as they are in one process."""
+    """Both halves share one store per rank, as long as they are in one process. Only a model of one group can load."""
 
     store: dict[Key, Pages] = {}  # noqa: RUF012 - shared by all nodes of a process; tests clear it
 
     def make_scheduler_half(self) -> StoreScheduler:
-        (group,) = self.kv_cache_config.kv_cache_groups
+        group = self.kv_cache_config.kv_cache_groups[0]
         return StoreScheduler(self._options, self.store, group.kv_cache_spec.block_size)
 
     def make_worker_half(self) -> StoreWorker:
