@@ -11,12 +11,107 @@ Order of calls, scheduler half, for one request
 
 Order of calls, worker half
     once:  `allocate_kv_memory` → `register_kv_caches` or `register_cross_layers_kv_cache` → `get_handshake_metadata`
-    step:  `handle_preemptions` → `bind_connector_metadata` → `start_load_kv` → per layer (`wait_for_layer_load`,
-           `save_kv_layer`) → `wait_for_save` → `get_finished` → `get_block_ids_with_load_errors` →
-           `take_load_errors` → `get_kv_connector_stats` → `clear_connector_metadata`
+    step:  `handle_preemptions` (only if there are preemptions) → `bind_connector_metadata` → `start_load_kv` → per layer
+           (`wait_for_layer_load`, `save_kv_layer`), if the step computes something → `wait_for_save` → `get_finished` →
+           `get_block_ids_with_load_errors` → `take_load_errors` → `get_kv_connector_stats` → `failure` → `warning` →
+           `clear_connector_metadata`
     end:   `shutdown`
 
-Source: the meaning of each method, and when an engine calls it, follows vLLM's KVConnectorBase_V1 (0.32).
+What a step computes
+    `SchedulerOutput.scheduled_requests` has one record per request that the step computes. The step computes the
+    request's tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`, and writes their keys and
+    values into its blocks. Token `t` of a group with `block_size` tokens per block lies in block
+    `block_ids[group][t // block_size]`, at slot `t % block_size`. This covers all tokens: those of the prompt, generated
+    ones, and tokens that are computed again after a preemption. A request whose asynchronous load is under way is not
+    computed. A step may compute nothing; it still loads, saves and reports.
+
+    A worker half sees none of this by itself. A half that saves layer by layer derives in `build_connector_meta` which
+    blocks the step fills, and puts that into its metadata.
+
+Block tables
+    A table is one list of block ids per KV cache group. It has blocks for the tokens that are computed or loaded so far,
+    and for those of the step: a prompt that takes several steps (chunked prefill) gets its blocks chunk by chunk. Tables
+    grow at their end, and their entries stay, with three exceptions:
+
+    - In a group with a sliding window or with chunked attention, a block that no later token can see is 0, the null
+      block. Load and save nothing there.
+    - A group of recurrent layers has one block per request, the state after all computed tokens. Inside vLLM it may be
+      the last of several.
+    - If a load fails, the blocks after the valid prefix are given up, and the request gets others.
+
+    - At `update_state_after_alloc`: the blocks of the node's own cached prefix, then those of the tokens to load, then,
+      unless the load is asynchronous, those of the tokens that this step computes. Blocks for the rest of the prompt come
+      in later steps.
+    - At `request_progressed`: blocks for exactly `num_computed_tokens` tokens.
+    - At `request_finished`: all blocks of the request; one empty list per group if it has none, because it still waits or
+      was preempted.
+
+Tokens that a node has
+    `ConnectorRequest.num_computed_tokens` is the number of tokens whose keys and values are in the request's blocks:
+
+    - 0 at `on_new_request`, at `get_num_new_matched_tokens`, and at the first `update_state_after_alloc`, even if the
+      node's prefix cache holds a part of the prompt. The argument of `get_num_new_matched_tokens` says how much.
+    - At the second `update_state_after_alloc`, after an asynchronous load: what is valid now, at most all but the last.
+    - At `request_progressed`: the tokens up to the end of the step.
+    - At `request_finished`: all tokens but the last generated one, which no step has computed. If it ended earlier: what
+      was computed until then. While a load is under way, its tokens do not count.
+
+    The last token of a request is always computed, because its logits give the next token. So the node's own prefix never
+    contains it: with 16 tokens and 4 tokens per block, at most 12 are found. A synchronous load must leave it out as well.
+    An asynchronous load may contain it; the engine then computes it once more, into the block that was loaded.
+
+Synchronous and asynchronous loads
+    A synchronous load belongs to the step whose metadata orders it. Its request is computed in this step, and its
+    `num_computed_tokens` there includes the loaded tokens. The load may go on during the forward pass: a layer's part must
+    be in place when `wait_for_layer_load` returns, and all of it when the step ends. If the forward pass fails, the engine
+    calls `wait_for_layer_load` for the layers that were not reached.
+
+    An asynchronous load holds its blocks until a worker half names the request in `finished_recving`. Then the request
+    is scheduled like any other, after a second `update_state_after_alloc` without tokens to load. In the engines of this
+    project a request loads at most once: if it loses its blocks later, it computes everything itself.
+
+"Not yet"
+    If `get_num_new_matched_tokens` returns None, the request stays in its place in the queue, and holds nothing. The
+    engine asks again in each later step that has room for another request, and steps at least every few milliseconds. The
+    requests behind it are not held up.
+
+Preemption
+    If the pool is full, the newest running request loses its blocks. Requests whose load is under way keep theirs. The
+    next `build_connector_meta` has the id in `preempted_req_ids`, and the worker halves get it in `handle_preemptions`
+    before a step writes into these blocks. The request is not finished: it waits, is asked about again unless it loaded,
+    gets new blocks, and is computed from the beginning, generated tokens included.
+
+Abort
+    A request can be aborted at any time between two steps. `request_finished` is then called with `finish_reason`
+    `"abort"`. If its load is under way, the engine keeps the blocks until the load is named in `finished_recving`,
+    whatever `request_finished` returns. The next step has the id in `finished_req_ids`.
+
+What an exception means, in the engines of this project
+    Inside vLLM, an exception of a connector ends the engine core, and all its requests fail.
+
+    - In a hook about one request (`on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`,
+      `request_progressed`, `request_finished`): that request fails. `request_finished` follows, with `finish_reason`
+      `"error"`; after a `ConnectorError` in `on_new_request` it does not. `update_state_after_alloc` may have ordered its
+      load before it raised; so the blocks stay reserved until the load is named in `finished_recving`, unless the
+      exception is a `ConnectorError`, which says that nothing was ordered.
+    - In `build_connector_meta`: it is called once more. If it raises again, the step does not run, and its requests fail.
+    - In a hook of the worker half: the step goes on to its end, because other ranks take part in it, but none of its
+      tokens counts, and its requests fail. No layer is saved after the exception. What was saved before or by other ranks
+      may be wrong: the next `update_connector_output` has `hook_errors`, and the half must forget what this step saved.
+      The blocks stay reserved until a later step in which no hook raises has ended. That step's `handle_preemptions`
+      names the requests. When its `wait_for_save` returns, nothing may read or write these blocks any more.
+    - In `build_connector_meta`, `bind_connector_metadata` or `start_load_kv`: the asynchronous loads that were ordered
+      since the last step fail as well, because it is unknown whether they began.
+    - In `get_finished`: tokens count, but every request that waits for a load fails, because its end may be lost. The same
+      is true for `get_block_ids_with_load_errors` and `take_load_errors`, where the step's tokens do not count either.
+    - Blocks of a load that failed in such a way stay reserved until it is named in `finished_recving`, or the node ends.
+    - In `update_connector_output`, `take_events`, `get_kv_connector_stats`, `failure` or `warning`: it is logged only.
+
+    The client's error names the hook, the connector and the exception. The node's health has a warning until a step ends
+    without an exception, and an error if eight steps in a row, during ten seconds or more, did not.
+
+Source: the meaning of each method, and when an engine calls it, follows vLLM's KVConnectorBase_V1 (0.32). vLLM has no
+`request_progressed` and no `take_load_errors`, and its `SchedulerOutput` says in another form what a step computes.
 """
 
 from __future__ import annotations
@@ -108,7 +203,7 @@ class ConnectorRequest(Protocol):
 class ScheduledRequest(Protocol):
     """What one step computes of one request: its tokens `[num_computed_tokens, num_computed_tokens + num_scheduled_tokens)`.
 
-    The step writes their keys and values into the request's blocks.
+    The step writes their keys and values into the request's blocks. The record never changes.
     """
 
     @property
@@ -179,12 +274,16 @@ class SchedulerHalf(ABC):
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond `num_computed_tokens` this connector can load. Has no side effects.
 
+        Called in each step in which the request could get its first blocks, also after a preemption, until it gets them.
+
         Args:
-            num_computed_tokens: Tokens that the node's own prefix cache already holds, a multiple of the block size.
+            num_computed_tokens: Tokens that the node's own prefix cache already holds: a multiple of the block size, and
+                less than the request's tokens. `request.num_computed_tokens` is 0.
 
         Returns:
-            `(num_tokens, is_async)`. If `num_tokens` is None, the engine asks again later. If `is_async`, the request
-            waits and holds its blocks until a worker half names it in `finished_recving`.
+            `(num_tokens, is_async)`. If `num_tokens` is None, the engine asks again in a later step. If `is_async`, the
+            request waits and holds its blocks until a worker half names it in `finished_recving`. The load may contain the
+            last token only if `is_async`, and must not go beyond it.
         """
 
     @abstractmethod
@@ -193,10 +292,17 @@ class SchedulerHalf(ABC):
     ) -> None:
         """Take note of the blocks that were allocated for the request.
 
+        Called whenever the request gets blocks after it waited: at its start, after an asynchronous load, and after a
+        preemption. Not called for the blocks of later chunks or of generated tokens; `build_connector_meta` sees those.
+
         Args:
-            block_ids: The request's whole block table, one list per KV cache group.
-            num_external_tokens: Tokens to load, as `get_num_new_matched_tokens` returned; 0 if the load is over or
-                there was nothing to load.
+            block_ids: The request's whole block table, one list per KV cache group: blocks for the node's own prefix, for
+                the tokens to load, and, unless the load is asynchronous, for those that this step computes.
+            num_external_tokens: Tokens to load after the node's own prefix, as `get_num_new_matched_tokens` returned; 0
+                if the load is over or there was nothing to load.
+
+        Raises:
+            ConnectorError: the load cannot be ordered, and nothing of it was. The request fails.
         """
 
     def request_progressed(
@@ -204,12 +310,13 @@ class SchedulerHalf(ABC):
     ) -> dict[str, Any] | None:
         """Take note that a step computed a part of the prompt, up to `request.num_computed_tokens`, but not its end.
 
-        Called after each such step. If the request loses its blocks, it is computed again and this is called from the
+        Called after each such step, before the next one is planned. If the request loses its blocks, it is computed again and this is called from the
         beginning again; the next `build_connector_meta` gets its id in `preempted_req_ids`.
 
         Args:
-            block_ids: The request's block table so far, one list per KV cache group. The engine still owns the
-                blocks: the request may lose them in any step.
+            block_ids: The request's block table so far, one list per KV cache group, with blocks for exactly
+                `request.num_computed_tokens` tokens. The engine still owns the blocks: the request may lose them in any
+                step.
 
         Returns:
             `kv_transfer_params` with which a consumer can already begin, at most once per request; otherwise None.
@@ -218,15 +325,30 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Take the orders for the worker halves in this step. Called every step; must not change its argument."""
+        """Take the orders for the worker halves in this step. Called every step; must not change its argument.
+
+        If it raises, it is called once more; so forget the orders only when they are returned.
+
+        Args:
+            scheduler_output: What the step computes, and which requests finished or lost their blocks.
+        """
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027
-        """Take note of the worker halves' report, before the engine acts on it."""
+        """Take note of the worker halves' report, before the engine acts on it.
+
+        Called after each step that computed something, and after each one that has something to report.
+        """
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Take note that the request is over and that its blocks are about to be freed. Called once per request.
+
+        `request.finish_reason` says why. The first `request.num_computed_tokens` tokens are in the blocks.
+
+        Args:
+            block_ids: The request's whole block table, one list per KV cache group; the lists are empty if it has no
+                blocks. Blocks of a load that is under way are among them, and the engine keeps those until the load ends.
 
         Returns:
             `(delay_free, kv_transfer_params)`. If `delay_free`, the engine keeps the blocks until a worker half names
@@ -303,7 +425,8 @@ class WorkerHalf(ABC):
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:  # noqa: B027
         """Stop using the blocks of requests that lose them.
 
-        The first call of a step with preemptions, before any of these blocks can be overwritten.
+        The first call of a step with preemptions, before any of these blocks can be overwritten, and before the step's
+        metadata is bound. Requests that failed because a hook raised are named as well.
         """
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -333,18 +456,45 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the loads of this step. Returns at once; called in every step, even one that computes nothing."""
+        """Start the loads of this step. Returns at once; called in every step, even one that computes nothing.
+
+        Args:
+            forward_context: What the layers of this step see, `runner_mixin.ForwardContext`: layers and metadata by layer
+                name. Without layers if the step computes nothing.
+        """
 
     def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
-        """Block until the layer's part of this step's *synchronous* loads is in place."""
+        """Block until the layer's part of this step's *synchronous* loads is in place.
+
+        Called for each layer with a cache of its own on this rank, just before the layer writes the step's keys and
+        values; attention and recurrent layers alike. If the forward pass fails, it is called for the other layers as well.
+        Not called in a step that computes nothing.
+        """
 
     def save_kv_layer(  # noqa: B027
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Start to save the layer's cache, which this step has written; by default do nothing."""
+        """Start to save the layer's cache, which this step has written; by default do nothing.
+
+        Called for the same layers as `wait_for_layer_load`, just after the layer. The step wrote the slots of the tokens
+        that `scheduled_requests` names, and nothing else; `connector_metadata` must say which blocks these are. The rest
+        of the cache may change at any time. The blocks may be overwritten as soon as `wait_for_save` returns.
+
+        Args:
+            kv_layer: The layer's whole cache with this rank's heads: the tensor that was registered under `layer_name`,
+                or the layer's part of the cross-layer cache. Axis 0 is kernel blocks: block `b` is
+                `kv_layer[b * n : (b + 1) * n]`, where `n` is `len(kv_layer) // kv_cache_config.num_blocks`.
+            attn_metadata: What the layer's attention backend was given for this step: the ragged batch of all requests,
+                with block tables and slots. Its class belongs to the backend; None for a recurrent layer. Requests are in
+                the order of `scheduled_requests`.
+        """
 
     def wait_for_save(self) -> None:  # noqa: B027
-        """Block until what `save_kv_layer` started to save may be overwritten."""
+        """Block until what `save_kv_layer` started to save may be overwritten.
+
+        Called in every step, also if it computes nothing or its forward pass failed. After a step in which a hook raised,
+        the next call also waits for what that step still loads or saves.
+        """
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Take the requests whose asynchronous transfers ended: `(finished_sending, finished_recving)`.

@@ -73,6 +73,7 @@ class Ledger:
             invalid_block_ids=set(output.invalid_block_ids),
             load_errors={r: why for r, why in output.load_errors.items() if r in recving},
             kv_connector_stats=output.kv_connector_stats,
+            hook_errors=dict(output.hook_errors),
         )
 
     def settle(self, output: KVConnectorOutput) -> None:

@@ -15,7 +15,7 @@ from .accounting import Ledger, MultiHandshakeMetadata, MultiMetadata
 from .params import ChildRequest, join_params, split_params
 
 if TYPE_CHECKING:
-    from ..base import ConnectorRequest, SchedulerOutput
+    from ..base import ConnectorRequest, KVConnectorMetadata, SchedulerOutput
     from ..output import KVConnectorOutput
 
 
@@ -47,6 +47,9 @@ class MultiScheduler(SchedulerHalf):
         self.children = children
         self._requests: dict[str, _Request] = {}
         self._ledger = Ledger()
+        self._orders: dict[
+            str, KVConnectorMetadata
+        ] = {}  # of children that answered before another one raised
 
     def set_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         by_rank = cast(Mapping[int, MultiHandshakeMetadata], metadata)
@@ -121,8 +124,13 @@ class MultiScheduler(SchedulerHalf):
         return params
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata:
-        of_children = {n: child.build_connector_meta(scheduler_output) for n, child in self.children.items()}
-        return self._ledger.take_metadata(of_children)
+        for name, child in self.children.items():
+            if (
+                name not in self._orders
+            ):  # a child gives its orders once, and this is the second call if another one raised
+                self._orders[name] = child.build_connector_meta(scheduler_output)
+        orders, self._orders = self._orders, {}
+        return self._ledger.take_metadata(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for name, child in self.children.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,11 @@ class MultiWorker(WorkerHalf):
     def __init__(self, children: Mapping[str, WorkerHalf]) -> None:
         self.children = children
         self._owed = OwedReports()
+        # What children reported and was not passed on yet: another child raised in the same call.
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._load_errors: dict[str, str] = {}
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -56,58 +61,70 @@ class MultiWorker(WorkerHalf):
     # -- one step ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:
-        for child in self.children.values():
-            child.handle_preemptions(preempted_req_ids)
+        self._call_all(lambda _, child: child.handle_preemptions(preempted_req_ids))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         metadata = cast(MultiMetadata, connector_metadata)
         self._owed.expect(metadata)
-        for name, child in self.children.items():
-            child.bind_connector_metadata(metadata.children[name])
+        self._call_all(lambda name, child: child.bind_connector_metadata(metadata.children[name]))
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        for child in self.children.values():
-            child.clear_connector_metadata()
+        self._call_all(lambda _, child: child.clear_connector_metadata())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for child in self.children.values():
-            child.start_load_kv(forward_context, **kwargs)
+        def start(_: str, child: WorkerHalf) -> None:
+            if child.has_connector_metadata():  # otherwise binding it raised
+                child.start_load_kv(forward_context, **kwargs)
+
+        self._call_all(start)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        for child in self.children.values():
-            child.wait_for_layer_load(layer_name)
+        self._call_all(lambda _, child: child.wait_for_layer_load(layer_name))
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        for child in self.children.values():
-            child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        self._call_all(lambda _, child: child.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs))
 
     def wait_for_save(self) -> None:
-        for child in self.children.values():
-            child.wait_for_save()
+        self._call_all(lambda _, child: child.wait_for_save())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        sending: set[str] = set()
-        recving: set[str] = set()
-        for name, child in self.children.items():
+        def take(name: str, child: WorkerHalf) -> None:
             sent, received = child.get_finished(finished_req_ids)
-            sending |= self._owed.finish_sending(name, sent or ())
-            recving |= self._owed.finish_recving(name, received or ())
-        return sending, recving
+            self._sent |= self._owed.finish_sending(name, sent or ())
+            self._received |= self._owed.finish_recving(name, received or ())
+
+        self._call_all(take)
+        sent, self._sent = self._sent, set()
+        received, self._received = self._received, set()
+        return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed = [child.get_block_ids_with_load_errors() for child in self.children.values()]
-        return set().union(*failed)
+        self._call_all(lambda _, child: self._failed_blocks.update(child.get_block_ids_with_load_errors()))
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def take_load_errors(self) -> dict[str, str]:
-        errors: dict[str, str] = {}
-        for child in self.children.values():
-            for request_id, reason in child.take_load_errors().items():
-                errors.setdefault(request_id, reason)
+        def take(_: str, child: WorkerHalf) -> None:
+            self._load_errors = {**child.take_load_errors(), **self._load_errors}  # the first reason stays
+
+        self._call_all(take)
+        errors, self._load_errors = self._load_errors, {}
         return errors
+
+    def _call_all(self, call: Callable[[str, WorkerHalf], None]) -> None:
+        """Call every child by name, also if one raises; pass the first exception on at the end."""
+        errors = []
+        for name, child in self.children.items():
+            try:
+                call(name, child)
+            except Exception as error:  # noqa: BLE001 - another author's code may raise anything
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         figures = [child.get_kv_connector_stats() for child in self.children.values()]

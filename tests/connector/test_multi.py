@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector import KVConnectorOutput, KVConnectorRole, MultiConnector
+from kvferry.connector.base import KVConnectorMetadata, SchedulerHalf, WorkerHalf
 from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
-from kvferry.connector.multi.accounting import Ledger, OwedReports
+from kvferry.connector.multi.accounting import Ledger, MultiMetadata, OwedReports
+from kvferry.connector.multi.scheduler import MultiScheduler
+from kvferry.connector.multi.worker import MultiWorker
 from kvferry.connector.testing import (
     CacheShape,
     ModelFreeNode,
@@ -23,6 +26,7 @@ from kvferry.connector.testing import (
     engine_config,
     load,
 )
+from kvferry.connector.testing.node import Step
 from kvferry.transports.errors import ConfigurationError
 
 SHM, ZEROMQ = {"kv_connector": "shm"}, {"kv_connector": "zeromq"}
@@ -231,3 +235,77 @@ class TestExactlyOnce:
         open_ends = (holds.keys() - sent.keys()) | (loads.keys() - received.keys())
         assert {request_id for request_id in REQUESTS if request_id in ledger} == open_ends
         assert owed.num_owed == len(holds) - len(sent) + len(loads) - len(received)
+
+
+class Child(WorkerHalf, SchedulerHalf):
+    """Both halves; the next call of one of its methods raises, if a test says so."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.calls: list[str] = []
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.is_broken:
+            self.is_broken = False
+            raise OSError("disk full")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self.note("bind")
+        super().bind_connector_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.note("start_load_kv")
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        self.note("get_finished")
+        return set(), {"r"}
+
+    def take_load_errors(self) -> dict[str, str]:
+        self.note("take_load_errors")
+        return {"r": "gone"}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        """Nothing is to be loaded."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self.note("build")
+        return KVConnectorMetadata()
+
+
+class TestAChildRaises:
+    """It does not keep the others from their orders, and their reports are not lost."""
+
+    def test_in_the_worker_half(self) -> None:
+        sound, broken = Child(), Child()
+        worker = MultiWorker({"sound": sound, "broken": broken, "last": Child()})
+        metadata = MultiMetadata(dict.fromkeys(worker.children, KVConnectorMetadata()), {"r": "sound"}, {})
+        broken.is_broken = True
+        with pytest.raises(OSError, match="disk full"):
+            worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        assert [child.calls[1:] for child in worker.children.values()] == [  # type: ignore[attr-defined]
+            ["start_load_kv"],
+            [],
+            ["start_load_kv"],
+        ]
+        for take, answer in (
+            (lambda: worker.get_finished(set()), (set(), {"r"})),
+            (worker.take_load_errors, {"r": "gone"}),
+        ):
+            broken.is_broken = True
+            with pytest.raises(OSError, match="disk full"):
+                take()
+            assert take() == answer
+
+    def test_in_the_scheduler_half(self) -> None:
+        sound, broken = Child(), Child()
+        scheduler = MultiScheduler({"sound": sound, "broken": broken})
+        broken.is_broken = True
+        with pytest.raises(OSError, match="disk full"):
+            scheduler.build_connector_meta(Step())
+        assert scheduler.build_connector_meta(Step()).children.keys() == {"sound", "broken"}
+        assert (sound.calls, broken.calls) == (["build"], ["build", "build"])
