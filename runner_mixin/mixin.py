@@ -111,7 +111,9 @@ class KVConnectorModelRunnerMixin:
 
     @staticmethod
     @contextmanager
-    def _get_kv_connector_output(scheduler_output: SchedulerOutput) -> Iterator[KVConnectorOutput]:
+    def _get_kv_connector_output(
+        scheduler_output: SchedulerOutput, wait_for_save: bool = True
+    ) -> Iterator[KVConnectorOutput]:
         """Run a step's whole lifecycle around the body of a `with`.
 
         `handle_preemptions` (only if there are preemptions) → bind metadata → `start_load_kv` → *body* →
@@ -121,6 +123,9 @@ class KVConnectorModelRunnerMixin:
         If a hook raises, the step goes on: the body runs, and the other hooks are called. If the body raises, the loads
         of the layers that it did not reach are waited for, because the host will use their blocks again; then the calls
         after the body are made. In both cases the yielded output is filled.
+
+        Args:
+            wait_for_save: False for a host that waits for the saves itself.
 
         Raises:
             KVTransferStateError: no connector, no connector metadata, or no forward context. The body was
@@ -138,7 +143,8 @@ class KVConnectorModelRunnerMixin:
                     _wait_for_other_layers(hooks)
                     raise
                 finally:
-                    mixin.maybe_wait_for_kv_save()
+                    if wait_for_save:
+                        mixin.maybe_wait_for_kv_save()
                     sending, recving = mixin.get_finished_kv_transfers(scheduler_output)
                     output.finished_sending = sending or set()
                     output.finished_recving = recving or set()

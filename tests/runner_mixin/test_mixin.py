@@ -85,6 +85,12 @@ def test_the_yielded_output_holds_the_reports(runner, connector, make_step, in_s
     assert output == KVConnectorOutput({"sent"}, {"loaded"}, {3}, {"loaded": "peer lost"}, {"bytes": 1})
 
 
+def test_waiting_for_saves_can_be_switched_off(runner, connector, make_step, in_step):
+    with runner._get_kv_connector_output(make_step(), wait_for_save=False):
+        pass
+    assert connector.calls == ["bind", "start_load_kv", *REPORTS, "clear"]
+
+
 def test_the_tail_runs_when_the_body_raises(runner, connector, make_step, in_step):
     connector.reports = {"finished": ({"sent"}, None)}
     with pytest.raises(ZeroDivisionError):
