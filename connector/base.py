@@ -91,9 +91,11 @@ What an exception means, in the engines of this project
 
     - In a hook about one request (`on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`,
       `request_progressed`, `request_finished`): that request fails. `request_finished` follows, with `finish_reason`
-      `"error"`; after a `ConnectorError` in `on_new_request` it does not. `update_state_after_alloc` may have ordered its
-      load before it raised; so the blocks stay reserved until the load is named in `finished_recving`, unless the
-      exception is a `ConnectorError`, which says that nothing was ordered.
+      `"error"`, unless it was that hook itself, or a `ConnectorError` in `on_new_request`. `update_state_after_alloc` may
+      have ordered its load before it raised. So the blocks stay reserved until the step has ended, if the load is
+      synchronous, and otherwise until it is named in `finished_recving`. A `ConnectorError` says that nothing was
+      ordered; then the blocks are free at once. Blocks are free at once as well after `request_finished` raised, but the
+      next step names the request to `handle_preemptions` first.
     - In `build_connector_meta`: it is called once more. If it raises again, the step does not run, and its requests fail.
     - In a hook of the worker half: the step goes on to its end, because other ranks take part in it, but none of its
       tokens counts, and its requests fail. No layer is saved after the exception. What was saved before or by other ranks

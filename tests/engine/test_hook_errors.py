@@ -206,7 +206,7 @@ def test_a_load_that_may_have_begun_keeps_its_blocks_until_its_end_is_reported(
         node.step()
     stats = node.core.stats()
     assert stats.num_blocks - stats.num_free_blocks == len(VICTIM) // BLOCK
-    assert "the blocks of 1 requests stay reserved" in stats.transfer_warning
+    assert "blocks stay reserved until the connector reports the end" in stats.transfer_warning
     assert hook in stats.transfer_warning
     node.add("other", OTHER, max_tokens=3)
     drive(node, until=lambda: node.is_over("other"))

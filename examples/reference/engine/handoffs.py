@@ -170,8 +170,8 @@ class Handoffs:
         warnings = [self._health.warning] if self._health.warning else []
         if doubts:
             warnings.append(
-                f"the blocks of {len(doubts)} requests stay reserved until the connector reports the end of their "
-                f"transfers, or the node is restarted: {doubts[0]}"
+                f"blocks stay reserved until the connector reports the end of their requests' transfers, or the node is "
+                f"restarted (requests: {len(doubts)}): {doubts[0]}"
             )
         return TransferHealth(self._health.error, "; ".join(warnings))
 
