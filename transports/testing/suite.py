@@ -8,6 +8,7 @@ import pytest
 
 from ..base import Transport
 from .harness import HELD, POOL_BYTES, Link, World
+from .leaks import LeavesNothingBehind
 from .peers import LoopPromises, MessagePromises, PeerPromises
 from .reads import GuardPromises, MemoryPromises, ReadPromises
 
@@ -15,7 +16,13 @@ Create = Callable[[Mapping[str, object]], Transport]
 
 
 class TransportConformance(
-    MemoryPromises, ReadPromises, GuardPromises, MessagePromises, PeerPromises, LoopPromises
+    MemoryPromises,
+    ReadPromises,
+    GuardPromises,
+    MessagePromises,
+    PeerPromises,
+    LoopPromises,
+    LeavesNothingBehind,
 ):
     """All promises of a transport. Derive from it, and override the fixture `create`."""
 
