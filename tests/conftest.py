@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest_plugins = ["kvferry.transports.testing.leaks"]
+pytest_plugins = ["kvferry.transports.testing.leaks", "pytester"]
 
 pytest.register_assert_rewrite(
     "kvferry.connector.handoff.testing", "kvferry.connector.testing", "kvferry.transports.testing"

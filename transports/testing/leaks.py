@@ -100,10 +100,10 @@ def _starts_are_recorded() -> Iterator[None]:
 
     @functools.wraps(start)
     def start_and_record(thread: threading.Thread) -> None:
-        _started_at[thread] = _place(sys._getframe(1))
+        _started_at.setdefault(thread, _place(sys._getframe(1)))  # nested checks record each thread once
         start(thread)
 
-    threading.Thread.start = start_and_record  # type: ignore[method-assign]
+    threading.Thread.start = start_and_record  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -167,7 +167,7 @@ def _abstract_sockets() -> list[str]:
 
 
 def _children() -> list[int]:
-    found = []
+    found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
             found += map(int, (task / "children").read_text().split())
@@ -314,11 +314,17 @@ class Leaks:
 def _checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Watch what runs until the generator is resumed, and fail the test if something is left."""
     num_failed = request.session.testsfailed
+    has_log = request.config.pluginmanager.has_plugin("logging-plugin")
+    log: pytest.LogCaptureFixture | None = request.getfixturevalue("caplog") if has_log else None
     with _starts_are_recorded():
         leaks = Leaks()
         yield
-        # The test is over, and so are the fixtures that it asked for. What they returned must not keep memory mapped.
+        # The test is over, and so are the fixtures that it asked for. pytest still holds what they returned, and errors
+        # that were logged, whose tracebacks hold variables. Neither must keep memory mapped.
         request.node.funcargs.clear()
+        if log is not None:
+            log.get_records("setup").clear()
+            log.get_records("call").clear()
         has_failed = request.session.testsfailed > num_failed or hasattr(sys, "last_value")
         left = leaks.wait(SETTLE_S, after_failure=has_failed)
     if left:
