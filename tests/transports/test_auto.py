@@ -39,12 +39,16 @@ class _OnItsOwnHost(auto.AutoTransport):
 
 
 class TestOnOneHost(TransportConformance):
+    read_unchecked = connect_raw = None  # the transports that it chooses from have these tests
+
     @pytest.fixture
     def create(self) -> Create:
         return create_auto
 
 
 class TestBetweenHosts(TransportConformance):
+    read_unchecked = connect_raw = None
+
     @pytest.fixture
     def create(self) -> Create:
         return _OnItsOwnHost

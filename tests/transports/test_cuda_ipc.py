@@ -70,12 +70,16 @@ class OnGpu(SharedMemoryTransport):
 
 
 class TestOnOneGpu(TransportConformance):
+    read_unchecked = connect_raw = None  # the same as for main memory
+
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         return lambda options: OnGpu(driver, 0, options)
 
 
 class TestBetweenTwoGpusWithTwoCopiers(TransportConformance):
+    read_unchecked = connect_raw = None
+
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         gpus = itertools.cycle([0, 1])

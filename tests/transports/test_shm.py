@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,26 @@ from kvferry.transports.shm.options import SharedMemoryOptions
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 
 
-class TestSharedMemory(TransportConformance):
+class _Conformance(TransportConformance):
+    read_unchecked = None  # the reader copies, so it is the reader that checks
+
+    @pytest.fixture
+    def connect_raw(self) -> Any:
+        def connect(address: str) -> socket.socket:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(address.removeprefix("shm://").replace("@", "\0", 1))
+            return sock
+
+        return connect
+
+
+class TestSharedMemory(_Conformance):
     @pytest.fixture
     def create(self) -> type[SharedMemoryTransport]:
         return SharedMemoryTransport
 
 
-class TestSharedMemoryWithSocketFilesAndTwoCopiers(TransportConformance):
+class TestSharedMemoryWithSocketFilesAndTwoCopiers(_Conformance):
     @pytest.fixture
     def create(self, socket_dir: Path) -> Callable[[Mapping[str, object]], Transport]:
         return lambda options: SharedMemoryTransport(

@@ -33,6 +33,8 @@ EVERYTHING = pairs_of((0, 0, POOL_BYTES))
 class TestFaultlessAndLate(TransportConformance):
     """One wrapper is inside the other, so that the suite runs only once."""
 
+    read_unchecked = connect_raw = None
+
     @pytest.fixture
     def create(self) -> Any:
         def create(options: Mapping[str, object]) -> Transport:

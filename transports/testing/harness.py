@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +16,8 @@ import numpy.typing as npt
 
 from ..base import Arena, Connected, Event, MessageReceived, PeerLost, TransferEnded, Transport
 from ..regions import Guard, Pool, RegionPairs
-from .order import CheckedEndpoint
+from .leaks import place_of
+from .order import CheckedEndpoint, broken
 
 PAGE = 4096
 POOL_BYTES = 4 << 20
@@ -29,6 +34,74 @@ E = TypeVar("E", Connected, MessageReceived, PeerLost, TransferEnded)
 def pairs_of(*rows: tuple[int, int, int]) -> RegionPairs:
     """Return region pairs; each row is local offset, remote offset, number of bytes."""
     return RegionPairs(np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+
+@contextmanager
+def refuses(error: type[Exception], promise: str) -> Iterator[None]:
+    """Run a block that raises `error`.
+
+    Raises:
+        AssertionError: it raised nothing or something else. The message names the promise.
+    """
+    __tracebackhide__ = True
+    try:
+        yield
+    except error:
+        return
+    except Exception as other:  # noqa: BLE001 - any other error breaks the promise as well
+        broken(promise, f"the call raised {other!r} instead of {error.__name__}", other)
+    broken(promise, f"the call raised nothing instead of {error.__name__}")
+
+
+def same_bytes(found: npt.NDArray[np.uint8], expected: npt.NDArray[np.uint8], promise: str) -> None:
+    """Compare memory.
+
+    Raises:
+        AssertionError: it differs. The message names the promise, and where the bytes differ.
+    """
+    __tracebackhide__ = True
+    if not np.array_equal(found, expected):
+        wrong = np.flatnonzero(found != expected)
+        at = int(wrong[0])
+        broken(
+            promise,
+            f"{len(wrong)} of {len(expected)} bytes are wrong; the first is at offset {at}: "
+            f"{int(found[at])} instead of {int(expected[at])}",
+        )
+
+
+@contextmanager
+def ends_within(timeout_s: float, promise: str) -> Iterator[None]:
+    """Interrupt a block that does not end in time. In threads other than the main one it does nothing.
+
+    Raises:
+        AssertionError: the block was interrupted. The message names the promise.
+    """
+    __tracebackhide__ = True
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    seen: list[str] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        where = place_of(frame) if frame is not None else "an unknown place"
+        seen.append(f"it had not ended after {timeout_s:g} s; it was at {where}")
+        broken(promise, seen[0])
+
+    # The timer may be in use: pytest-timeout ends tests with it. So it goes on afterwards.
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left_s - (time.monotonic() - began)))
+    if seen:  # the block may have swallowed the exception
+        broken(promise, seen[0])
 
 
 @dataclass
@@ -85,10 +158,15 @@ class Link:
 
 @dataclass
 class World:
-    """Make nodes, serve them, and close them all at the end."""
+    """Make nodes, serve them, and close them all at the end.
+
+    Attributes:
+        deadline_s: Seconds to wait for something that should happen at once.
+    """
 
     create: Callable[[], Transport]
     nodes: list[Node] = field(default_factory=list)
+    deadline_s: float = DEADLINE_S
 
     def node(self, *arena_bytes: int) -> Node:
         """Make a node whose registered pool has arenas of these sizes, in bytes."""
@@ -115,10 +193,14 @@ class World:
         seen = len(producer.of_type(Connected))
         address = producer.endpoint.listen("")
         producer_id = consumer.endpoint.start_connect(address, timeout_s=DEADLINE_S)
-        self.serve(lambda: len(producer.of_type(Connected)) > seen)
-        self.serve(lambda: Connected(producer_id, incoming=False) in consumer.history)
+        self.serve(
+            lambda: (
+                len(producer.of_type(Connected)) > seen
+                and Connected(producer_id, incoming=False) in consumer.history
+            ),
+            promise="an endpoint that listens accepts a peer, and both sides report `Connected`",
+        )
         (incoming,) = producer.of_type(Connected)[seen:]
-        assert incoming.incoming
         return Link(producer, consumer, producer_id, incoming.peer_id)
 
     def pair(self, num_bytes: int) -> Link:
@@ -128,43 +210,65 @@ class World:
         link.consumer.fill(2)
         return link
 
-    def serve(self, is_done: Callable[[], bool], *nodes: Node) -> None:
+    def serve(
+        self, is_done: Callable[[], bool], *nodes: Node, promise: str = "what a test waits for happens"
+    ) -> None:
         """Collect events of all nodes, or of these, until `is_done` returns True.
 
         Raises:
-            AssertionError: it did not within `DEADLINE_S`. The message shows each node's last events.
+            AssertionError: it did not within `deadline_s`. The message names the promise and each node's last events.
         """
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self.deadline_s
         while not is_done():
-            assert time.monotonic() < deadline, (
-                f"timed out after {DEADLINE_S:g} s waiting for events; the last ones of each node: "
-                f"{[node.history[-5:] for node in self.nodes]}"
-            )
-            for node in nodes or self.nodes:
-                node.history += node.endpoint.wait_events(0.001)
+            if time.monotonic() >= deadline:
+                broken(
+                    promise,
+                    f"it did not happen within {self.deadline_s:g} s; the last events of each node are "
+                    f"{[node.history[-5:] for node in self.nodes]}",
+                )
+            self.turn(*nodes, timeout_s=0.001)
+
+    def turn(self, *nodes: Node, timeout_s: float = 0.0) -> None:
+        """Collect events of all nodes, or of these, once."""
+        for node in nodes or self.nodes:
+            node.history += node.endpoint.wait_events(timeout_s)
 
     def serve_quietly(self, *nodes: Node) -> None:
         """Collect events for a while. For tests that nothing more happens."""
         for _ in range(20):
-            for node in nodes or self.nodes:
-                node.history += node.endpoint.wait_events(0.005)
+            self.turn(*nodes, timeout_s=0.005)
 
     def read(
         self, link: Link, pairs: RegionPairs, guard: Guard, timeout_s: float = DEADLINE_S
     ) -> TransferEnded:
         """Read from the producer's pool into the consumer's; return the end of the read."""
         endpoint = link.consumer.endpoint
-        transfer_id = endpoint.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s)
-        self.serve(lambda: bool(link.consumer.ends_of(transfer_id)))
+        return self.end_of(link, endpoint.start_read(link.producer_id, pairs, guard, timeout_s=timeout_s))
+
+    def end_of(self, link: Link, transfer_id: int, *nodes: Node) -> TransferEnded:
+        """Serve all nodes, or these, until a read of the consumer has ended; return its end."""
+        self.serve(
+            lambda: bool(link.consumer.ends_of(transfer_id)),
+            *nodes,
+            promise="each read that `start_read` accepted ends with a `TransferEnded`, at its deadline at the latest",
+        )
         (ended,) = link.consumer.ends_of(transfer_id)
         return ended
 
     def forget(self, node: Node) -> None:
         """Close a node, and stop serving it."""
-        node.transport.close()
         self.nodes.remove(node)
+        self._close(node)
 
     def close(self) -> None:
         """Close all nodes."""
-        for node in self.nodes:
+        with ExitStack() as stack:  # if one does not close, the others still do
+            for node in reversed(self.nodes):
+                stack.callback(self._close, node)
+            self.nodes.clear()
+
+    def _close(self, node: Node) -> None:
+        with ends_within(
+            self.deadline_s, "`close` ends soon, even if reads are in flight and peers do not answer"
+        ):
             node.transport.close()

@@ -76,13 +76,13 @@ def _describe_thread(native_id: int | None) -> str | None:
             if thread in _started_at:
                 parts.append(f"started at {_started_at[thread]}")
             if frame is not None:
-                parts.append(f"now at {_place(frame)}")
+                parts.append(f"now at {place_of(frame)}")
             return ", ".join(parts)
     return None
 
 
-def _place(frame: FrameType) -> str:
-    """Return the nearest call that is not in the standard library, which is where a reader would look."""
+def place_of(frame: FrameType) -> str:
+    """Return file, line and function of the nearest call that is not in the standard library."""
     library = sysconfig.get_path("stdlib")
     at: FrameType | None = frame
     while at is not None:
@@ -100,7 +100,7 @@ def _starts_are_recorded() -> Iterator[None]:
 
     @functools.wraps(start)
     def start_and_record(thread: threading.Thread) -> None:
-        _started_at.setdefault(thread, _place(sys._getframe(1)))  # nested checks record each thread once
+        _started_at.setdefault(thread, place_of(sys._getframe(1)))  # nested checks record each thread once
         start(thread)
 
     threading.Thread.start = start_and_record  # type: ignore[assignment, method-assign]
@@ -113,7 +113,8 @@ def _starts_are_recorded() -> Iterator[None]:
 # == descriptors, listeners and other sockets ======================================================
 
 
-def _descriptors() -> list[tuple[int, str]]:
+def descriptors() -> list[tuple[int, str]]:
+    """Return the open descriptors of this process, each with what it refers to."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -242,7 +243,7 @@ def _describe_mapping(identity: tuple[str, str, str]) -> str:
 #: What is checked. Add a row to check for more.
 LEAK_CHECKS: Mapping[str, LeakCheck] = {
     "threads": LeakCheck(_threads, _describe_thread),
-    "descriptors": LeakCheck(_descriptors, _describe_descriptor),
+    "descriptors": LeakCheck(descriptors, _describe_descriptor),
     "child processes": LeakCheck(_children, _describe_child),
     "shared memory": LeakCheck(_shared_memory, lambda name: f"shared memory {name!r}"),
     "mapped memory": LeakCheck(_mapped_memory, _describe_mapping),

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from ..base import Connected, Endpoint, Event, MessageReceived, PeerLost, TransferEnded
+from ..errors import KVTransferError, TransportError, UnexpectedError
 from ..regions import Guard, RegionPairs
 from .wrapping import WrappedEndpoint
 
 
-class EventOrder:
-    """Record the calls of an endpoint's owner and the events, and fail on the first one that breaks a promise.
+def broken(promise: str, seen: object, cause: BaseException | None = None) -> NoReturn:
+    """Fail the test: say which promise is broken and what was seen."""
+    __tracebackhide__ = True  # the caller is of interest
+    raise AssertionError(f"broken promise: {promise}; seen: {seen}") from cause
 
-    The module `transports.base` states the promises. Each method raises `AssertionError` if one is broken.
+
+def require(holds: bool, promise: str, seen: object) -> None:
+    """Fail the test if a promise does not hold."""
+    __tracebackhide__ = True
+    if not holds:
+        broken(promise, seen)
+
+
+class EventOrder:
+    """Record the calls of an endpoint's owner and its events. Each method fails the test if a promise is broken.
+
+    The module `transports.base` states the promises.
     """
 
     def __init__(self) -> None:
@@ -32,21 +48,24 @@ class EventOrder:
 
     def connect_started(self, peer_id: int) -> None:
         """Record that `start_connect` returned an id."""
-        assert peer_id not in self._known, (
-            f"start_connect returned a used id: peer id {peer_id} was used before"
+        require(
+            peer_id not in self._known,
+            "ids of peers are never used twice",
+            f"`start_connect` returned {peer_id}, a peer id that was used before",
         )
         self._connecting.add(peer_id)
 
     def read_started(self, transfer_id: int, peer_id: int) -> None:
         """Record that `start_read` returned an id."""
-        assert transfer_id not in self._reads, (
-            f"start_read returned a used id: transfer id {transfer_id} is in use"
+        require(
+            transfer_id not in self._reads and transfer_id not in self._ended,
+            "ids of transfers are never used twice",
+            f"`start_read` returned {transfer_id}, a transfer id that was used before",
         )
-        assert transfer_id not in self._ended, (
-            f"start_read returned a used id: transfer id {transfer_id} was used before"
-        )
-        assert peer_id in self._connected, (
-            f"start_read accepted a read from peer {peer_id}, which is not connected"
+        require(
+            peer_id in self._connected,
+            "only a connected peer is read from",
+            f"`start_read` accepted a read from peer {peer_id}, which is not connected",
         )
         self._reads[transfer_id] = peer_id
 
@@ -59,31 +78,51 @@ class EventOrder:
         """Record that `wait_events` returned this event."""
         match event:
             case TransferEnded(transfer_id):
-                assert transfer_id not in self._ended, f"transfer {transfer_id} ended twice: {event}"
-                assert transfer_id in self._reads, f"transfer {transfer_id} was never started: {event}"
+                promise = "each read ends with exactly one `TransferEnded`"
+                require(
+                    transfer_id not in self._ended, promise, f"transfer {transfer_id} ended twice: {event}"
+                )
+                require(
+                    transfer_id in self._reads, promise, f"transfer {transfer_id} was never started: {event}"
+                )
                 del self._reads[transfer_id]
                 self._ended.add(transfer_id)
                 return
             case Connected(peer_id, incoming):
-                assert peer_id not in self._over, (
-                    f"event about peer {peer_id} after it was lost or disconnected: {event}"
+                promise = "`Connected` is the first event of a peer, and comes once"
+                require(
+                    peer_id not in self._over,
+                    promise,
+                    f"event about peer {peer_id} after it was lost or disconnected: {event}",
                 )
-                assert peer_id not in self._connected, f"peer {peer_id} was connected twice: {event}"
-                assert incoming != (peer_id in self._connecting), (
-                    f"peer {peer_id} was reported with the wrong direction: {event}"
+                require(
+                    peer_id not in self._connected, promise, f"peer {peer_id} was connected twice: {event}"
+                )
+                require(
+                    incoming != (peer_id in self._connecting),
+                    "`incoming` says which side connected",
+                    f"peer {peer_id} was reported with the wrong direction: {event}",
                 )
                 self._connecting.discard(peer_id)
                 self._connected.add(peer_id)
             case MessageReceived(peer_id):
-                assert peer_id in self._connected, (
-                    f"message from peer {peer_id}, which is not connected: {event}"
+                require(
+                    peer_id in self._connected,
+                    "messages come between the `Connected` of their peer and its `PeerLost` or `disconnect`",
+                    f"message from peer {peer_id}, which is not connected: {event}",
                 )
             case PeerLost(peer_id):
-                assert peer_id in self._connecting | self._connected, (
-                    f"loss of peer {peer_id}, which is unknown, or lost or disconnected already: {event}"
+                require(
+                    peer_id in self._connecting | self._connected,
+                    "`PeerLost` is the last event of a peer, comes once, and does not come after `disconnect`",
+                    f"loss of peer {peer_id}, which is unknown, or lost or disconnected already: {event}",
                 )
                 left = [transfer_id for transfer_id, of in self._reads.items() if of == peer_id]
-                assert not left, f"peer {peer_id} was lost before its transfers {left} ended: {event}"
+                require(
+                    not left,
+                    "the reads from a peer end before its `PeerLost`",
+                    f"peer {peer_id} was lost before its transfers {left} ended: {event}",
+                )
                 self._end(peer_id)
 
     @property
@@ -121,4 +160,21 @@ class CheckedEndpoint(WrappedEndpoint):
         events = super().wait_events(timeout_s)
         for event in events:
             self.order.happened(event)
+            _require_reason(event)
         return events
+
+
+def _require_reason(event: Event) -> None:
+    """Require that an event that reports a failure has an error which says why."""
+    promise = "whatever fails, the event has an error of `transports.errors` that says why"
+    match event:
+        case TransferEnded(error=error) if error is not None:
+            require(
+                isinstance(error, TransportError), "a read that fails ends with a `TransportError`", event
+            )
+            require(bool(str(error)), promise, f"an error without text in {event}")
+        case PeerLost(error=error):
+            require(isinstance(error, KVTransferError), promise, f"{error!r} in {event}")
+            require(bool(str(error)), promise, f"an error without text in {event}")
+            is_explained = not isinstance(error, UnexpectedError) or error.__cause__ is not None
+            require(is_explained, promise, f"an `UnexpectedError` without a cause in {event}")
