@@ -31,6 +31,7 @@ from .config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from .content import block_digests
 from .factory import KVConnectorFactory, built_in_schemes
 from .kv_cache_specs import (
     AttentionSpec,
@@ -46,7 +47,7 @@ from .kv_cache_specs import (
     UniformTypeKVCacheSpecs,
 )
 from .output import KVConnectorOutput
-from .stats import KVConnectorStats, TransferRecord
+from .stats import KVConnectorStats, StatsCollector, TransferRecord
 
 if TYPE_CHECKING:
     from .multi import MultiConnector
@@ -99,11 +100,13 @@ __all__ = [
     "SchedulerOutput",
     "SharedMemoryConnector",
     "SlidingWindowSpec",
+    "StatsCollector",
     "TransferRecord",
     "UCXConnector",
     "UniformTypeKVCacheSpecs",
     "WorkerHalf",
     "ZeroMQConnector",
+    "block_digests",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,10 +13,7 @@ from ..transports.errors import KVTransferError
 from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from .metadata import HandoffMetadata, OfferOrder
 from .output import KVConnectorOutput
-from .stats import KVConnectorStats, TransferRecord
-
-#: Records that are kept at most, in case the engine never takes its stats. The counters go on counting.
-_MAX_RECORDS = 1024
+from .stats import KVConnectorStats, StatsCollector, TransferRecord
 
 
 class OfferState(Enum):
@@ -71,8 +68,7 @@ class Outcomes:
         self._report = KVConnectorOutput()
         self._offers: dict[str, OfferState] = {}
         self._loads: dict[str, _Load] = {}
-        self._records: list[TransferRecord] = []
-        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._stats = StatsCollector()
 
     def __repr__(self) -> str:
         states = Counter(state.value for state in self._offers.values())
@@ -155,8 +151,7 @@ class Outcomes:
 
     def count(self, name: str) -> None:
         """Count something that is not the end of a handoff; `name` is one of `COUNTERS`."""
-        with self._lock:
-            self._counters[name] += 1
+        self._stats.count(name)
 
     def take_report(self) -> KVConnectorOutput:
         """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
@@ -166,16 +161,12 @@ class Outcomes:
 
     def take_stats(self) -> KVConnectorStats | None:
         """Take the figures since the last call, or None without any."""
-        with self._lock:
-            records, self._records = self._records, []
-            counters, self._counters = self._counters, defaultdict(float)
-        stats = KVConnectorStats(tuple(records), dict(counters))
-        return None if stats.is_empty() else stats
+        return self._stats.take()
 
     # -- under the lock ------------------------------------------------------------------------------
 
     def _end_offer(self, ended: OfferEnded) -> None:
-        self._counters[f"offers_{ended.outcome}_total"] += 1
+        self._stats.count(f"offers_{ended.outcome}_total")
         match self._offers.get(ended.request_id):
             case OfferState.OFFERED:
                 del self._offers[ended.request_id]
@@ -200,7 +191,7 @@ class Outcomes:
         if ended.error is not None:
             self._report.invalid_block_ids.update(_real_blocks(ended.blocks))
             self._report.load_errors[ended.request_id] = str(ended.error)
-        self._count(self._record(ended, load.reads, now - load.exposed_since))
+        self._stats.add(self._record(ended, load.reads, now - load.exposed_since))
 
     def _record(self, ended: LoadEnded, reads: Sequence[_Read], exposed_s: float) -> TransferRecord:
         return TransferRecord(
@@ -217,12 +208,6 @@ class Outcomes:
             reason=_joined(read.route.reason for read in reads),
             exposed_seconds=exposed_s,
         )
-
-    def _count(self, record: TransferRecord) -> None:
-        if len(self._records) < _MAX_RECORDS:
-            self._records.append(record)
-        if record.error:
-            self._counters["load_failures_total"] += 1
 
 
 def _seconds(reads: Sequence[_Read]) -> float:

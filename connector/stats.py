@@ -1,7 +1,8 @@
 """Figures of handoffs: one record per load, counters, and the table of metrics that every host exports.
 
-A worker half collects figures between two calls of `get_kv_connector_stats`. The host adds them up over ranks with
-`KVConnectorStats.aggregate` and gives them to `HandoffMetrics`, which exports them.
+A worker half keeps a `StatsCollector`, adds one `TransferRecord` to it per load, and returns what `take` gives it from
+`get_kv_connector_stats`. The host adds the figures up over ranks with `KVConnectorStats.aggregate` and gives them to
+`HandoffMetrics`, which exports them.
 
 To add a metric, add a row to `METRICS` here and measure it where it happens: count it under its key in `COUNTERS`, or
 fill a field of `TransferRecord`. Hosts and `docs/metrics.md` take names, types, labels and meanings from the table.
@@ -9,6 +10,8 @@ fill a field of `TransferRecord`. Hosts and `docs/metrics.md` take names, types,
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
@@ -21,6 +24,8 @@ _BYTES = tuple(float(4**exponent) for exponent in range(7, 19))  # 16 KiB to 64 
 _NUMBERS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 30000.0)
 #: Fields of `TransferRecord` that are labels of the metrics of loads. They say what moved the bytes.
 _LOAD_LABELS = ("transport", "mechanism")
+#: Records that a collector keeps at most, in case the engine never takes them. The counters go on counting.
+_MAX_RECORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,13 @@ _HISTOGRAMS = tuple(metric for metric in METRICS if metric.kind == "histogram")
 class TransferRecord:
     """Describe one request's load, as one rank saw it or, after `joined`, as the whole node did.
 
+    A connector adds it no later than the step in which the load ends: for an asynchronous load, the one whose `get_finished`
+    names the request.
+
     Attributes:
-        transport: Scheme of the transport that was used, e.g. `"shm"`.
+        transport: What the bytes came through: scheme of the transport, e.g. `"shm"`, or a store's own word, e.g. `"file"`.
         mechanism: What moved the bytes, e.g. `"mapped"`; empty if nothing was read.
-        layout: Layout of this node's pool, `"uniform"` or `"per-layer"`.
+        layout: Layout of this node's pool, `"uniform"` or `"per-layer"`; empty if the connector does not say.
         num_blocks: Blocks that the load was to fill, over all groups. Blocks that were cached here are not included.
         num_regions: Contiguous runs of bytes that were copied.
         num_regions_per_layer: Runs that the per-layer layout would have needed. Between nodes that differ in layout or
@@ -109,13 +117,13 @@ class TransferRecord:
 
     request_id: str
     transport: str
-    mechanism: str
-    layout: str
-    num_blocks: int
-    num_regions: int
-    num_regions_per_layer: int
-    num_bytes: int
-    seconds: float
+    mechanism: str = ""
+    layout: str = ""
+    num_blocks: int = 0
+    num_regions: int = 0
+    num_regions_per_layer: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
     error: str = ""
     reason: str = ""
     exposed_seconds: float = 0.0
@@ -200,6 +208,36 @@ class KVConnectorStats:
                 )
         transfers = tuple(TransferRecord(**record) for record in data["transfers"])
         return cls(transfers=transfers, counters=dict(data["counters"]))
+
+
+class StatsCollector:
+    """Collect figures between two calls of `get_kv_connector_stats`. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: list[TransferRecord] = []
+        self._counters: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, record: TransferRecord) -> None:
+        """Note a load that has ended. One with an `error` is counted as a failure as well."""
+        with self._lock:
+            if len(self._records) < _MAX_RECORDS:
+                self._records.append(record)
+            if record.error:
+                self._counters["load_failures_total"] += 1
+
+    def count(self, key: str) -> None:
+        """Count something else that happened; `key` is one of `COUNTERS`."""
+        with self._lock:
+            self._counters[key] += 1
+
+    def take(self) -> KVConnectorStats | None:
+        """Take the figures since the last call, or None without any."""
+        with self._lock:
+            records, self._records = self._records, []
+            counters, self._counters = self._counters, defaultdict(float)
+        stats = KVConnectorStats(tuple(records), dict(counters))
+        return None if stats.is_empty() else stats
 
 
 class HandoffMetrics:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from kvferry.connector import KVConnectorStats, TransferRecord
+from kvferry.connector import KVConnectorStats, StatsCollector, TransferRecord
 from kvferry.connector.stats import METRICS, HandoffMetrics
 
 
@@ -91,6 +91,36 @@ def test_ranks_of_one_load_are_joined() -> None:
     assert (joined.num_blocks, joined.num_regions, joined.num_bytes) == (4, 2, 4000)
     assert (joined.seconds, joined.error) == (0.5, "gone")
     assert TransferRecord.joined(ranks[:1]) == ranks[0]
+
+
+class TestCollector:
+    """How a worker half keeps its figures."""
+
+    def test_figures_are_taken_once(self) -> None:
+        collector = StatsCollector()
+        assert collector.take() is None
+        collector.add(record("a"))
+        collector.add(record("b", error="gone"))
+        collector.count("offers_expired_total")
+        counters = {"load_failures_total": 1, "offers_expired_total": 1}
+        assert collector.take() == KVConnectorStats((record("a"), record("b", error="gone")), counters)
+        assert collector.take() is None
+
+    def test_a_store_needs_to_name_only_what_it_knows(self) -> None:
+        collector = StatsCollector()
+        collector.add(TransferRecord("a", "file", num_blocks=2, num_bytes=4096, seconds=0.5))
+        stats = collector.take()
+        assert stats is not None
+        assert KVConnectorStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
+
+    def test_an_engine_that_never_takes_them_loses_no_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvferry.connector.stats._MAX_RECORDS", 2)
+        collector = StatsCollector()
+        for name in "abc":
+            collector.add(record(name, error="gone"))
+        stats = collector.take()
+        assert stats is not None
+        assert (len(stats.transfers), stats.counters["load_failures_total"]) == (2, 3)
 
 
 class TestExport:
