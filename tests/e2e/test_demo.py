@@ -29,6 +29,7 @@ KEYS = {
     "near_ties",
     "connector",
     "overlap",
+    "loaded_tokens",
     "transport",
     "layout",
     "num_blocks",

@@ -130,6 +130,10 @@ def test_the_header_says_how_the_load_ended(error: str | None, outcome: str) -> 
     assert transfer_outcome(RequestMetrics(9, 1, 0, 0, 0, 0.1, transfer)) == outcome
 
 
+def test_the_header_does_not_need_the_connectors_figures() -> None:
+    assert transfer_outcome(RequestMetrics(9, 1, 0, 8, 0, 0.1, None)) == "loaded"
+
+
 def test_a_failure_of_any_rank_is_a_failure_of_the_node() -> None:
     joined = KVOutputAggregator(2).aggregate([None, KVConnectorOutput(failure="it broke", warning="careful")])
     assert (joined.failure, joined.warning) == ("it broke", "careful")

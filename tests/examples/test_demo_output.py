@@ -48,6 +48,7 @@ class TestTable:
             (answered(1), "nothing to transfer"),
             (answered(40, num_cached_tokens=39), "nothing to transfer"),
             (answered(40), "not transferred"),
+            (answered(40, num_loaded_tokens=32), "32 tokens, no figures reported"),
             (answered(40, transfer={"error": "the producer is gone"}), "transfer failed"),
             (Answer(error="HTTP 500"), "request failed"),
         ],
@@ -62,6 +63,21 @@ class TestTable:
         assert text not in lines[-1]
         assert lines[-1].rindex("yes") == lines[-2].rindex("yes")
 
+    def test_what_moved_the_caches_is_named_once_for_all_requests(self) -> None:
+        moved, again = (answered(40, transfer={**TRANSFER, "transport": "file", "mechanism": "read"}),) * 2
+        silent, idle = answered(40, num_loaded_tokens=32), answered(1)
+
+        def summary(*answers: Answer) -> str:
+            table = format_table(["a"] * len(answers), answers, [report(answer) for answer in answers])
+            return table.splitlines()[0]
+
+        assert summary(moved, again, idle) == "transport file · mechanism read · layout uniform"
+        # A connector may report nothing of what it loaded; that is not the same as no transport.
+        both = "transport no figures reported · mechanism no figures reported · layout uniform"
+        assert summary(silent, idle) == both
+        assert summary(silent, moved).startswith("transport file, no figures reported · ")
+        assert summary(idle) == "transport none · mechanism none · layout uniform"
+
     def test_why_there_was_nothing_to_transfer(self) -> None:
         short, cached, moved = (
             answered(1),
@@ -71,6 +87,9 @@ class TestTable:
         assert explain_nothing([moved], [report(moved)]) == ""
         assert "have only one" in explain_nothing([short, moved], [report(short), report(moved)])
         assert "prefix cache" in explain_nothing([cached], [report(cached)])
+        silent = answered(40, num_cached_tokens=39, num_loaded_tokens=1)
+        assert explain_nothing([silent], [report(silent)]) == ""
+        assert report(silent).loaded_tokens == 1
 
     def test_a_slower_pair_is_explained_and_a_faster_one_is_not(self) -> None:
         assert explain_slower([report(answered(40, ttft_s=0.05))]) == ""

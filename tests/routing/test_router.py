@@ -145,6 +145,22 @@ async def test_a_prefill_node_that_offers_nothing_lets_the_decode_node_compute()
     assert "kv_transfer_params" not in decode.bodies[0]
 
 
+@pytest.mark.parametrize(("told", "num_computed_again"), [("loaded", 0), ("none", 1), ("failed", 1)])
+async def test_what_a_decode_node_loads_without_an_offer_is_not_counted_as_computed_again(
+    told: str, num_computed_again: int
+) -> None:
+    """Nodes that share a store make no offers."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [{"text": "one"}]}, headers={"X-KV-Transfer": told})
+
+    async with routed([FakeNode(offer_nothing)], [FakeNode(answer)]) as client:
+        async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 9}) as response:
+            assert (response.status, response.headers["X-KV-Transfer"]) == (200, told)
+        async with client.get("/metrics") as response:
+            assert f"kvferry_router_without_handoff_total {num_computed_again}.0" in await response.text()
+
+
 async def test_a_stream_passes_unchanged() -> None:
     assert await ask([FakeNode(offer)], [FakeNode(answer_stream)], stream=True) == [(200, EVENTS)]
 

@@ -42,8 +42,13 @@ class Answer:
         return str((self.metrics.get("transfer") or {}).get("error") or "")
 
     @property
+    def loaded_tokens(self) -> int:
+        """Prompt tokens whose KV cache the decode node loaded, also if its connector reported no figures."""
+        return int(self.metrics.get("num_loaded_tokens", 0))
+
+    @property
     def transfer(self) -> Mapping[str, Any]:
-        """How the KV cache was transferred; empty if it was not."""
+        """How the KV cache was transferred; empty if it was not, or the connector reported no figures."""
         transfer = self.metrics.get("transfer") or {}
         return {} if transfer.get("error") else transfer
 

@@ -14,6 +14,8 @@ from .memcpy import memcpy_gb_per_s
 from .near_tie import Comparison
 
 MAX_PROMPT_CHARS = 24
+#: Stands for the figures of a load that the connector did not report.
+NO_FIGURES = "no figures reported"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class RequestReport:
         near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
             as the single node says; see `near_tie`. Empty if the answers differ in any other way.
         overlap: Whether each chunk could be transferred while the next one was computed.
-        transport: Scheme of the transport that moved the cache; empty if nothing was moved.
+        loaded_tokens: Prompt tokens whose cache was moved.
+        transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or if the
+            connector reported no figures. The other figures are 0 in both cases.
         num_regions: Contiguous runs of bytes in which the cache came.
         exposed_transfer_s: The part of `transfer_s` that computing the prompt did not hide.
         ttft_s: Time from the client's request to the first token.
@@ -39,6 +43,7 @@ class RequestReport:
     near_ties: list[dict[str, Any]]
     connector: str
     overlap: bool
+    loaded_tokens: int
     transport: str
     layout: str
     num_blocks: int
@@ -84,6 +89,7 @@ def report_of(
         near_ties=_near_ties(comparison),
         connector=connector,
         overlap=overlap,
+        loaded_tokens=answer.loaded_tokens,
         transport=transfer.get("transport", ""),
         layout=transfer.get("layout", "") or layout,
         num_blocks=transfer.get("num_blocks", 0),
@@ -184,7 +190,7 @@ _COLUMNS = (
     _Column(
         "blocks",
         lambda prompt, answer, report: str(report.num_blocks),
-        "blocks of the KV cache that the decode node loaded from the prefill node",
+        "blocks of the KV cache that the decode node loaded",
         is_transfer=True,
     ),
     _Column(
@@ -262,7 +268,8 @@ def _line(cells: Sequence[str], widths: Sequence[int], instead: str = "") -> str
 def _had_nothing(answer: Answer) -> bool:
     """Say whether the decode node needed no block of another node."""
     cached = int(answer.metrics.get("num_cached_tokens", 0))
-    is_answered = bool(answer.token_ids) and not answer.transfer and not answer.transfer_error
+    is_loaded = bool(answer.transfer) or answer.loaded_tokens > 0
+    is_answered = bool(answer.token_ids) and not is_loaded and not answer.transfer_error
     return is_answered and cached >= answer.prompt_tokens - 1
 
 
@@ -271,6 +278,8 @@ def _instead(answer: Answer) -> str:
         return "request failed"
     if answer.transfer_error:
         return "transfer failed"
+    if answer.loaded_tokens:
+        return f"{answer.loaded_tokens} tokens, {NO_FIGURES}"
     return "nothing to transfer" if _had_nothing(answer) else "not transferred"
 
 
@@ -278,12 +287,15 @@ def _summary(answers: Sequence[Answer], reports: Sequence[RequestReport]) -> str
     def united(values: Sequence[str]) -> str:
         return ", ".join(sorted({value for value in values if value})) or "none"
 
-    def way(report: RequestReport, answer: Answer) -> str:
-        reason = answer.transfer.get("reason", "")
-        return f"{report.transport} ({reason})" if reason else report.transport
+    def transport(answer: Answer) -> str:
+        name, reason = answer.transfer.get("transport", ""), answer.transfer.get("reason", "")
+        return f"{name} ({reason})" if reason else name
 
-    transports = united([way(*pair) for pair in zip(reports, answers, strict=True)])
-    mechanisms = united([answer.transfer.get("mechanism", "") for answer in answers])
+    def of_load(answer: Answer, name: str) -> str:
+        return name or (NO_FIGURES if answer.loaded_tokens else "")
+
+    transports = united([of_load(answer, transport(answer)) for answer in answers])
+    mechanisms = united([of_load(answer, answer.transfer.get("mechanism", "")) for answer in answers])
     layouts = united([report.layout for report in reports])
     return f"transport {transports} · mechanism {mechanisms} · layout {layouts}"
 

@@ -24,6 +24,7 @@ from .launcher import LaunchedProcess, Launcher, LaunchError
 from .near_tie import Comparison, compare, tolerance_of
 from .report import (
     MAX_PROMPT_CHARS,
+    NO_FIGURES,
     explain_nothing,
     explain_slower,
     format_legend,
@@ -237,9 +238,12 @@ def _explain(prompt: str, answer: Answer, comparison: Comparison | None) -> None
     """Say how an answer differs from the single node's, and whether its transfer failed."""
     if comparison is not None and not comparison.is_identical:
         say(f"{prompt!r}: {comparison}")
-        moved = f"the transfer succeeded ({answer.transfer.get('num_bytes', 0)} bytes)"
-        if not answer.transfer_error:
-            say(f"{prompt!r}: {moved if answer.transfer else 'nothing was transferred'}")
+        if answer.transfer:
+            say(f"{prompt!r}: the transfer succeeded ({answer.transfer['num_bytes']} bytes)")
+        elif answer.loaded_tokens:
+            say(f"{prompt!r}: the transfer succeeded ({NO_FIGURES})")
+        elif not answer.transfer_error:
+            say(f"{prompt!r}: nothing was transferred")
     if answer.transfer_error:
         say(
             f"{prompt!r}: the transfer failed, so the decode node computed the prompt itself: {answer.transfer_error}"

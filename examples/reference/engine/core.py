@@ -287,10 +287,10 @@ class EngineCore:
     def _note_transfers(self, report: KVConnectorOutput) -> None:
         if isinstance(report.kv_connector_stats, KVConnectorStats):
             self._on_handoffs(report.kv_connector_stats)
-        loading = self.parts.scheduler.handoffs.loading
-        for request_id, record in self._records.take_ended(report).items():
-            if request_id in loading:
-                loading[request_id].figures.transfer = record
+        scheduler = self.parts.scheduler
+        if records := self._records.take_ended(report, scheduler.handoffs.unfinished_loads):
+            for request in scheduler.live_requests:
+                request.figures.transfer = records.get(request.request_id, request.figures.transfer)
 
     # -- figures and the end -------------------------------------------------------------------------
 

@@ -159,6 +159,15 @@ class Handoffs:
         }
 
     @property
+    def unfinished_loads(self) -> set[str]:
+        """Requests whose asynchronous load has not ended, including those that have finished meanwhile."""
+        return {
+            request_id
+            for request_id, transfer in self._transfers.items()
+            if transfer.holds & {Hold.LOADING, Hold.DRAINING}
+        }
+
+    @property
     def num_offered(self) -> int:
         """Finished requests whose blocks are kept for another node."""
         return sum(Hold.OFFERED in transfer.holds for transfer in self._transfers.values())

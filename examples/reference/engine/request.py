@@ -46,6 +46,11 @@ class RequestFigures:
         """Seconds from arrival to the first token; 0 until there is one."""
         return 0.0 if self.first_token_s is None else self.first_token_s - self.arrival_s
 
+    def note_failed_load(self, request_id: str, why: str) -> None:
+        """Note that the load failed, also if the connector reported no figures of it."""
+        self.num_loaded_tokens = 0
+        self.transfer = self.transfer or TransferRecord(request_id, transport="", error=why)
+
 
 class Request:
     """A request as scheduler, connector, block manager and runner see it.

@@ -415,7 +415,7 @@ class Scheduler:
         self, request: Request, why: str, valid_tokens: Mapping[str, int], outcome: StepOutcome
     ) -> None:
         request.num_computed_tokens = valid_tokens.get(request.request_id, request.num_computed_tokens)
-        request.figures.num_loaded_tokens = 0
+        request.figures.note_failed_load(request.request_id, why)
         self._make_ready(request)
         if self._fails_on_load_error:
             outcome.failed.append((request, f"the KV cache of the prompt could not be loaded: {why}"))
@@ -433,7 +433,8 @@ class Scheduler:
         cut = {request.request_id: request for request in self.running if request.request_id in valid_tokens}
         for request_id, request in cut.items():
             request.num_computed_tokens = min(request.num_computed_tokens, valid_tokens[request_id])
+            why = report.load_errors.get(request_id, "the load failed")
+            request.figures.note_failed_load(request_id, why)
             if self._fails_on_load_error:
-                why = report.load_errors.get(request_id, "the load failed")
                 outcome.failed.append((request, f"the KV cache of the prompt could not be loaded: {why}"))
         return set(cut)

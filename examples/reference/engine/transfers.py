@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 
@@ -15,15 +17,24 @@ class RankRecords:
     def __init__(self) -> None:
         self._open: dict[str, list[TransferRecord]] = {}
 
-    def take_ended(self, report: KVConnectorOutput) -> dict[str, TransferRecord]:
-        """Take in one step's report of all ranks; return one record per load that ended in it, by request."""
+    def take_ended(self, report: KVConnectorOutput, loading: AbstractSet[str]) -> dict[str, TransferRecord]:
+        """Take in one step's report of all ranks; return one record per load that ended in it, by request.
+
+        Args:
+            loading: Requests whose asynchronous load had not ended before this step. A load of any other request was
+                synchronous: every rank ended it in this step.
+        """
         stats = report.kv_connector_stats
         # A connector from outside the project may have stats of another class, which hold no records of ours.
         for record in stats.transfers if isinstance(stats, KVConnectorStats) else ():
             self._open.setdefault(record.request_id, []).append(record)
         # Ranks need not end a load in the same step. `finished_recving` names it only after the last of them has.
-        ended = report.finished_recving & self._open.keys()
-        joined = {request_id: TransferRecord.joined(self._open.pop(request_id)) for request_id in ended}
+        unfinished = loading - report.finished_recving
+        joined = {
+            request_id: TransferRecord.joined(self._open.pop(request_id))
+            for request_id in list(self._open)
+            if request_id not in unfinished
+        }
         while len(self._open) > MAX_OPEN_LOADS:
             del self._open[next(iter(self._open))]
         return joined

@@ -106,10 +106,10 @@ class RequestMetrics:
         num_prompt_tokens: Length of the prompt.
         num_output_tokens: Tokens generated so far.
         num_cached_tokens: Prompt tokens found in this node's own prefix cache.
-        num_loaded_tokens: Prompt tokens whose KV cache another node computed.
+        num_loaded_tokens: Prompt tokens whose KV cache the connector loaded.
         num_preemptions: Times the request lost its blocks and was recomputed.
         ttft_s: Time from arrival to the first token; 0 until there is one.
-        transfer: How the KV cache came here; None if nothing was loaded.
+        transfer: How the KV cache came here; None if nothing was loaded, or the connector reported no figures of the load.
     """
 
     num_prompt_tokens: int

@@ -153,6 +153,7 @@ def transfer_outcome(metrics: RequestMetrics) -> str:
 
     A failed load is `"failed"` even if this node then computed the prompt itself.
     """
-    if metrics.transfer is None:
-        return "none"
-    return "failed" if metrics.transfer.error else "loaded"
+    if metrics.transfer is not None:
+        return "failed" if metrics.transfer.error else "loaded"
+    # A connector may report no figures, but the engine knows what it loaded.
+    return "loaded" if metrics.num_loaded_tokens else "none"

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
-from .handoffs import Handoff, Handoffs
+from .handoffs import Handoff, Handoffs, has_loaded
 from .health import NodeState
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
@@ -231,6 +231,12 @@ class Router:
             body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
             async with open_answer(call, node, body) as (upstream, first):
                 self._handoffs.answered(call, handoff, upstream, first)
+                # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
+                if handoff.offer is None and not is_alone and not has_loaded(upstream):
+                    logger.warning(
+                        "%s: no KV cache was offered; %s computes the prompt", call.request_id, node.url
+                    )
+                    self._metrics.without_handoff.inc()
                 response = await reply.copy(node, upstream, first)
                 handoff.read_tail(reply.tail)
                 return response

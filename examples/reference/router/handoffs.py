@@ -189,6 +189,11 @@ async def _released(call: Call, offer: Offer) -> None:
         )
 
 
+def has_loaded(response: aiohttp.ClientResponse) -> bool:
+    """Return whether a decode node reports that it loaded a KV cache."""
+    return response.headers.get(TRANSFER_HEADER) == "loaded"
+
+
 def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result:
     match response.headers.get(TRANSFER_HEADER):
         case "failed":

@@ -35,7 +35,7 @@ class RouterMetrics:
         )
         self.without_handoff = Counter(
             "kvferry_router_without_handoff_total",
-            "Requests whose prefill node offered no KV cache, so that the decode node computed the prompt again",
+            "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",
             registry=self._registry,
         )
         self.decoded_alone = Counter(

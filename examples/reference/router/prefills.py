@@ -54,8 +54,7 @@ class Prefill(ABC):
 
     def _note_params(self, call: Call, node: UpstreamNode, params: Params) -> None:
         if params is None:
-            logger.warning("%s: %s offered no KV cache", call.request_id, node.url)
-            self._metrics.without_handoff.inc()
+            logger.info("%s: %s offered no KV cache", call.request_id, node.url)
 
 
 class WholePrefill(Prefill):
