@@ -81,13 +81,11 @@ def test_another_prompt_or_model_finds_nothing(tmp_path: Path) -> None:
         assert second.scheduler.get_num_new_matched_tokens(Request("b", 18), 0) == (0, False)
 
 
-@dataclass
-class OwnRequest(Request):
-    """A request of an engine that has adapters, salts and images."""
-
-    lora_id: str | None = None
-    cache_salt: str | None = None
-    mm_features: tuple[str, ...] = ()
+@dataclass(frozen=True)
+class Image:
+    identifier: str
+    offset: int = 3
+    length: int = 2
 
 
 def test_adapters_salts_and_images_share_no_file(tmp_path: Path) -> None:
@@ -95,10 +93,10 @@ def test_adapters_salts_and_images_share_no_file(tmp_path: Path) -> None:
         first.prefill("a", 18)
         first.step()
         ask = first.scheduler.get_num_new_matched_tokens
-        assert ask(OwnRequest("b", 18), 0) == (16, False)
-        assert ask(OwnRequest("b", 18, lora_id="polite"), 0) == (0, False)
-        assert ask(OwnRequest("b", 18, cache_salt="mine"), 0) == (0, False)
-        assert ask(OwnRequest("b", 18, mm_features=("a cat at 3",)), 0) == (0, False)
+        assert ask(Request("b", 18), 0) == (16, False)
+        assert ask(Request("b", 18, lora_id="polite"), 0) == (0, False)
+        assert ask(Request("b", 18, cache_salt="mine"), 0) == (0, False)
+        assert ask(Request("b", 18, mm_features=(Image("a cat"),)), 0) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +111,39 @@ def test_a_file_that_cannot_be_read_is_a_failed_load(tmp_path: Path, damage: Any
             damage(tmp_path / name)
         first.step()
         assert first.invalid_block_ids == set(table[:4])
+        (record,) = first.stats.transfers
+        assert (record.request_id, record.transport) == ("b", "file")
+        assert "cannot load" in record.error
+
+
+def test_a_load_is_reported_with_its_figures(tmp_path: Path) -> None:
+    with node(tmp_path) as first:
+        first.prefill("a", 18)
+        first.step()
+        first.start_load(Request("b", 18), first.allocate(8))
+        first.step()
+        (record,) = first.stats.transfers
+        assert (record.transport, record.mechanism, record.layout) == ("file", "safetensors", "per-layer")
+        num_bytes = 2 * SHAPE.num_layers * SHAPE.spec.page_size_bytes
+        assert (record.request_id, record.num_blocks, record.num_bytes) == ("b", 2, num_bytes)
+        assert record.exposed_seconds == record.seconds > 0
+        assert record.error == ""
+
+
+def test_a_prompt_that_another_node_is_saving_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node(tmp_path) as first, node(tmp_path) as second:
+        _, params = first.prefill("a", 18)
+        request = Request("b", 18, params)
+        second.scheduler.on_new_request(request)
+        assert second.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        first.step()
+        assert second.scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
+        monkeypatch.setattr("custom_connector.WAIT_S", 0.0)
+        lost = Request("c", 22, params)
+        second.scheduler.on_new_request(lost)
+        assert second.scheduler.get_num_new_matched_tokens(lost, 0) == (0, False)
 
 
 def test_a_save_that_fails_frees_the_blocks_and_costs_no_answer(tmp_path: Path) -> None:

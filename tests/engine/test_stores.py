@@ -1,0 +1,140 @@
+"""Real engines that share one of the example stores: right answers, and figures of what was loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from custom_connector import FileConnector, FileWorker
+
+from kvferry.connector.config import KVTransferConfig
+from reference.engine.settings import EngineSettings
+from reference.node.replies import transfer_outcome
+from tests.support.engines import DEADLINE_S, MakeNode, served_engine
+from tests.support.engines import SteppedNode as Node
+
+#: Several steps of prefill; its last block is not full.
+PROMPT = [random.Random(5).randrange(256) for _ in range(45)]
+NUM_TOKENS = 6
+
+STORES = [pytest.param("FileConnector", "custom_connector", id="file")]
+
+
+class SilentWorker(FileWorker):
+    """Loads, and keeps its figures to itself."""
+
+    def get_kv_connector_stats(self) -> None:
+        return None
+
+
+class SilentConnector(FileConnector):
+    def make_worker_half(self) -> SilentWorker:
+        folder, _ = self._settings()
+        return SilentWorker(folder, self.kv_cache_config.num_blocks)
+
+
+@pytest.fixture
+def make_store(make_node: MakeNode, tmp_path: Path) -> Callable[..., Node]:
+    """`(connector, module, **settings)` → a node whose store is in the test's folder."""
+    return lambda connector, module, **settings: make_node(
+        kv_transfer=transfer_config(connector, module, tmp_path), **settings
+    )
+
+
+def transfer_config(connector: str, module: str, folder: Path) -> KVTransferConfig:
+    return KVTransferConfig(
+        connector,
+        "kv_both",
+        kv_connector_module_path=module,
+        kv_connector_extra_config={"folder": str(folder)},
+    )
+
+
+@pytest.mark.parametrize(("connector", "module"), STORES)
+def test_what_one_node_saved_another_loads_and_reports(
+    connector: str, module: str, make_store: Callable[..., Node], reference: Callable[..., list[int]]
+) -> None:
+    expected = reference("llama", PROMPT, NUM_TOKENS)
+    first, second = (make_store(connector, module) for _ in range(2))
+    assert first.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
+    assert first.metrics.transfer is None
+    assert second.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
+    record = second.metrics.transfer
+    assert record is not None
+    assert (record.transport, record.layout, record.error) == ("file", "per-layer", "")
+    assert (record.num_blocks, second.metrics.num_loaded_tokens) == (11, 44)
+    assert record.num_bytes > 0
+    assert record.seconds > 0
+    assert transfer_outcome(second.metrics) == "loaded"
+    assert (first.num_loads, second.num_loads) == ((0, 0), (1, 0))
+    assert first.is_whole
+    assert second.is_whole
+
+
+@pytest.mark.parametrize(("connector", "module"), STORES)
+def test_a_damaged_store_is_computed_around_and_reported(
+    connector: str,
+    module: str,
+    make_store: Callable[..., Node],
+    reference: Callable[..., list[int]],
+    tmp_path: Path,
+) -> None:
+    expected = reference("llama", PROMPT, NUM_TOKENS)
+    first, second = (make_store(connector, module) for _ in range(2))
+    first.answer(PROMPT, max_tokens=NUM_TOKENS)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert second.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
+    assert second.metrics.num_loaded_tokens == 0
+    assert second.metrics.transfer is not None
+    assert "cannot load" in second.metrics.transfer.error
+    assert transfer_outcome(second.metrics) == "failed"
+    assert second.num_loads == (0, 1)
+    assert second.is_whole
+
+
+def test_a_store_that_reports_no_figures_still_shows_that_it_loaded(
+    make_store: Callable[..., Node], tmp_path: Path
+) -> None:
+    first, second, third = (make_store("SilentConnector", __name__) for _ in range(3))
+    expected = first.answer(PROMPT, max_tokens=NUM_TOKENS)
+    assert second.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
+    assert (second.metrics.transfer, second.metrics.num_loaded_tokens) == (None, 44)
+    assert transfer_outcome(second.metrics) == "loaded"
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"no")
+    assert third.answer(PROMPT, max_tokens=NUM_TOKENS) == expected
+    assert third.metrics.transfer is not None
+    assert (third.metrics.transfer.transport, third.metrics.transfer.error) == ("", "the load failed")
+    assert transfer_outcome(third.metrics) == "failed"
+
+
+async def test_a_node_shows_a_stores_loads_in_answers_and_metrics(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = EngineSettings(
+        str(tiny_model("llama")),
+        block_size=4,
+        num_blocks=60,
+        enable_prefix_caching=False,
+        kv_transfer=transfer_config("FileConnector", "custom_connector", tmp_path),
+    )
+    body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    async with served_engine(settings) as (_, _, client):
+        async with client.post("/v1/completions", json=body) as reply:
+            assert reply.headers["X-KV-Transfer"] == "none"
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(tmp_path.glob("*.safetensors")):
+                await asyncio.sleep(0.01)
+        async with client.post("/v1/completions", json=body) as reply:
+            assert reply.headers["X-KV-Transfer"] == "loaded"
+            transfer = (await reply.json())["metrics"]["transfer"]
+        assert (transfer["transport"], transfer["mechanism"]) == ("file", "safetensors")
+        async with client.get("/metrics") as page:
+            labels = '{mechanism="safetensors",transport="file"}'
+            text = await page.text()
+        assert f"kvferry_load_seconds_count{labels} 1.0" in text
+        assert f"kvferry_load_bytes_sum{labels} {float(transfer['num_bytes'])}" in text
