@@ -62,14 +62,14 @@ class Prefill:
         node.step()
         node.fill(blocks, seed=5)
         expected = node.contents(blocks)
-        node.cache[:, blocks] = 0
+        node.pool.poison(blocks)
         return cls(node, request, blocks, expected)
 
     def compute(self, num_tokens: int) -> dict[str, Any] | None:
         """Compute the first `num_tokens` tokens. Returns the params that the connector then makes."""
         self.request.num_computed_tokens = num_tokens
         num_blocks = -(-num_tokens // BLOCK)
-        self.node.cache[:, self.blocks[:num_blocks]] = self.expected[:, :num_blocks]
+        self.node.write(self.blocks[:num_blocks], self.expected[:, :num_blocks])
         if num_tokens == NUM_TOKENS:
             return self.node.finish(self.request, self.blocks, "length")
         return self.node.scheduler.request_progressed(self.request, [self.blocks[:num_blocks]])
@@ -97,7 +97,7 @@ def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> 
     params = prefill.compute(6)
     blocks = start_load(consumer, params)
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 1), producer)
-    assert not consumer.contents(blocks[1:]).any()  # only half of the second block is computed
+    assert consumer.is_poison(blocks[1:])  # the second block is half computed
     assert prefill.compute(14) is None
     consumer.step_until(lambda: has_arrived(consumer, prefill, blocks, 3), producer)
     assert not is_loaded(consumer)
@@ -117,7 +117,7 @@ def test_nodes_with_other_block_sizes_overlap_too(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node(replace(SHAPE, block_size=8))
     prefill = Prefill.begin(producer)
     blocks = start_load(consumer, prefill.compute(10))
-    consumer.step_until(lambda: bool(consumer.contents(blocks[:1]).all()), producer)
+    consumer.step_until(lambda: not consumer.is_poison(blocks[:1]), producer)
     prefill.compute(NUM_TOKENS)
     consumer.step_until(lambda: is_loaded(consumer), producer)
     ours = consumer.contents(blocks).transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS]

@@ -1,0 +1,31 @@
+"""How the suites fail: with the promise that was broken, and what was seen instead."""
+
+from __future__ import annotations
+
+
+class BrokenPromiseError(AssertionError):
+    """A connector did what `connector/base.py` rules out.
+
+    Attributes:
+        promise: What it must do instead.
+        seen: What it did.
+    """
+
+    def __init__(self, promise: str, seen: str) -> None:
+        super().__init__(f"broken promise: {promise}\nseen: {seen}")
+        self.promise = promise
+        self.seen = seen
+
+
+def promise(text: str, *, kept: bool, seen: object = "") -> None:
+    """Fail unless a promise is kept.
+
+    Args:
+        text: The promise, as a sentence about what a connector does.
+        seen: What the test saw; part of the message.
+
+    Raises:
+        BrokenPromiseError: `kept` is False.
+    """
+    if not kept:
+        raise BrokenPromiseError(text, str(seen))
