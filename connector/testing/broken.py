@@ -27,5 +27,6 @@ def promise(text: str, *, kept: bool, seen: object = "") -> None:
     Raises:
         BrokenPromiseError: `kept` is False.
     """
+    __tracebackhide__ = True
     if not kept:
         raise BrokenPromiseError(text, str(seen))

@@ -2,19 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from .node import CacheShape, ModelFreeNode, Request
+from .broken import BrokenPromiseError, promise
+from .node import CacheShape, ModelFreeNode, Request, engine_config
+from .values import Journal
 
 UNIFORM = CacheShape()
 PER_LAYER = replace(UNIFORM, layout="per-layer")
 FOREIGN = replace(UNIFORM, layout="foreign")
 
-#: `(shape=UNIFORM, *, options={}, **fields)`: see `ConnectorConformance.make_node`.
+#: Steps that a node runs after everything has ended, to see that nothing else happens.
+NUM_QUIET_STEPS = 5
+
+_POLL_S = 0.001
+
+#: `(shape=UNIFORM, *, options={}, max_step_tokens=…, **fields)`: see `node_maker`.
 MakeNode = Callable[..., ModelFreeNode]
+
+
+@contextmanager
+def node_maker(transfer: Mapping[str, Any], deadline_s: float = 20.0) -> Iterator[MakeNode]:
+    """Make nodes with one connector, and shut them down at the end.
+
+    Yields a function `(shape=UNIFORM, *, options={}, max_step_tokens=None, **fields)`. `options` are added to the
+    connector's options; `fields` are passed to `engine_config`; `max_step_tokens` is that of `ModelFreeNode`.
+
+    Args:
+        transfer: Fields of `KVTransferConfig`.
+    """
+    journal = Journal()
+    with ExitStack() as stack:
+
+        def make(
+            shape: CacheShape = UNIFORM,
+            *,
+            options: Mapping[str, Any] = {},
+            max_step_tokens: int = 1 << 20,
+            **fields: Any,
+        ) -> ModelFreeNode:
+            common = dict(transfer)
+            merged = {**common.pop("kv_connector_extra_config", {}), **options}
+            config = engine_config(
+                common.pop("kv_connector"),
+                block_size=shape.block_size,
+                kv_connector_extra_config=merged,
+                **common,
+                **fields,
+            )
+            node = ModelFreeNode(
+                config, shape, max_step_tokens=max_step_tokens, deadline_s=deadline_s, journal=journal
+            )
+            return stack.enter_context(node)
+
+        yield make
+
+
+# == requests that the nodes run ===================================================================
+
+
+def eventually(text: str, done: Callable[[], bool], *nodes: ModelFreeNode) -> None:
+    """Step nodes until `done` returns True.
+
+    Raises:
+        BrokenPromiseError: it did not within the nodes' deadline. `text` is the promise.
+    """
+    deadline_s = nodes[0].deadline_s
+    deadline = time.monotonic() + deadline_s
+    while not done():
+        if time.monotonic() > deadline:
+            states = "; ".join(f"node {number}: {node.state}" for number, node in enumerate(nodes, 1))
+            raise BrokenPromiseError(text, f"not within {deadline_s:g} s of steps; {states}")
+        for node in nodes:
+            node.step()
+        time.sleep(_POLL_S)
+
+
+def compute(node: ModelFreeNode, request: Request, **add: Any) -> Mapping[str, Any] | None:
+    """Have a node compute a prompt, and wait until it is saved if the connector does so by itself.
+
+    Args:
+        request: If its `kv_transfer_params` are None, they ask that its blocks be offered.
+        add: Arguments of `ModelFreeNode.add`.
+
+    Returns:
+        The `kv_transfer_params` for the request that loads it.
+    """
+    if request.kv_transfer_params is None:
+        request.kv_transfer_params = {"do_remote_decode": True}
+    node.add(request, **add)
+    finish(node, request.request_id)
+    params = node.params[request.request_id]
+    if params is None:  # otherwise another node has to come for the blocks
+        eventually("blocks that are kept for saving are released in the end", lambda: not node.held, node)
+    return params
+
+
+def finish(node: ModelFreeNode, request_id: str, *others: ModelFreeNode) -> None:
+    """Step nodes until a request has its answer."""
+    eventually("every request gets its answer", lambda: not node.is_running(request_id), node, *others)
+
+
+def num_whole_blocks(shape: CacheShape, num_tokens: int, num_here: int = 0) -> int:
+    """Return how many tokens every connector supplies: the whole blocks before the prompt's last token."""
+    return max(0, (num_tokens - 1) // shape.block_size * shape.block_size - num_here)
+
+
+def fetch(
+    consumer: ModelFreeNode,
+    producer: ModelFreeNode,
+    request: Request,
+    *,
+    num_local_tokens: int = 0,
+    max_answer_tokens: int = 1,
+) -> None:
+    """Run a request whose prompt another node computed, and check that the connector supplied it."""
+    wanted = num_whole_blocks(consumer.shape, request.num_prompt_tokens, num_local_tokens)
+    consumer.add(
+        request,
+        num_local_tokens=num_local_tokens,
+        max_answer_tokens=max_answer_tokens,
+        num_wanted_tokens=wanted,
+    )
+    finish(consumer, request.request_id, producer)
+    check_supplied(consumer, request, wanted)
+
+
+def check_supplied(consumer: ModelFreeNode, request: Request, wanted: int) -> None:
+    """Check that the connector supplied at least `wanted` tokens of a request that has ended."""
+    request_id = request.request_id
+    loaded = consumer.num_loaded_tokens.get(request_id, 0)
+    has_failed = request_id in consumer.failed_loads
+    promise(
+        "a prompt that one node computed is loaded by another: each whole block before the prompt's last token",
+        kept=loaded >= wanted,
+        seen=(
+            f"{loaded} of {request.num_prompt_tokens} tokens were loaded for request {request_id!r}, {wanted} are the whole "
+            f"blocks that it lacked; a block has {consumer.shape.block_size} tokens"
+            + (
+                f"; the load failed: {consumer.load_error(request_id) or 'no reason was given'}"
+                if has_failed
+                else ""
+            )
+        ),
+    )
+
+
+def settle(*nodes: ModelFreeNode) -> None:
+    """Step nodes until everything has ended and a few times more, and check that each has all its blocks back."""
+    eventually(
+        "every transfer ends and is reported: asynchronous loads in finished_recving, kept blocks in finished_sending",
+        lambda: not any(node.is_busy for node in nodes),
+        *nodes,
+    )
+    for _ in range(NUM_QUIET_STEPS):
+        for node in nodes:
+            node.step()
+        time.sleep(_POLL_S)
+    for node in nodes:
+        assert_whole(node)
+
+
+# == single calls ==================================================================================
 
 
 def load(
@@ -30,7 +185,11 @@ def load(
     num_here = len(local_blocks) * consumer.shape.block_size
     _, is_async = consumer.scheduler.get_num_new_matched_tokens(request, num_here)
     blocks, num_tokens = consumer.start_load(request, local_blocks)
-    assert num_tokens > 0
+    promise(
+        "a prompt that another node offers is loaded",
+        kept=num_tokens > 0,
+        seen=f"get_num_new_matched_tokens found nothing to load for request {request.request_id!r}",
+    )
     consumer.step()
     if is_async:
         consumer.step_until(lambda: consumer.num_reports(request.request_id, "recving") > 0, producer)
@@ -44,8 +203,13 @@ def by_token(node: ModelFreeNode, blocks: Sequence[int]) -> torch.Tensor:
 
 def assert_whole(node: ModelFreeNode) -> None:
     """Check that no block is held any more, and that every block is free exactly once."""
-    assert not node.held
-    assert sorted(node.free_blocks) == list(range(1, node.shape.num_blocks))
+    missing = sorted(set(range(1, node.shape.num_blocks)) - set(node.free_blocks))
+    twice = sorted({block for block in node.free_blocks if node.free_blocks.count(block) > 1})
+    promise(
+        "in the end every block is free, once",
+        kept=not (node.held or missing or twice),
+        seen=f"blocks {missing} are in use, {twice} are free more than once; blocks are held for {node.held}",
+    )
 
 
 def is_freed(producer: ModelFreeNode) -> Callable[[], bool]:

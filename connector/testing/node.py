@@ -180,6 +180,7 @@ class _Entry:
 
     Attributes:
         num_local_tokens: The node's own prefix hit, when the request is first admitted.
+        num_wanted_tokens: Until `give_up_at`, the request waits until the connector can supply as many tokens.
         num_answer_tokens: Tokens sampled so far, of `max_answer_tokens`.
         may_load: A request loads at most once.
     """
@@ -188,6 +189,8 @@ class _Entry:
     values: TokenValues
     num_local_tokens: int
     max_answer_tokens: int
+    num_wanted_tokens: int = 0
+    give_up_at: float = 0.0
     state: Literal["waiting", "loading", "ready", "running"] = "waiting"
     block_ids: list[int] = field(default_factory=list)
     num_answer_tokens: int = 0
@@ -207,6 +210,7 @@ class ModelFreeNode:
 
     Args:
         max_step_tokens: Tokens that one step computes at most. Longer prompts are computed in chunks.
+        deadline_s: How long the suites wait for what a connector must do in the end.
         journal: Shared by the nodes of one test, so that a message can name another node's values.
 
     Attributes:
@@ -224,6 +228,7 @@ class ModelFreeNode:
         shape: CacheShape,
         *,
         max_step_tokens: int = 1 << 20,
+        deadline_s: float = 20.0,
         journal: Journal | None = None,
     ) -> None:
         self.config = config
@@ -240,6 +245,7 @@ class ModelFreeNode:
         handshake = self.worker.get_handshake_metadata()
         self.scheduler.set_handshake_metadata(_by_rank(handshake))
         self.max_step_tokens = max_step_tokens
+        self.deadline_s = deadline_s
         self.pool = Pool(shape, cache, journal or Journal())
         self.held: dict[str, list[int]] = {}
         self.outputs: list[KVConnectorOutput] = []
@@ -252,7 +258,10 @@ class ModelFreeNode:
         self._finished: set[str] = set()
         self._lost_blocks: dict[str, list[int]] = {}
         self._num_steps = 0
-        self._ended: dict[tuple[str, str], int] = {}  # step in which an end was reported, by direction and request
+        self._is_mid_step = False
+        self._ended: dict[
+            tuple[str, str], int
+        ] = {}  # step in which an end was reported, by direction and request
 
     def __enter__(self) -> Self:
         return self
@@ -261,7 +270,7 @@ class ModelFreeNode:
         try:
             self.worker.shutdown()
             self.scheduler.shutdown()
-            if kind is None:
+            if kind is None and not self._is_mid_step:
                 self.check_untouched()
         finally:
             del self.worker, self.scheduler, self.pool  # the last view of the memory closes its descriptors
@@ -336,17 +345,23 @@ class ModelFreeNode:
         *,
         num_local_tokens: int = 0,
         max_answer_tokens: int = 1,
+        num_wanted_tokens: int = 0,
         seed: int = 0,
     ) -> None:
         """Accept a request; the next steps load or compute its prompt, then its answer, and finish it.
 
         Args:
             num_local_tokens: Tokens that the node's own prefix cache holds, a multiple of the block size.
+            num_wanted_tokens: Wait until the connector can supply as many tokens, for `deadline_s` at most: another node's
+                connector may still be saving them.
             seed: See `TokenValues`.
         """
         self.scheduler.on_new_request(request)
         values = TokenValues(request, self.config.model.model, seed, self.shape)
-        self._entries[request.request_id] = _Entry(request, values, num_local_tokens, max_answer_tokens)
+        give_up_at = time.monotonic() + self.deadline_s
+        self._entries[request.request_id] = _Entry(
+            request, values, num_local_tokens, max_answer_tokens, num_wanted_tokens, give_up_at
+        )
 
     def is_running(self, request_id: str) -> bool:
         """Return whether a request was added and has not ended."""
@@ -459,15 +474,21 @@ class ModelFreeNode:
 
     # -- a step --------------------------------------------------------------------------------------
 
-    def step(self) -> KVConnectorOutput:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> KVConnectorOutput:
         """Run one step of both halves, and compute what can be computed.
+
+        Args:
+            meanwhile: Called when the orders are given, before the worker half carries them out.
 
         Raises:
             BrokenPromiseError: see this module's docstring.
         """
         self._num_steps += 1
+        self._is_mid_step = True  # and stays so if something raises
         plan = self._plan()
         metadata, sent = self._take_orders(plan)
+        if meanwhile is not None:
+            meanwhile()
         output = self._work(plan, metadata)
         # Equal orders may be pickled differently, for example once a property has been cached.
         promise(
@@ -483,6 +504,7 @@ class ModelFreeNode:
         void = self._end_synchronous_loads()
         self._advance(plan, void)
         self.check_untouched()
+        self._is_mid_step = False
         return output
 
     # -- what to compute
@@ -512,7 +534,9 @@ class ModelFreeNode:
         )
         promise("no negative number of tokens is loaded", kept=num_tokens >= 0, seen=seen)
         promise(
-            "no more tokens are loaded than the prompt has", kept=num_here + num_tokens <= num_prompt, seen=seen
+            "no more tokens are loaded than the prompt has",
+            kept=num_here + num_tokens <= num_prompt,
+            seen=seen,
         )
         promise(
             "a synchronous load leaves at least the prompt's last token to compute, which gives the logits",
@@ -526,6 +550,8 @@ class ModelFreeNode:
         request, num_local = entry.request, entry.num_local_tokens
         num_external, is_async = self._ask(request, num_local) if entry.may_load else (0, False)
         if num_external is None:
+            return
+        if entry.may_load and num_external < entry.num_wanted_tokens and time.monotonic() < entry.give_up_at:
             return
         num_ready = num_local + num_external
         known = request.num_prompt_tokens + entry.num_answer_tokens
@@ -649,7 +675,9 @@ class ModelFreeNode:
             seen=f"step {self._num_steps} names blocks {sorted(invalid_block_ids - known)}, and no load into them is under way",
         )
 
-    def _require_first(self, direction: Literal["sending", "recving"], request_id: str, *, is_expected: bool) -> None:
+    def _require_first(
+        self, direction: Literal["sending", "recving"], request_id: str, *, is_expected: bool
+    ) -> None:
         """Check that a request may be named as finished, and remember that it was."""
         seen = f"step {self._num_steps} names request {request_id!r} in finished_{direction}"
         before = self._ended.get((direction, request_id))
@@ -658,7 +686,11 @@ class ModelFreeNode:
             kept=before is None,
             seen=f"{seen}, and step {before} had named it already",
         )
-        why = "no asynchronous load of it was ordered" if direction == "recving" else "its blocks are not held for it"
+        why = (
+            "no asynchronous load of it was ordered"
+            if direction == "recving"
+            else "its blocks are not held for it"
+        )
         promise("only what is under way is reported as finished", kept=is_expected, seen=f"{seen}; {why}")
         self._ended[direction, request_id] = self._num_steps
 
@@ -712,12 +744,12 @@ class ModelFreeNode:
             del self._loads[request_id]
             has_failed = bool(load.invalid_block_ids)
             if load.values is not None:
+                self._require_values(load, has_failed)
                 promise(
                     "wait_for_layer_load returns when the layer's part of the step's synchronous loads is in place",
                     kept=has_failed or not load.late,
-                    seen=f"after it returned, {load.late}",
+                    seen=f"after it returned, {load.late}; later in the step this was no longer so",
                 )
-                self._require_values(load, has_failed)
                 self._note_loaded(load, load.num_valid_tokens, has_failed)
             if has_failed:
                 void[request_id] = load.num_valid_tokens
@@ -769,7 +801,9 @@ class ModelFreeNode:
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out after {timeout_s} s of steps; {self.state}; reported so far: {self.outputs}")
+                raise TimeoutError(
+                    f"timed out after {timeout_s} s of steps; {self.state}; reported so far: {self.outputs}"
+                )
             for node in (self, *others):
                 node.step()
             time.sleep(_POLL_S)

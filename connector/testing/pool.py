@@ -80,7 +80,9 @@ class Pool:
     def _places(self, table: Sequence[int], first: int, last: int) -> tuple[list[int], list[int]]:
         """Return the block and the slot of each token."""
         size = self.shape.block_size
-        return [table[token // size] for token in range(first, last)], [token % size for token in range(first, last)]
+        return [table[token // size] for token in range(first, last)], [
+            token % size for token in range(first, last)
+        ]
 
     # -- what must hold ------------------------------------------------------------------------------
 

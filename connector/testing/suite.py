@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import pytest
 
+from ...transports.testing.leaks import LeavesNothingBehind
+from .aborts import RequestsThatEndEarly
 from .failures import AbortPromises, FailurePromises
 from .handoffs import DeliveryPromises, FigurePromises
-from .harness import UNIFORM, MakeNode
-from .node import CacheShape, ModelFreeNode, engine_config
+from .harness import MakeNode, node_maker
+from .loads import LoadPromises
 from .promises import ConnectorPromises
 
 
-class ConnectorConformance(ConnectorPromises):
-    """The promises of any connector. A subclass overrides the fixture `transfer`."""
+class ConnectorConformance(LoadPromises, RequestsThatEndEarly, ConnectorPromises, LeavesNothingBehind):
+    """The promises of any connector. A subclass overrides the fixture `transfer`, and may override `damage`.
+
+    Attributes:
+        deadline_s: How long a test waits for what must happen in the end. It matters only if a promise is broken.
+    """
+
+    deadline_s: ClassVar[float] = 20.0
 
     @pytest.fixture
     def transfer(self) -> Mapping[str, Any]:
@@ -24,27 +31,20 @@ class ConnectorConformance(ConnectorPromises):
         raise NotImplementedError("override the fixture `transfer`")
 
     @pytest.fixture
-    def make_node(self, transfer: Mapping[str, Any]) -> Iterator[MakeNode]:
-        """Return a function that makes a node; the nodes are shut down after the test.
+    def damage(self) -> Callable[[], None]:
+        """Return a function that damages or removes everything that the connector has stored so far.
 
-        `options` are added to the connector's options; `fields` are passed to `engine_config`.
+        For example, it cuts each file of a folder short. Without it the tests of damaged stores are skipped.
         """
-        with ExitStack() as stack:
+        pytest.skip(
+            "the capability to damage the store was not declared: to test what a damaged entry does, override the fixture "
+            "`damage`, which returns a function that damages or removes all stored entries"
+        )
 
-            def make(
-                shape: CacheShape = UNIFORM, *, options: Mapping[str, Any] = {}, **fields: Any
-            ) -> ModelFreeNode:
-                common = dict(transfer)
-                merged = {**common.pop("kv_connector_extra_config", {}), **options}
-                config = engine_config(
-                    common.pop("kv_connector"),
-                    block_size=shape.block_size,
-                    kv_connector_extra_config=merged,
-                    **common,
-                    **fields,
-                )
-                return stack.enter_context(ModelFreeNode(config, shape))
-
+    @pytest.fixture
+    def make_node(self, transfer: Mapping[str, Any]) -> Iterator[MakeNode]:
+        """Return a function that makes a node; the nodes are shut down after the test. See `node_maker`."""
+        with node_maker(transfer, self.deadline_s) as make:
             yield make
 
 

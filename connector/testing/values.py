@@ -95,7 +95,9 @@ class Journal:
             is_same = (known == found).flatten(2).all(dim=2).nonzero()
             if len(is_same):
                 layer, token = is_same[0].tolist()
-                return f"the values of token {token} of request {values.request.request_id!r} in layer {layer}"
+                return (
+                    f"the values of token {token} of request {values.request.request_id!r} in layer {layer}"
+                )
         num_poisoned = int((found == POISON).sum())
         if num_poisoned:
             return f"values of no token; {num_poisoned} of {found.numel()} elements are those of a free block"
