@@ -103,7 +103,7 @@ class TransferRecord:
         mechanism: What moved the bytes, e.g. `"mapped"`; empty if nothing was read.
         layout: Layout of this node's pool, `"uniform"` or `"per-layer"`; empty if the connector does not say.
         num_blocks: Blocks that the load was to fill, over all groups. Blocks that were cached here are not included.
-        num_regions: Contiguous runs of bytes that were copied.
+        num_regions: Contiguous runs of bytes that were copied; 0 if the connector does not count them.
         num_regions_per_layer: Runs that the per-layer layout would have needed. Between nodes that differ in layout or
             sharding, this counts only the runs that do not span two layers.
         num_bytes: Bytes copied.

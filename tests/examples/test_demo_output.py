@@ -63,6 +63,11 @@ class TestTable:
         assert text not in lines[-1]
         assert lines[-1].rindex("yes") == lines[-2].rindex("yes")
 
+    def test_what_a_store_does_not_count_is_not_shown_as_a_number(self) -> None:
+        moved = answered(40, transfer={**TRANSFER, "num_regions": 0, "num_regions_per_layer": 0})
+        row = format_table(["a"], [moved], [report(moved)]).splitlines()[-1].split()
+        assert row[3:6] == ["3", "-", "-"]
+
     def test_what_moved_the_caches_is_named_once_for_all_requests(self) -> None:
         moved, again = (answered(40, transfer={**TRANSFER, "transport": "file", "mechanism": "read"}),) * 2
         silent, idle = answered(40, num_loaded_tokens=32), answered(1)

@@ -16,6 +16,8 @@ from .near_tie import Comparison
 MAX_PROMPT_CHARS = 24
 #: Stands for the figures of a load that the connector did not report.
 NO_FIGURES = "no figures reported"
+#: Stands for a figure that the connector left out, as a store does that has nothing to say about regions.
+NOT_COUNTED = "-"
 
 
 @dataclass(frozen=True)
@@ -195,13 +197,13 @@ _COLUMNS = (
     ),
     _Column(
         "regions",
-        lambda prompt, answer, report: str(report.num_regions),
+        lambda prompt, answer, report: str(report.num_regions or NOT_COUNTED),
         "contiguous runs of bytes that were read",
         is_transfer=True,
     ),
     _Column(
         "per layer",
-        lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer", 0)),
+        lambda prompt, answer, report: str(answer.transfer.get("num_regions_per_layer") or NOT_COUNTED),
         "regions that the same blocks need if the cache is stored per layer",
         is_transfer=True,
     ),
