@@ -26,7 +26,7 @@ from kvferry.transports.errors import ConfigurationError
 Request = kv.ConnectorRequest
 Tables = Sequence[Sequence[int]]
 
-#: In `kv_transfer_params`: the prefill node is just saving the prompt.
+#: In `kv_transfer_params`: the file to which the prefill node is just saving the prompt.
 SAVING = "file_store_saving"
 #: Seconds that a request waits for it. After that, the node computes the prompt itself.
 WAIT_S = 2.0
@@ -57,7 +57,7 @@ class FileScheduler(kv.SchedulerHalf):
         return self._folder / f"{digests[num_blocks - 1] if num_blocks else 'empty'}.safetensors", num_blocks
 
     def on_new_request(self, request: Request) -> None:
-        if (request.kv_transfer_params or {}).get(SAVING):
+        if (request.kv_transfer_params or {}).get(SAVING) == self._file(request)[0].name:
             self._deadlines[request.request_id] = time.monotonic() + WAIT_S
 
     def get_num_new_matched_tokens(
@@ -86,7 +86,7 @@ class FileScheduler(kv.SchedulerHalf):
         if not 0 < num_blocks * self._spec.block_size <= request.num_computed_tokens or path.exists():
             return False, None
         self._orders.saves[request.request_id] = path, list(block_ids[0][:num_blocks])
-        return True, {SAVING: True}  # the engine keeps the blocks until `get_finished` names the request
+        return True, {SAVING: path.name}  # the engine keeps the blocks until `get_finished` names the request
 
 
 class FileWorker(kv.WorkerHalf):
@@ -122,6 +122,8 @@ class FileWorker(kv.WorkerHalf):
                 num_bytes += pages.nbytes
         except (OSError, SafetensorError, RuntimeError, KeyError) as failure:  # gone, damaged, or not ours
             error = f"cannot load {path.name!r}: {failure}"
+            with contextlib.suppress(OSError):
+                path.unlink()  # so that the prompt is saved again
             self._failed_blocks.update(blocks)
         seconds = time.monotonic() - started  # the step waited all this time: nothing of it was hidden
         figures = {
