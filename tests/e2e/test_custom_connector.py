@@ -1,8 +1,9 @@
-"""The connector that an author starts from, given to a real node as its docstring says."""
+"""The stores that an author starts from, given to a real pair as their docstrings say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,29 +14,77 @@ from reference.demo.launcher import Launcher
 from tests.support.client import Client, wait_until
 from tests.support.layer_store import MARK
 
+from .conftest import START_TIMEOUT_S
+
+NUM_LAYERS = 3  # of the tiny model
+PROMPT = "A ferry that keeps a book. " * 5
+
+
+def forge_file(path: Path) -> None:
+    """Make a file hold other pages than it should, in a form that its store accepts."""
+    save_file({name: torch.zeros_like(pages) for name, pages in load_file(path).items()}, path)
+
+
+def forge_block(path: Path) -> None:
+    path.write_bytes(_checked(bytes(path.stat().st_size - 4)))
+
+
+def forge_layers(path: Path) -> None:
+    path.write_bytes(_checked(bytes(path.stat().st_size // NUM_LAYERS - 4)) * NUM_LAYERS)
+
+
+def _checked(data: bytes) -> bytes:
+    return data + zlib.crc32(data).to_bytes(4, "little")
+
 
 @pytest.mark.slow
-def test_a_prompt_of_one_node_is_loaded_by_the_next(
-    launcher: Launcher, tiny_single: Client, tiny_single_arguments: Sequence[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("connector", "module", "forge"),
+    [
+        pytest.param("FileConnector", "custom_connector", forge_file, id="file"),
+        pytest.param("BlockStoreConnector", "block_store_connector", forge_block, id="block"),
+        pytest.param("LayerStoreConnector", "layer_store_connector", forge_layers, id="layer"),
+    ],
+)
+def test_a_pair_hands_over_through_a_store(
+    connector: str,
+    module: str,
+    forge: Callable[[Path], None],
+    launcher: Launcher,
+    tiny_single: Client,
+    tiny_single_arguments: Sequence[str],
+    tmp_path: Path,
 ) -> None:
     options = (
-        *("--role", "both", "--connector", "FileConnector", "--connector-module", "custom_connector"),
-        *("--connector-option", f"folder={tmp_path}", "--layout", "per-layer"),
+        *("--connector", connector, "--connector-module", module, "--connector-option", f"folder={tmp_path}"),
+        "--no-prefix-caching",  # so that each request asks the store
     )
     nodes = [
-        launcher.start("both", "serve.py", "--port", "0", *tiny_single_arguments, *options) for _ in "123"
+        launcher.start_node(role, role, *tiny_single_arguments, *options) for role in ("prefill", "decode")
     ]
-    launcher.wait_ready(nodes, 110)
-    first, second, third = map(Client, nodes)
-    prompt = "A ferry that keeps a book. " * 5
-    expected = tiny_single.complete(prompt, max_tokens=6).token_ids
-    assert first.complete(prompt, max_tokens=6).token_ids == expected
-    wait_until(first.is_whole)
-    (kept,) = tmp_path.iterdir()
-    assert second.complete(prompt, max_tokens=6).token_ids == expected
-    save_file({name: torch.zeros_like(pages) for name, pages in load_file(kept).items()}, kept)
-    assert third.complete(prompt, max_tokens=6).token_ids != expected  # so it is the file that is loaded
-    for client in (second, third):
+    launcher.wait_listening(nodes, START_TIMEOUT_S)
+    process = launcher.start_router("router", nodes[:1], nodes[1:])
+    launcher.wait_ready([*nodes, process], START_TIMEOUT_S)
+    prefill, decode, router = Client(nodes[0]), Client(nodes[1]), Client(process)
+
+    expected = tiny_single.complete(PROMPT, max_tokens=6).token_ids
+    reply = router.complete(PROMPT, max_tokens=6)
+    assert reply.token_ids == expected
+    assert reply.headers["X-KV-Transfer"] == "loaded"
+    assert (reply.transfer["transport"], reply.transfer["num_blocks"]) == ("file", len(PROMPT) // 16)
+    assert reply.body["metrics"]["num_loaded_tokens"] == len(PROMPT) // 16 * 16
+    assert reply.transfer["num_bytes"] > 0
+    labels = f'{{mechanism="{reply.transfer["mechanism"]}",transport="file"}}'
+    assert f"kvferry_load_seconds_count{labels} 1.0" in decode.get("/metrics")[1].decode()
+    assert router.metric("kvferry_router_without_handoff_total") == 0
+    assert "kvferry_load_seconds_count{" not in prefill.get("/metrics")[1].decode()
+    for client in (prefill, decode):
+        wait_until(client.is_whole)
+
+    for path in tmp_path.iterdir():
+        forge(path)
+    assert router.complete(PROMPT, max_tokens=6).token_ids != expected  # so it is the file that is loaded
+    for client in (prefill, decode):
         wait_until(client.is_whole)
 
 

@@ -127,6 +127,22 @@ def test_a_prompt_file_is_answered_by_the_pair_as_by_a_single_node(
     assert layout in done.stdout
 
 
+def test_a_store_of_ones_own_shows_what_it_loaded(arguments: list[str], tmp_path: Path) -> None:
+    out, folder = tmp_path / "out.json", tmp_path / "store"
+    done = run_demo(
+        *arguments,
+        *("--prompt", "A ferry between two piers. " * 4, "--max-tokens", "5", "--json", str(out)),
+        *("--connector", "BlockStoreConnector", "--connector-module", "block_store_connector"),
+        *("--connector-option", f"folder={folder}"),
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads(out.read_text())["requests"]
+    assert "transport file · mechanism read · layout per-layer" in done.stdout
+    assert (record["transport"], record["num_blocks"], record["loaded_tokens"]) == ("file", 6, 96)
+    assert record["kv_bytes"] > 0
+    assert record["transfer_gb_per_s"] > 0
+
+
 def test_each_node_of_the_pair_can_have_its_own_options() -> None:
     options = parse_arguments(["--decode-block-size", "32", "--decode-layout", "per-layer"])
     assert options.own_arguments == ((), ("--layout", "per-layer", "--block-size", "32"))

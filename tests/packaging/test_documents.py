@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import kvferry.connector
+import kvferry.connector.testing
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -57,3 +64,48 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
         if not found.exists() or (anchor and anchor not in _anchors(found)):
             dead.append(target)
     assert not dead
+
+
+class TestWritingAConnector:
+    """The guide's code, as an author would use it."""
+
+    BLOCKS = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "writing-a-connector.md").read_text(), flags=re.DOTALL
+    )
+
+    def block(self, beginning: str) -> str:
+        (found,) = (block for block in self.BLOCKS if block.startswith(beginning))
+        return found
+
+    def test_figures_are_reported_as_shown(self) -> None:
+        names: dict[str, Any] = {"time": time, **vars(kvferry.connector)}
+        exec(self.block("class MyWorker"), names)  # noqa: S102 - the guide's own code
+        worker = names["MyWorker"]()
+        assert worker.get_kv_connector_stats() is None
+        worker.start_load_kv(None)
+        (record,) = worker.get_kv_connector_stats().transfers
+        assert (record.transport, record.mechanism, record.num_bytes) == ("file", "read", 4096)
+
+    def test_two_nodes_of_a_test_are_a_handoff(self) -> None:
+        names: dict[str, Any] = {"torch": torch, **vars(kvferry.connector.testing)}
+        names["config"] = kvferry.connector.testing.engine_config("shm")
+        exec(self.block("with ModelFreeNode"), names)  # noqa: S102 - likewise
+
+    def test_the_suite_runs_as_shown(self, tmp_path: Path) -> None:
+        code = self.block("class TestMine")
+        code = code.replace("MyConnector", "FileConnector").replace(
+            "my_package.my_module", "custom_connector"
+        )
+        header = "import pytest\nfrom kvferry.connector.testing import ConnectorConformance\n\n"
+        (tmp_path / "test_mine.py").write_text(header + code)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "test_mine.py", "-k", "damaged or unknown_option"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout
+        assert " passed" in done.stdout
+        assert "skipped" not in done.stdout
