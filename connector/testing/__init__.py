@@ -6,18 +6,26 @@
             return {"kv_connector": "MyConnector", "kv_connector_extra_config": {"folder": str(tmp_path)}}
 
 Each test of `ConnectorConformance` states a promise of `connector/base.py`. A test of something optional is skipped if the
-connector does not offer it, as the uniform layout by `prefer_cross_layer_blocks`. `HandoffConformance` adds the promises of
-the handoff protocol.
+connector does not declare it, and the skip names what was not declared: the uniform layout with
+`prefer_cross_layer_blocks`, damaged stores with the fixture `damage`. `HandoffConformance` adds the promises of the handoff
+protocol.
+
+A test that fails raises `BrokenPromiseError`, which says what was promised and what was seen instead.
 """
 
 from __future__ import annotations
 
+from .broken import BrokenPromiseError
 from .faulty import FaultyConnector
-from .harness import MakeNode, assert_whole, load
-from .node import CacheShape, ModelFreeNode, Request, Step, engine_config
+from .harness import PER_LAYER, UNIFORM, MakeNode, assert_whole, compute, fetch, load, node_maker, settle
+from .node import ModelFreeNode
+from .shapes import CacheShape, Request, Step, engine_config
 from .suite import ConnectorConformance, HandoffConformance
 
 __all__ = [
+    "PER_LAYER",
+    "UNIFORM",
+    "BrokenPromiseError",
     "CacheShape",
     "ConnectorConformance",
     "FaultyConnector",
@@ -27,6 +35,10 @@ __all__ = [
     "Request",
     "Step",
     "assert_whole",
+    "compute",
     "engine_config",
+    "fetch",
     "load",
+    "node_maker",
+    "settle",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 
 from .broken import promise
 from .harness import PER_LAYER, MakeNode, compute, fetch, finish, settle
-from .node import Request
+from .shapes import Request
 
 LENGTH = 18
 OFFER = {"do_remote_decode": True}
@@ -79,6 +80,13 @@ class RequestsThatEndEarly:
         producer.step()  # what it saves or offers is not over
         consumer.add(Request("d", LENGTH, params))
         consumer.step()  # nor is this load
+        begin = time.monotonic()
         for node in (consumer, producer):
             for half in (node.worker, node.scheduler):
                 half.shutdown()
+        seconds = time.monotonic() - begin
+        promise(
+            "a half that is shut down ends what is under way, and does not wait for it",
+            kept=seconds < producer.deadline_s,
+            seen=f"shutting two nodes down took {seconds:.1f} s",
+        )

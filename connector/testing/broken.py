@@ -17,6 +17,15 @@ class BrokenPromiseError(AssertionError):
         self.seen = seen
 
 
+class StillWaitingError(BrokenPromiseError, TimeoutError):
+    """What a test waits for did not happen in time."""
+
+    def __init__(self, timeout_s: float, seen: str) -> None:
+        super().__init__(
+            "every transfer ends and is reported in time", f"timed out after {timeout_s:g} s of steps; {seen}"
+        )
+
+
 def promise(text: str, *, kept: bool, seen: object = "") -> None:
     """Fail unless a promise is kept.
 

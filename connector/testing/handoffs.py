@@ -8,9 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from ..stats import COUNTERS
-from .harness import FOREIGN, PER_LAYER, UNIFORM, MakeNode, assert_whole, by_token, is_freed, load
-from .node import CacheShape, Request
+from ..stats import COUNTERS, TransferRecord
+from .broken import promise
+from .harness import (
+    FOREIGN,
+    PER_LAYER,
+    UNIFORM,
+    MakeNode,
+    assert_whole,
+    by_token,
+    check_contents,
+    check_counts,
+    eventually,
+    finish,
+    is_freed,
+    load,
+    settle,
+)
+from .node import ModelFreeNode
+from .shapes import CacheShape, Request
 
 
 class DeliveryPromises:
@@ -29,8 +45,8 @@ class DeliveryPromises:
         expected = producer.contents(offered)
         request = Request("d", 18, params)
         blocks = load(consumer, producer, request)
-        assert torch.equal(consumer.contents(blocks), expected)
-        assert consumer.load_error("d") == ""
+        check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
+        check_counts("a load that succeeds gives no error", consumer.load_error("d"), "")
         producer.step_until(is_freed(producer), consumer)
         consumer.finish(request, blocks, "stop")
         assert_whole(producer)
@@ -42,7 +58,7 @@ class DeliveryPromises:
         offered, params = producer.prefill("p", num_tokens, seed=2)
         expected = producer.contents(offered)
         blocks = load(consumer, producer, Request("d", num_tokens, params))
-        assert torch.equal(consumer.contents(blocks), expected)
+        check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
 
     def test_other_blocks_are_left_alone(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node(PER_LAYER)
@@ -52,7 +68,7 @@ class DeliveryPromises:
         _, params = producer.prefill("p", 10)
         blocks = load(consumer, producer, Request("d", 10, params))
         others = [block for block in everything if block not in blocks]
-        assert torch.equal(consumer.contents(others), before[:, others])
+        check_contents(consumer, others, before[:, others], "only the blocks of a load are written")
 
     def test_only_missing_blocks_move(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
@@ -62,9 +78,9 @@ class DeliveryPromises:
         consumer.fill(cached, seed=99)
         before = consumer.contents(cached)
         blocks = load(consumer, producer, Request("d", 18, params), cached)
-        assert torch.equal(consumer.contents(blocks[2:]), expected[:, 2:])
-        assert torch.equal(consumer.contents(cached), before)
-        assert consumer.stats.transfers[0].num_blocks == 3
+        check_contents(consumer, blocks[2:], expected[:, 2:], "every offered byte arrives in the right block")
+        check_contents(consumer, cached, before, "blocks that are here already are not written")
+        check_counts("figures count the blocks that moved", _only_record(consumer).num_blocks, 3)
 
     @pytest.mark.parametrize("consumer_block_size", [2, 8, 16])
     @pytest.mark.parametrize("producer_layout", ["uniform", "per-layer"])
@@ -76,10 +92,19 @@ class DeliveryPromises:
         offered, params = producer.prefill("p", 18, seed=4)
         expected = by_token(producer, offered)[:, :, :18]
         blocks = load(consumer, producer, Request("d", 18, params))
-        assert torch.equal(by_token(consumer, blocks)[:, :, :18], expected)
-        (record,) = consumer.stats.transfers
-        assert record.num_bytes == expected.numel() * expected.element_size()
-        assert record.num_regions_per_layer >= record.num_regions > 0
+        promise(
+            "nodes with other block sizes get each token's keys and values",
+            kept=torch.equal(by_token(consumer, blocks)[:, :, :18], expected),
+            seen=f"with {consumer_block_size} tokens per block at the consumer, the loaded tokens differ",
+        )
+        record = _only_record(consumer)
+        num_bytes = expected.numel() * expected.element_size()
+        check_counts("figures count the bytes that moved", record.num_bytes, num_bytes)
+        promise(
+            "figures count regions",
+            kept=record.num_regions_per_layer >= record.num_regions > 0,
+            seen=f"{record.num_regions} regions, {record.num_regions_per_layer} without joining layers",
+        )
 
     def test_a_prompt_that_is_here_moves_nothing_and_frees_the_producer(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
@@ -87,10 +112,11 @@ class DeliveryPromises:
         request = Request("d", 9, params)
         consumer.scheduler.on_new_request(request)
         blocks, num_tokens = consumer.start_load(request, consumer.allocate(8))
-        assert num_tokens == 0
+        check_counts("a prompt that is here is not loaded", num_tokens, 0)
         producer.step_until(is_freed(producer), consumer)
         consumer.finish(request, blocks, "stop")
-        assert consumer.num_reports("d", "recving") == 0
+        num_reports = consumer.num_reports("d", "recving")
+        check_counts("a request that loaded nothing is not named in finished_recving", num_reports, 0)
         assert_whole(producer)
         assert_whole(consumer)
 
@@ -105,7 +131,9 @@ class DeliveryPromises:
             blocks[f"d{index}"], _ = consumer.start_load(request)
         consumer.step_until(lambda: all(consumer.num_reports(d, "recving") for d in expected), producer)
         for request_id, table in blocks.items():
-            assert torch.equal(consumer.contents(table), expected[request_id])
+            check_contents(
+                consumer, table, expected[request_id], "every offered byte arrives in the right block"
+            )
         producer.step_until(is_freed(producer), consumer)
         assert_whole(producer)
 
@@ -115,7 +143,7 @@ class DeliveryPromises:
             offered, params = producer.prefill("p", 10, seed=5)
             expected = producer.contents(offered)
             blocks = load(consumer, producer, Request("d", 10, params))
-            assert torch.equal(consumer.contents(blocks), expected)
+            check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
             producer.step_until(is_freed(producer), consumer)
             consumer.outputs.clear()
             producer.outputs.clear()
@@ -127,9 +155,51 @@ class DeliveryPromises:
         request = Request("d", 10, params)
         consumer.scheduler.on_new_request(request)
         blocks, _ = consumer.start_load(request)
-        consumer.step()  # the producer's worker half has not heard of the offer yet
+        consumer.step()  # the producer's worker half does not have the offer yet
         consumer.step_until(lambda: consumer.num_reports("d", "recving") > 0, producer)
-        assert torch.equal(consumer.contents(blocks), expected)
+        check_contents(consumer, blocks, expected, "every offered byte arrives in the right block")
+
+
+class OverlapPromises:
+    """With `"overlap": true`, a prompt is read while it is still computed: what is computed, and nothing of what is not."""
+
+    def test_a_prompt_is_loaded_while_it_is_computed(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(), make_node()
+        everything = range(consumer.shape.num_blocks)
+        for number, num_tokens_per_step in enumerate((5, 6, 7)):  # no chunk ends where a block ends
+            producer.max_step_tokens = num_tokens_per_step
+            name, first = f"p{number}", 100 * number
+            wish = {"do_remote_decode": True, "overlap": True}
+            producer.add(Request(name, 18, wish, first_token_id=first))
+            producer.step_until(lambda name=name: name in producer.params)  # type: ignore[misc]
+            producer.max_step_tokens = 0  # the rest is computed later
+            consumer.add(Request(f"d{number}", 18, producer.params[name], first_token_id=first))
+            eventually(
+                "blocks are loaded as soon as they are computed",
+                lambda: not consumer.is_poison(everything),
+                consumer,
+                producer,
+            )
+            producer.max_step_tokens = num_tokens_per_step
+            finish(producer, name, consumer)
+            finish(consumer, f"d{number}", producer)
+            check_counts(
+                "a load of a prompt that is computed succeeds", consumer.load_error(f"d{number}"), ""
+            )
+            settle(producer, consumer)
+
+    def test_a_prompt_that_is_preempted_while_it_is_read_is_a_failed_load(self, make_node: MakeNode) -> None:
+        producer, consumer = make_node(max_step_tokens=5), make_node()
+        producer.add(Request("p", 18, {"do_remote_decode": True, "overlap": True}))
+        producer.step_until(lambda: "p" in producer.params)
+        consumer.add(Request("d", 18, producer.params["p"]))
+        for _ in range(5):
+            consumer.step()
+        producer.preempt("p")
+        finish(producer, "p", consumer)
+        finish(consumer, "d", producer)
+        check_counts("a load whose offer was lost fails", consumer.failed_loads, {"d"})
+        settle(producer, consumer)
 
 
 class FigurePromises:
@@ -139,29 +209,42 @@ class FigurePromises:
         producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 18)
         load(consumer, producer, Request("d", 18, params))
-        (record,) = consumer.stats.transfers
-        assert (record.request_id, record.error) == ("d", "")
-        assert record.transport
-        assert record.layout == "uniform"
-        assert (record.num_blocks, record.num_regions) == (5, 1)
-        assert record.num_regions_per_layer == UNIFORM.num_layers
-        assert record.num_bytes == 5 * UNIFORM.num_layers * UNIFORM.spec.page_size_bytes
-        assert record.seconds > 0
+        record = _only_record(consumer)
+        check_counts("figures name the request", (record.request_id, record.error), ("d", ""))
+        promise("figures name what moved the bytes", kept=bool(record.transport), seen=record)
+        check_counts("figures name the layout", record.layout, "uniform")
+        regions = (record.num_blocks, record.num_regions, record.num_regions_per_layer)
+        check_counts("neighbours in the uniform layout are one region", regions, (5, 1, UNIFORM.num_layers))
+        num_bytes = 5 * UNIFORM.num_layers * UNIFORM.spec.page_size_bytes
+        check_counts("figures count the bytes that moved", record.num_bytes, num_bytes)
+        promise("figures say how long it took", kept=record.seconds > 0, seen=record)
 
-    def test_the_per_layer_layout_needs_a_region_a_layer(self, make_node: MakeNode) -> None:
+    def test_the_per_layer_layout_needs_a_region_per_layer(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(PER_LAYER), make_node(PER_LAYER)
         _, params = producer.prefill("p", 18)
         load(consumer, producer, Request("d", 18, params))
-        (record,) = consumer.stats.transfers
-        assert (record.layout, record.num_regions) == ("per-layer", PER_LAYER.num_layers)
+        record = _only_record(consumer)
+        seen, expected = (record.layout, record.num_regions), ("per-layer", PER_LAYER.num_layers)
+        check_counts("the per-layer layout needs a region per layer", seen, expected)
 
     def test_the_counters_count(self, make_node: MakeNode) -> None:
         producer, consumer = make_node(), make_node()
         _, params = producer.prefill("p", 18)
         load(consumer, producer, Request("d", 18, params))
         producer.step_until(is_freed(producer), consumer)
-        assert [(record.num_blocks, record.error) for record in consumer.stats.transfers] == [(5, "")]
-        assert consumer.stats.counters == {}
-        assert producer.stats.counters == {"offers_delivered_total": 1}
-        assert producer.stats.counters.keys() <= COUNTERS.keys()
-        assert consumer.step().kv_connector_stats is None
+        moved = [(record.num_blocks, record.error) for record in consumer.stats.transfers]
+        check_counts("each load has one record", moved, [(5, "")])
+        check_counts("only what happened is counted", consumer.stats.counters, {})
+        check_counts(
+            "an offer that was loaded is counted", producer.stats.counters, {"offers_delivered_total": 1}
+        )
+        unknown = producer.stats.counters.keys() - COUNTERS.keys()
+        promise("every counter is one of COUNTERS", kept=not unknown, seen=f"unknown: {unknown}")
+        figures = consumer.step().kv_connector_stats
+        check_counts("figures are given once", figures, None)
+
+
+def _only_record(node: ModelFreeNode) -> TransferRecord:
+    records = node.stats.transfers
+    promise("each load has one record", kept=len(records) == 1, seen=f"{len(records)} records: {records}")
+    return records[0]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .broken import BrokenPromiseError, promise
-from .node import CacheShape, ModelFreeNode, Request, engine_config
+from .node import ModelFreeNode
+from .shapes import CacheShape, Request, engine_config
 from .values import Journal
 
 UNIFORM = CacheShape()
@@ -71,14 +72,17 @@ def eventually(text: str, done: Callable[[], bool], *nodes: ModelFreeNode) -> No
     """Step nodes until `done` returns True.
 
     Raises:
-        BrokenPromiseError: it did not within the nodes' deadline. `text` is the promise.
+        BrokenPromiseError: the nodes made no progress for as long as their deadline. `text` is the promise.
     """
     deadline_s = nodes[0].deadline_s
-    deadline = time.monotonic() + deadline_s
+    before: list[str] = []
+    deadline = 0.0
     while not done():
-        if time.monotonic() > deadline:
-            states = "; ".join(f"node {number}: {node.state}" for number, node in enumerate(nodes, 1))
-            raise BrokenPromiseError(text, f"not within {deadline_s:g} s of steps; {states}")
+        if (states := [node.state for node in nodes]) != before:
+            before, deadline = states, time.monotonic() + deadline_s
+        elif time.monotonic() > deadline:
+            numbered = "; ".join(f"node {number}: {state}" for number, state in enumerate(states, 1))
+            raise BrokenPromiseError(text, f"nothing changed during {deadline_s:g} s of steps; {numbered}")
         for node in nodes:
             node.step()
         time.sleep(_POLL_S)
@@ -199,6 +203,38 @@ def load(
 def by_token(node: ModelFreeNode, blocks: Sequence[int]) -> torch.Tensor:
     """Return the contents of blocks: `(num_layers, 2, num_tokens, num_kv_heads, head_size)`."""
     return node.contents(blocks).transpose(1, 2).flatten(2, 3)
+
+
+def check_contents(node: ModelFreeNode, blocks: Sequence[int], expected: torch.Tensor, text: str) -> None:
+    """Check what blocks contain; `expected` is what `ModelFreeNode.contents` returned for the blocks that they equal."""
+    is_wrong = (
+        (node.contents(blocks) != expected).transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    )
+    promise(
+        text,
+        kept=not is_wrong,
+        seen=f"blocks {[blocks[index] for index in is_wrong]} of {list(blocks)} differ",
+    )
+
+
+def check_counts(text: str, seen: object, expected: object) -> None:
+    """Check something that is reported."""
+    promise(text, kept=seen == expected, seen=f"{seen!r} instead of {expected!r}")
+
+
+def check_load_error(node: ModelFreeNode, request_id: str, *parts: str) -> None:
+    """Check that a load failed, with one of some texts in its reason."""
+    reason = node.load_error(request_id)
+    promise(
+        "a load that fails says why",
+        kept=bool(reason) and (not parts or any(part in reason for part in parts)),
+        seen=f"the reason for request {request_id!r} is {reason!r}" + (f", without {parts}" if parts else ""),
+    )
+
+
+def check_failed_blocks(node: ModelFreeNode, blocks: Sequence[int]) -> None:
+    """Check which blocks were reported as failed."""
+    check_counts("the blocks of a failed load are reported", sorted(node.invalid_block_ids), sorted(blocks))
 
 
 def assert_whole(node: ModelFreeNode) -> None:

@@ -6,7 +6,7 @@ each token (see `values`), so that it notices what a real engine would not. In e
 - every token that a connector supplied has its own values, in every layer, when the connector says so;
 - nothing was written into a block without a load, or after the load's end was reported;
 - each end is reported once, and only of what was under way;
-- orders survive being sent to another process, and nobody changes them afterwards.
+- orders can be sent to another process, and do not change after `build_connector_meta` returned them.
 
 What it finds is raised as `BrokenPromiseError` by the call that shows it.
 """
@@ -18,124 +18,30 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import torch
 
 from ..base import (
-    ContentItem,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    ScheduledRequest,
     SchedulerHalf,
     WorkerHalf,
 )
-from ..config import CacheConfig, EngineConfig, KVRole, KVTransferConfig, ModelConfig
+from ..config import EngineConfig
 from ..factory import KVConnectorFactory
-from ..kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from ..kv_cache_specs import KVCacheConfig
 from ..output import KVConnectorOutput
 from ..stats import KVConnectorStats
-from .broken import BrokenPromiseError, promise
+from .broken import BrokenPromiseError, StillWaitingError, promise
 from .pool import Pool
+from .shapes import CacheShape, ComputedRequest, Request, Step
 from .values import POISON, Journal, TokenValues
 
 _POLL_S = 0.001
-
-
-@dataclass
-class Request:
-    """A request as an engine's scheduler holds it.
-
-    Attributes:
-        first_token_id: By default the prompt counts up from it.
-        token_ids: The prompt, if it does not count up.
-    """
-
-    request_id: str
-    num_prompt_tokens: int
-    kv_transfer_params: Mapping[str, Any] | None = None
-    num_computed_tokens: int = 0
-    finish_reason: str | None = None
-    first_token_id: int = 0
-    cache_salt: str | None = None
-    lora_id: str | None = None
-    mm_features: Sequence[ContentItem] = ()
-    prompt_embeds: torch.Tensor | None = None
-    token_ids: Sequence[int] = ()
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        return self.token_ids or range(self.first_token_id, self.first_token_id + self.num_prompt_tokens)
-
-
-@dataclass(frozen=True)
-class ComputedRequest:
-    """What one step computes of one request; see `ScheduledRequest` in `connector/base.py`."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of an engine; by default one that computes nothing."""
-
-    kv_connector_metadata: KVConnectorMetadata | None = None
-    finished_req_ids: set[str] = field(default_factory=set)
-    preempted_req_ids: set[str] = field(default_factory=set)
-    scheduled_requests: Sequence[ScheduledRequest] = ()
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(item.num_scheduled_tokens for item in self.scheduled_requests)
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """A small pool of one group of equal layers.
-
-    Attributes:
-        layout: `"uniform"` or `"per-layer"`, both in memory that the connector allocates; or `"foreign"`: per layer, in
-            memory that the node allocates.
-    """
-
-    num_layers: int = 3
-    num_blocks: int = 32
-    block_size: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 8
-    dtype: torch.dtype = torch.float32
-    layout: Literal["uniform", "per-layer", "foreign"] = "uniform"
-
-    @property
-    def spec(self) -> FullAttentionSpec:
-        return FullAttentionSpec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
-
-    @property
-    def logical_page(self) -> tuple[int, ...]:
-        """Shape of one layer's page: key or value, slot, head, element."""
-        return (2, self.block_size, self.num_kv_heads, self.head_size)
-
-    def kv_cache_config(self) -> KVCacheConfig:
-        names = tuple(f"model.layers.{index}.self_attn" for index in range(self.num_layers))
-        size = self.num_blocks * self.spec.page_size_bytes
-        tensors = tuple(KVCacheTensor(size, (name,)) for name in names)
-        return KVCacheConfig(self.num_blocks, tensors, (KVCacheGroupSpec(names, self.spec),))
-
-
-def engine_config(
-    connector: str, *, role: KVRole = "kv_both", model: str = "tiny", block_size: int = 4, **transfer: Any
-) -> EngineConfig:
-    """Return a node's configuration; `transfer` are fields of `KVTransferConfig`."""
-    return EngineConfig(
-        model=ModelConfig(model=model, dtype="float32", max_model_len=128),
-        cache=CacheConfig(block_size=block_size),
-        kv_transfer=KVTransferConfig(kv_connector=connector, kv_role=role, **transfer),
-    )
 
 
 @dataclass
@@ -195,6 +101,9 @@ class _Entry:
     block_ids: list[int] = field(default_factory=list)
     num_answer_tokens: int = 0
     may_load: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.request.num_computed_tokens} tokens computed"
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -268,8 +177,10 @@ class ModelFreeNode:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.worker.shutdown()
-            self.scheduler.shutdown()
+            # If the test has failed, that error is the one to report.
+            with nullcontext() if kind is None else suppress(Exception):
+                self.worker.shutdown()
+                self.scheduler.shutdown()
             if kind is None and not self._is_mid_step:
                 self.check_untouched()
         finally:
@@ -352,13 +263,13 @@ class ModelFreeNode:
 
         Args:
             num_local_tokens: Tokens that the node's own prefix cache holds, a multiple of the block size.
-            num_wanted_tokens: Wait until the connector can supply as many tokens, for `deadline_s` at most: another node's
-                connector may still be saving them.
+            num_wanted_tokens: Wait until the connector can supply as many tokens, for half of `deadline_s` at most: another
+                node's connector may still be saving them.
             seed: See `TokenValues`.
         """
         self.scheduler.on_new_request(request)
         values = TokenValues(request, self.config.model.model, seed, self.shape)
-        give_up_at = time.monotonic() + self.deadline_s
+        give_up_at = time.monotonic() + self.deadline_s / 2  # so that it is computed before the deadline
         self._entries[request.request_id] = _Entry(
             request, values, num_local_tokens, max_answer_tokens, num_wanted_tokens, give_up_at
         )
@@ -366,10 +277,6 @@ class ModelFreeNode:
     def is_running(self, request_id: str) -> bool:
         """Return whether a request was added and has not ended."""
         return request_id in self._entries
-
-    def blocks_of(self, request_id: str) -> list[int]:
-        """Return the block table of a request that has not ended."""
-        return list(self._entries[request_id].block_ids)
 
     @property
     def is_busy(self) -> bool:
@@ -424,7 +331,12 @@ class ModelFreeNode:
         """
         num_here = len(local_blocks) * self.shape.block_size
         num_tokens, is_async = self._ask(request, num_here)
-        assert num_tokens is not None, "the connector answers 'not yet'; use `add`, which asks again"
+        promise(
+            "get_num_new_matched_tokens says how much can be loaded; a single call cannot ask again later",
+            kept=num_tokens is not None,
+            seen=f"it answered None for request {request.request_id!r}",
+        )
+        assert num_tokens is not None
         blocks = [*local_blocks, *self.allocate(request.num_prompt_tokens - num_here)]
         self.scheduler.update_state_after_alloc(request, [blocks], num_tokens)
         if num_tokens:
@@ -490,20 +402,21 @@ class ModelFreeNode:
         if meanwhile is not None:
             meanwhile()
         output = self._work(plan, metadata)
-        # Equal orders may be pickled differently, for example once a property has been cached.
-        promise(
-            "orders are not changed after build_connector_meta has returned them",
-            kept=pickle.dumps(metadata) == sent or metadata == pickle.loads(sent),
-            seen=f"in step {self._num_steps} they were changed to {metadata}",
-        )
-        self.scheduler.update_connector_output(output)
-        self.events += self.scheduler.take_events()
+        if plan.scheduled_requests or not output.is_empty():
+            self.scheduler.update_connector_output(output)
+            self.events += self.scheduler.take_events()
         if not output.is_empty():
             self.outputs.append(output)
         self._end_transfers(output)
         void = self._end_synchronous_loads()
         self._advance(plan, void)
         self.check_untouched()
+        # Equal orders may be pickled differently, for example once a property has been cached.
+        promise(
+            "orders are not changed after build_connector_meta has returned them",
+            kept=pickle.dumps(metadata) == sent or metadata == pickle.loads(sent),
+            seen=f"in step {self._num_steps} they were changed to {metadata}",
+        )
         self._is_mid_step = False
         return output
 
@@ -615,7 +528,7 @@ class ModelFreeNode:
             self.worker.start_load_kv(None)
             if plan.scheduled_requests:
                 self._compute(plan)
-                self.worker.wait_for_save()
+            self.worker.wait_for_save()
             output = KVConnectorOutput()
             sending, recving = self.worker.get_finished(set(plan.finished_req_ids))
             output.finished_sending, output.finished_recving = sending or set(), recving or set()
@@ -712,6 +625,15 @@ class ModelFreeNode:
             entry.state = "ready"
             # The prompt's last token gives the logits, so it is computed here even if it was loaded.
             entry.request.num_computed_tokens = min(num_valid, entry.request.num_prompt_tokens - 1)
+            if has_failed:
+                self._give_up_blocks(entry)
+
+    def _give_up_blocks(self, entry: _Entry) -> None:
+        """Free the blocks past the valid prefix; the request gets others."""
+        num_kept = -(-entry.request.num_computed_tokens // self.shape.block_size)
+        lost = entry.block_ids[num_kept:]
+        entry.block_ids = entry.block_ids[:num_kept]
+        self.pool.free(lost)
 
     def _require_values(self, load: _Load, has_failed: bool) -> None:
         if has_failed and not load.invalid_block_ids:
@@ -763,6 +685,7 @@ class ModelFreeNode:
             request = entry.request
             if item.request_id in void:
                 request.num_computed_tokens = void[item.request_id]
+                self._give_up_blocks(entry)
                 continue
             request.num_computed_tokens += item.num_scheduled_tokens
             self._require_computed(entry)
@@ -792,18 +715,22 @@ class ModelFreeNode:
 
     # -- results -------------------------------------------------------------------------------------
 
-    def step_until(self, done: Callable[[], bool], *others: ModelFreeNode, timeout_s: float = 20.0) -> None:
+    def step_until(
+        self, done: Callable[[], bool], *others: ModelFreeNode, timeout_s: float | None = None
+    ) -> None:
         """Step this node, and other nodes of this process with it, until `done` returns True.
 
+        Args:
+            timeout_s: By default, `deadline_s`.
+
         Raises:
-            TimeoutError: `done` did not return True within `timeout_s`.
+            StillWaitingError: `done` did not return True in time.
         """
+        timeout_s = self.deadline_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out after {timeout_s} s of steps; {self.state}; reported so far: {self.outputs}"
-                )
+                raise StillWaitingError(timeout_s, f"{self.state}; reported so far: {self.outputs}")
             for node in (self, *others):
                 node.step()
             time.sleep(_POLL_S)
@@ -811,7 +738,7 @@ class ModelFreeNode:
     @property
     def state(self) -> str:
         """What the node waits for, for messages."""
-        requests = {request_id: entry.state for request_id, entry in self._entries.items()}
+        requests = {request_id: str(entry) for request_id, entry in self._entries.items()}
         loads = sorted(self._loads)
         return f"requests {requests}, loads not over {loads}, blocks held for {sorted(self.held)}"
 

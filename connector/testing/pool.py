@@ -11,7 +11,7 @@ from .broken import promise
 from .values import POISON, Journal, TokenValues
 
 if TYPE_CHECKING:
-    from .node import CacheShape
+    from .shapes import CacheShape
 
 
 class Pool:

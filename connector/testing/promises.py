@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from ...transports.errors import ConfigurationError
-from ..base import KVConnectorRole
+from ..base import KVConnectorRole, SchedulerHalf, WorkerHalf
 from ..factory import KVConnectorFactory
-from .broken import promise
+from .broken import BrokenPromiseError, promise
 from .harness import PER_LAYER, MakeNode, compute, eventually, num_whole_blocks
-from .node import Request, Step
+from .shapes import Request, Step
 
 
 class ConnectorPromises:
@@ -77,15 +75,33 @@ class ConnectorPromises:
             )
 
     def test_an_unknown_option_is_named(self, make_node: MakeNode) -> None:
-        with pytest.raises(ConfigurationError, match="no_such_option"):
+        error: Exception | None = None
+        try:
             make_node(PER_LAYER, options={"no_such_option": 1})
+        except Exception as raised:  # noqa: BLE001 - any other error is part of the message
+            error = raised
+        promise(
+            "an unknown option is refused with a ConfigurationError that names it",
+            kept=isinstance(error, ConfigurationError) and "no_such_option" in str(error),
+            seen="the connector was made" if error is None else repr(error),
+        )
 
     def test_shutting_down_is_harmless_at_any_time(self, make_node: MakeNode) -> None:
         node = make_node(PER_LAYER)
         node.prefill("p", 18)
         for role in KVConnectorRole:
             fresh = KVConnectorFactory.create_connector(node.config, role, node.kv_cache_config)
-            fresh.shutdown()  # nothing was registered
+            _shut_down(fresh, f"before anything was registered, as {role}")
         for half in (node.worker, node.scheduler):
-            half.shutdown()
-            half.shutdown()
+            _shut_down(half, "once")
+            _shut_down(half, "twice")
+
+
+def _shut_down(half: SchedulerHalf | WorkerHalf, when: str) -> None:
+    try:
+        half.shutdown()
+    except Exception as error:
+        raise BrokenPromiseError(
+            "a half can be shut down at any time, and twice",
+            f"shutting down a {type(half).__name__} {when} raised {error!r}",
+        ) from error

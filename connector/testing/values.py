@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from .node import CacheShape, Request
+    from .shapes import CacheShape, Request
 
 #: What the node writes into every free block. No token has such a value, and every dtype of 16 bits or more represents it exactly.
 POISON = -64.0
@@ -87,7 +87,7 @@ class Journal:
     def name(self, found: torch.Tensor) -> str:
         """Say whose values one layer of one token, `(2, num_kv_heads, head_size)`, contains."""
         if bool((found == POISON).all()):
-            return "the contents of a free block"
+            return "the contents of a free block: nothing was written here, or it was copied from a block after it was freed"
         for values, num_tokens in self._computed.values():
             known = values.between(0, num_tokens)
             if known.shape[2:] != found.shape:
