@@ -56,12 +56,12 @@ class Shelf:
     def get(self, key: str, layer: str, like: torch.Tensor) -> torch.Tensor:
         """Raises OSError or ValueError if the page is gone or damaged."""
         data = self._file(key, layer).read_bytes()
-        if self.checksum(data[32:]) != data[:32]:
+        if not self.is_whole(data):
             raise ValueError(f"the page {key} of {layer} is damaged")
         return torch.from_numpy(np.frombuffer(data[32:], np.uint8).copy()).view(like.dtype).view(like.shape)
 
-    def checksum(self, data: bytes) -> bytes:
-        return hashlib.sha256(data).digest()
+    def is_whole(self, data: bytes) -> bool:
+        return hashlib.sha256(data[32:]).digest() == data[:32]
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Store(KVConnectorBase):
     """A connector with the option `folder`. A subclass names the classes of its halves."""
 
     scheduler_class: ClassVar[type[StoreScheduler]] = StoreScheduler
-    worker_class: ClassVar[type[StoreWorker]] = StoreWorker
+    worker_class: ClassVar[type[StoreWorker]]
 
     def make_scheduler_half(self) -> StoreScheduler:
         self.open()
