@@ -29,7 +29,9 @@ MakeNode = Callable[..., ModelFreeNode]
 
 
 @contextmanager
-def node_maker(transfer: Mapping[str, Any], deadline_s: float = 20.0) -> Iterator[MakeNode]:
+def node_maker(
+    transfer: Mapping[str, Any], deadline_s: float = 20.0, node_type: type[ModelFreeNode] = ModelFreeNode
+) -> Iterator[MakeNode]:
     """Make nodes with one connector, and shut them down at the end.
 
     Yields a function `(shape=UNIFORM, *, options={}, max_step_tokens=None, **fields)`. `options` are added to the
@@ -37,6 +39,7 @@ def node_maker(transfer: Mapping[str, Any], deadline_s: float = 20.0) -> Iterato
 
     Args:
         transfer: Fields of `KVTransferConfig`.
+        node_type: Class of the nodes.
     """
     journal = Journal()
     with ExitStack() as stack:
@@ -57,7 +60,7 @@ def node_maker(transfer: Mapping[str, Any], deadline_s: float = 20.0) -> Iterato
                 **common,
                 **fields,
             )
-            node = ModelFreeNode(
+            node = node_type(
                 config, shape, max_step_tokens=max_step_tokens, deadline_s=deadline_s, journal=journal
             )
             return stack.enter_context(node)
