@@ -85,7 +85,8 @@ from ..output import KVConnectorOutput
 from ..stats import KVConnectorStats
 from .broken import promise
 from .harness import MakeNode, node_maker
-from .node import CacheShape, ModelFreeNode, Step, _Entry
+from .node import ModelFreeNode, _Entry
+from .shapes import CacheShape, Step
 from .suite import ConnectorConformance
 
 #: Key, among the options of `VllmConnector`, of what it needs itself.
