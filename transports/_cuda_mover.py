@@ -21,7 +21,7 @@ import numpy as np
 
 from ._copy import signal_function
 from ._cuda import EVENT_DISABLE_TIMING, MEMHOSTALLOC_PORTABLE, Gpu
-from ._movers import Mover, Ring, StagingBuffer, Ticket
+from ._movers import MAX_WAIT_S, Mover, Ring, StagingBuffer, Ticket
 from .errors import ConfigurationError, KVTransferError, TransportError
 from .regions import AddressArray, Int64Array, Pool
 
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: The first driver that has `cuMemcpyBatchAsync`.
 _BATCH_VERSION = 12080
-
-#: Longest wait for the signal of a copy in `drain`. An error of the GPU suppresses the signal.
-_MAX_WAIT_MS = 5
 
 
 class CudaMover(Mover):
@@ -93,7 +90,7 @@ class CudaMover(Mover):
         signalled = select.poll()
         signalled.register(self._signal, select.POLLIN)
         while self.has_open_tickets:
-            signalled.poll(_MAX_WAIT_MS)
+            signalled.poll(MAX_WAIT_S * 1000)
             self.poll()
 
     def close(self) -> None:

@@ -25,7 +25,10 @@ import numpy as np
 
 from ._copy import gather_regions, scatter_regions
 from .errors import KVTransferError
-from .regions import AddressArray, Int64Array, MemoryKind
+from .regions import AddressArray, Int64Array, MemoryKind, Pool
+
+#: How long an endpoint waits at most while tickets are open: an error of a GPU may suppress the signal of a copy's end.
+MAX_WAIT_S = 0.005
 
 #: Idle buffers that a ring without a limit keeps.
 _MAX_IDLE = 16
@@ -118,6 +121,11 @@ class Mover(ABC):
     gather_ring: Ring
     scatter_ring: Ring
 
+    @property
+    def suffix(self) -> str:
+        """What a mechanism's name ends with if its bytes pass through a staging buffer on our side."""
+        return "+staged" if self.needs_staging else ""
+
     @abstractmethod
     def start_gather(self, buffer_address: int, sources: AddressArray, lengths: Int64Array) -> Ticket:
         """Copy regions of the pool, end to end, to a buffer. `sources` and `lengths`: `(num_regions,)`.
@@ -146,6 +154,23 @@ class Mover(ABC):
 
     def close(self) -> None:  # noqa: B027 - see `poll`
         """Drain, and free the rings. A second call does nothing."""
+
+
+def mover_for(pool: Pool, buffer_bytes: int, staging_bytes: int) -> Mover:
+    """Make the mover of a pool.
+
+    Args:
+        buffer_bytes: Size of the buffers: the largest slice.
+        staging_bytes: Pinned memory per direction, for a pool on a GPU.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError: see `CudaMover`.
+    """
+    if pool.kind == "host":
+        return HostMover(buffer_bytes)
+    from ._cuda_mover import CudaMover  # a process without a GPU never needs it
+
+    return CudaMover(pool, buffer_bytes, staging_bytes)
 
 
 class HostMover(Mover):

@@ -23,6 +23,11 @@ class SliceLimits:
     max_rows: int
     alone_bytes: int = 1 << 62
 
+    @property
+    def max_bytes(self) -> int:
+        """No slice has more bytes than this."""
+        return 2 * self.slice_bytes
+
 
 @dataclass(frozen=True)
 class SlicePlan:

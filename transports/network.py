@@ -102,6 +102,8 @@ class NetworkOptions(HandshakeOptions):
         slice_bytes: Maximum bytes of one region that travel as one message; at most `MAX_SLICE_BYTES`.
         window_slices: Maximum slices in flight from one peer.
         peer_timeout_s: A peer that is silent for longer is lost.
+        staging_bytes: For a pool on a GPU: pinned main memory per direction, through which its slices pass. It must hold
+            two slices of `slice_bytes`; twice the bytes of a window keep the wire busy.
     """
 
     MAX_SLICE_BYTES: ClassVar[int]
@@ -114,6 +116,7 @@ class NetworkOptions(HandshakeOptions):
     slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
     window_slices: Annotated[int, integer(1, 64)] = 4
     peer_timeout_s: Annotated[float, seconds(0.4, 3600)] = 2.0
+    staging_bytes: Annotated[int, integer(1 << 20, 1 << 40)] = 48 << 20
 
     def __post_init__(self) -> None:
         super().__post_init__()

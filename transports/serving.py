@@ -15,9 +15,9 @@ from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
 
-from ._copy import gather_regions, scatter_regions
 from ._limited_log import LimitedLog
 from ._memory import WordTable, private_arena, require_guard, require_host
+from ._movers import HostMover, Mover
 from ._options import parse_options, require_valid
 from ._outside import outside
 from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
@@ -55,10 +55,15 @@ class PeerPool:
 
 @dataclass(frozen=True)
 class ServedPool:
-    """The pool that this process registered, and the guards under which peers may read it."""
+    """The pool that this process registered, and the guards under which peers may read it.
+
+    Attributes:
+        mover: What copies the pool's bytes. Nothing else touches them.
+    """
 
     pool: Pool
     guards: WordTable
+    mover: Mover
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,22 +100,14 @@ class ServedPool:
         except RegionError as error:
             raise ProtocolError(f"the peer asks for what does not exist: {error}") from error
 
-    # Bytes of the pool. Regions are given by their addresses and lengths, each `(num_regions,)`; they were checked before.
-
-    #: `gather(address, sources, lengths)` copies regions end to end to `address`.
-    gather = staticmethod(gather_regions)
-
-    #: `scatter(targets, address, lengths)` copies what lies end to end at `address` into regions.
-    scatter = staticmethod(scatter_regions)
-
     def read(self, sources: AddressArray, lengths: Int64Array) -> bytes:
-        """Return the bytes of regions, end to end."""
+        """Return the bytes of regions of a pool in main memory, end to end."""
         data = np.empty(int(lengths.sum()), dtype=np.uint8)
-        self.gather(data.ctypes.data, sources, lengths)
+        self.mover.start_gather(data.ctypes.data, sources, lengths)
         return data.tobytes()
 
     def write(self, targets: AddressArray, lengths: Int64Array, data: bytes) -> None:
-        """Copy bytes that lie end to end into regions.
+        """Copy bytes that lie end to end into regions of a pool in main memory.
 
         Raises:
             ProtocolError: there are more or fewer bytes than the regions have. Nothing was written.
@@ -118,7 +115,7 @@ class ServedPool:
         if len(data) != lengths.sum():
             raise ProtocolError(f"the peer sent {len(data)} bytes for regions of {lengths.sum()}")
         if data:
-            self.scatter(targets, np.frombuffer(data, dtype=np.uint8).ctypes.data, lengths)
+            self.mover.start_scatter(targets, np.frombuffer(data, dtype=np.uint8).ctypes.data, lengths)
 
 
 def stale(guard: Guard) -> StaleRegionError:
@@ -214,10 +211,11 @@ class HandshakeOptions(EndpointOptions):
 
 
 class HostTransport(PeerTransport):
-    """A transport that serves main memory, and whose bytes and guards pass through this process.
+    """A transport whose bytes and guards pass through this process's main memory.
 
-    A subclass sets `scheme` and `options_type`, a kind of `EndpointOptions`, and makes a backend. A transport that maps or
-    registers memory allocates its own instead, and derives from `PeerTransport`.
+    A subclass sets `scheme` and `options_type`, a kind of `EndpointOptions`, and makes a backend. It serves main memory,
+    and GPUs too if it overrides `make_mover`. A transport that maps or registers memory allocates its own instead, and
+    derives from `PeerTransport`.
 
     Args:
         options: The fields of `options_type`.
@@ -244,14 +242,27 @@ class HostTransport(PeerTransport):
         """Return the bounds of handshakes: those of the options, or none."""
         return self.options.limits() if isinstance(self.options, HandshakeOptions) else HandshakeLimits()
 
+    def make_mover(self, pool: Pool) -> Mover:
+        """Make what copies the bytes of the pool.
+
+        Raises:
+            ConfigurationError: the transport cannot serve the pool's kind of memory.
+        """
+        require_host(pool, self.scheme)
+        return HostMover(0)
+
     def _allocate(self, num_bytes: int) -> Arena:
         return private_arena(num_bytes)
 
     def _open(self, pool: Pool) -> Endpoint:
-        require_host(pool, self.scheme)
-        served = ServedPool(pool, self.guards)
+        mover = self.make_mover(pool)
+        served = ServedPool(pool, self.guards, mover)
         log = LimitedLog(logging.getLogger(type(self).__module__))
-        table: PeerTable[Any] = PeerTable(
-            lambda peers: self.make_backend(peers, served), self.limits(), log=log
-        )
+        try:
+            table: PeerTable[Any] = PeerTable(
+                lambda peers: self.make_backend(peers, served), self.limits(), log=log
+            )
+        except BaseException:
+            mover.close()
+            raise
         return PeerEndpoint(self.scheme, table)

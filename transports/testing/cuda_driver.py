@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -151,6 +151,14 @@ class _PinnedMemory:
 _Memory = _DeviceMemory | _PinnedMemory
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Copies, as (target, source, number of bytes), and then a host function."""
+
+    copies: Sequence[tuple[int, int, int]] = ()
+    call: Callable[[], None] | None = None
+
+
 @dataclass
 class _Stream:
     """Work that was launched.
@@ -159,7 +167,7 @@ class _Stream:
         num_done: Launched work that is done; `work` is the rest.
     """
 
-    work: deque[Callable[[], None]] = field(default_factory=deque)
+    work: deque[_Work] = field(default_factory=deque)
     num_launched: int = 0
     num_done: int = 0
 
@@ -293,7 +301,7 @@ class CudaDriverStandIn:
 
     # -- the thread that works -------------------------------------------------------------------------
 
-    def _launch(self, stream: _Stream, work: Callable[[], None]) -> None:
+    def _launch(self, stream: _Stream, work: _Work) -> None:
         stream.num_launched += 1
         stream.work.append(work)
         if self._worker is None:
@@ -314,7 +322,10 @@ class CudaDriverStandIn:
                     continue
                 stream = self._random.choice(busy)
                 work = stream.work[0]
-            work()
+            for copy in work.copies:
+                self._copy(*copy)
+            if work.call is not None:
+                work.call()
             with self._changed:
                 stream.work.popleft()
                 stream.num_done += 1
@@ -322,6 +333,12 @@ class CudaDriverStandIn:
 
     def _has_work(self) -> bool:
         return any(stream.work for stream in self._streams)
+
+    def _addresses_in_use(self) -> Iterator[int]:
+        for stream in self._streams:
+            for work in stream.work:
+                for target, source, _ in work.copies:
+                    yield from (target, source)
 
     def _violated(self, what: str) -> None:
         self.violations.append(what)
@@ -440,8 +457,8 @@ class CudaDriverStandIn:
         memory = self._pinned.get(address)
         if memory is None:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        if self._has_work():
-            self._violated("pinned memory was freed while copies were under way")
+        if any(self._find(at) is memory for at in self._addresses_in_use()):
+            self._violated("pinned memory was freed while a copy used it")
         del self._pinned[address]
         self._pinned_left += memory.num_bytes
         self.held["pinned"] -= 1
@@ -472,7 +489,7 @@ class CudaDriverStandIn:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if self._find(dst, num_bytes) is None or self._find(src, num_bytes) is None:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        self._launch(stream, lambda: self._copy(dst, src, num_bytes))
+        self._launch(stream, _Work([(dst, src, num_bytes)]))
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemcpyBatchAsync(
@@ -500,12 +517,7 @@ class CudaDriverStandIn:
             if self._find(dst, size) is None or self._find(src, size) is None:
                 return CUresult.CUDA_ERROR_INVALID_VALUE, index
         self._random.shuffle(rows)
-
-        def copy_all() -> None:
-            for row in rows:
-                self._copy(*row)
-
-        self._launch(stream, copy_all)
+        self._launch(stream, _Work(rows))
         return CUresult.CUDA_SUCCESS, -1
 
     def _copy(self, dst: int, src: int, num_bytes: int) -> None:
@@ -518,7 +530,7 @@ class CudaDriverStandIn:
 
     def cuLaunchHostFunc(self, stream: _Stream, function: int, argument: int) -> tuple[Any, ...]:
         call = _HOST_FUNCTION(function)
-        self._launch(stream, lambda: call(argument))
+        self._launch(stream, _Work(call=lambda: call(argument)))
         return (CUresult.CUDA_SUCCESS,)
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:

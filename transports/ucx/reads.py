@@ -6,8 +6,10 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from .._movers import StagingBuffer, Ticket
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Read
 from ..errors import ProtocolError
@@ -15,7 +17,6 @@ from ..serving import ServedPool, stale
 from ..streams import FrameSocket
 from .library import Operation, Worker
 from .options import UCXOptions
-from .staging import StagingBuffer, StagingBuffers
 from .wire import MAX_ROWS, Answer, Fetch
 
 
@@ -30,12 +31,17 @@ def limits_of(options: UCXOptions) -> SliceLimits:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A read that has not ended, and how far it has come. If `read.error` is set, only the slices in flight are waited for."""
+    """A read that has not ended, and how far it has come. If `read.error` is set, only the slices in flight are waited for.
+
+    Attributes:
+        num_scattering: Slices that a copy is writing into the pool.
+    """
 
     read: Read[Any]
     plan: SlicePlan
     num_fetched: int = 0
     num_in_flight: int = 0
+    num_scattering: int = 0
 
     @property
     def num_slices(self) -> int:
@@ -54,6 +60,7 @@ class _Slice:
 
     Attributes:
         buffer: Where it arrives, if that is not the pool.
+        has_arrived: UCX has written the last byte.
         is_placed: The bytes are in the pool.
         is_answered: The owner's answer came.
     """
@@ -62,6 +69,7 @@ class _Slice:
     index: int
     operation: Operation
     buffer: StagingBuffer | None
+    has_arrived: bool = False
     is_placed: bool = False
     is_answered: bool = False
 
@@ -72,6 +80,8 @@ class Reader:
     Args:
         served: Its pool is where the bytes go.
         end_read: Called when a read is over, once per read.
+        activate: Called when a receive was posted to the worker outside of the calls below.
+        fail: Called with what ended the connection, likewise.
     """
 
     def __init__(
@@ -80,18 +90,21 @@ class Reader:
         served: ServedPool,
         worker: Worker,
         channel: FrameSocket,
-        buffers: StagingBuffers,
         end_read: Callable[[Read[Any]], None],
+        activate: Callable[[], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self._window_slices = options.window_slices
-        self._served = served
+        self._mover = served.mover
         self._worker = worker
         self._channel = channel
-        self._buffers = buffers
         self._end_read = end_read
+        self._activate = activate
+        self._fail = fail
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
         self._slices: dict[int, _Slice] = {}  # by tag
+        self._is_closed = False
 
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked."""
@@ -102,12 +115,24 @@ class Reader:
     def stop(self, read: Read[Any]) -> bool:
         """Fetch nothing more for a read. Returns whether it is over; if not, `end_read` follows.
 
-        A receive that was posted cannot be taken back with certainty, so the slices in flight still arrive.
+        A receive that was posted cannot be taken back with certainty, so the slices in flight still arrive; unless the
+        worker is closed: then only copies into the pool are waited for.
         """
-        if self._transfers[read.transfer_id].num_in_flight:
+        transfer = self._transfers[read.transfer_id]
+        if transfer.num_scattering if self._is_closed else transfer.num_in_flight:
             return False
         del self._transfers[read.transfer_id]
         return True
+
+    def close(self) -> None:
+        """Give the buffers back. The worker is closed, so UCX writes nothing more; copies that were launched still end."""
+        self._is_closed = True
+        self._waiting.clear()
+        self._mover.scatter_ring.forget(self)
+        for piece in self._slices.values():
+            if piece.buffer is not None and not piece.has_arrived:
+                self._mover.scatter_ring.give_back(piece.buffer)
+        self._slices.clear()
 
     @property
     def num_in_flight(self) -> int:
@@ -117,29 +142,50 @@ class Reader:
     def _fetch(self) -> None:
         """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
         while self._waiting and len(self._slices) < self._window_slices:
-            transfer = self._waiting.popleft()
-            if transfer.read.error is not None:
-                continue
-            self._fetch_next(transfer)
-            if transfer.num_fetched < transfer.num_slices:
-                self._waiting.append(transfer)
+            transfer = self._waiting[0]
+            if transfer.read.error is None:
+                if not self._fetch_next(transfer):
+                    self._mover.scatter_ring.when_free(self, self._resume)
+                    return
+                if transfer.num_fetched < transfer.num_slices:
+                    self._waiting.append(transfer)
+            self._waiting.popleft()
 
-    def _fetch_next(self, transfer: _Transfer) -> None:
+    def _resume(self) -> None:
+        # Another peer's buffer came back in the course of that peer's work, so an error of ours must not become its own.
+        try:
+            self._fetch()
+            self._activate()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self._fail(error)
+
+    def _fetch_next(self, transfer: _Transfer) -> bool:
+        """Fetch the next slice of a read. Returns False if there is no buffer for it now."""
         index = transfer.num_fetched
         rows = transfer.plan.rows_of(index)
+        buffer = None
+        if self._mover.needs_staging or len(rows) != 1:
+            # Before the fetch: what it brings needs a place at once.
+            buffer = self._mover.scatter_ring.take(int(rows[:, 1].sum()))
+            if buffer is None:
+                return False
+        try:
+            self._post(transfer, index, buffer)
+        except BaseException:
+            if buffer is not None:
+                self._mover.scatter_ring.give_back(buffer)
+            raise
+        return True
+
+    def _post(self, transfer: _Transfer, index: int, buffer: StagingBuffer | None) -> None:
         # Random, so that no other process that reaches our worker can put bytes into a slice.
         tag = secrets.randbits(64)
-        fetch = Fetch(tag, transfer.read.guard, rows)
+        fetch = Fetch(tag, transfer.read.guard, transfer.plan.rows_of(index))
         self._channel.send(fetch.encode())
         # What follows overlaps with the fetch's way to the owner. The answer cannot overtake the receive: UCX hands
         # nothing over before `progress` is called, which happens later in this thread.
-        buffer = None
-        if len(rows) == 1:
-            address, num_bytes = int(transfer.plan.targets_of(index)[0]), fetch.num_bytes
-        else:
-            buffer = self._buffers.take(fetch.num_bytes)
-            address, num_bytes = buffer.address, max(1, fetch.num_bytes)
-        operation = self._worker.receive(tag, address, num_bytes)
+        address = int(transfer.plan.targets_of(index)[0]) if buffer is None else buffer.address
+        operation = self._worker.receive(tag, address, max(1, fetch.num_bytes))
         self._slices[tag] = _Slice(transfer, index, operation, buffer)
         transfer.num_fetched += 1
         transfer.num_in_flight += 1
@@ -165,25 +211,57 @@ class Reader:
             PeerLostError: UCX lost the peer.
             ProtocolError: the peer sent more than was asked for.
         """
-        for piece in self._slices.values():
-            if not piece.is_placed and piece.operation.is_done:
+        for piece in list(self._slices.values()):
+            if not piece.has_arrived and piece.operation.is_done:
                 self._place(piece)
+        self._accept_all()
+
+    def _place(self, piece: _Slice) -> None:
+        piece.operation.check()
+        piece.has_arrived = True
+        rows = piece.transfer.plan.rows_of(piece.index)
+        if piece.buffer is None or piece.transfer.read.error is not None or not len(rows):
+            self._placed(piece)
+            return
+        piece.transfer.num_scattering += 1
+        targets = piece.transfer.plan.targets_of(piece.index)
+        ticket = self._mover.start_scatter(targets, piece.buffer.address, rows[:, 1])
+        if ticket.is_over:
+            self._on_scattered(piece, ticket)
+        else:
+            ticket.then(partial(self._on_scattered_later, piece, ticket))
+
+    def _on_scattered(self, piece: _Slice, ticket: Ticket) -> None:
+        piece.transfer.num_scattering -= 1
+        piece.transfer.read.error = piece.transfer.read.error or ticket.error
+        self._placed(piece)
+
+    def _on_scattered_later(self, piece: _Slice, ticket: Ticket) -> None:
+        self._on_scattered(piece, ticket)
+        if self._is_closed:
+            # The table has stopped the read, and only copies were waited for.
+            transfer = piece.transfer
+            if not transfer.num_scattering and self._transfers.pop(transfer.read.transfer_id, None):
+                self._end_read(transfer.read)
+            return
+        try:
+            self._accept_all()
+            self._activate()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self._fail(error)
+
+    def _placed(self, piece: _Slice) -> None:
+        piece.is_placed = True
+        if piece.buffer is not None:
+            self._mover.scatter_ring.give_back(piece.buffer)
+
+    def _accept_all(self) -> None:
         # Both are needed: bytes without an answer may be of a block that was reused, and an answer may overtake its bytes.
         done = [tag for tag, piece in self._slices.items() if piece.is_placed and piece.is_answered]
         for tag in done:
             self._accept(self._slices.pop(tag).transfer)
         if done:
             self._fetch()
-
-    def _place(self, piece: _Slice) -> None:
-        piece.operation.check()
-        piece.is_placed = True
-        if piece.buffer is not None:
-            plan = piece.transfer.plan
-            if piece.transfer.read.error is None and len(plan):
-                lengths = plan.rows_of(piece.index)[:, 1]
-                self._served.scatter(plan.targets_of(piece.index), piece.buffer.address, lengths)
-            self._buffers.give_back(piece.buffer)
 
     def _accept(self, transfer: _Transfer) -> None:
         transfer.num_in_flight -= 1

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._descriptors import Reserve, warn_if_few
+from .._movers import MAX_WAIT_S, Mover, mover_for
 from .._outside import survived
 from .._slices import SlicePlan
 from ..endpoint import Peer, PeerTable, Read
@@ -30,6 +31,7 @@ from ..errors import (
     VersionMismatchError,
 )
 from ..network import Found, Lookups, listen_on
+from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, StreamBackend
 from .busy_poll import BusyPoll
@@ -37,7 +39,6 @@ from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions
 from .reads import Reader, limits_of
 from .serving import Server
-from .staging import StagingBuffers
 from .wire import (
     FRAME_LIMITS,
     Answer,
@@ -122,8 +123,8 @@ class UCXBackend(StreamBackend[Connection]):
     def __init__(self, peers: PeerTable[Connection], options: UCXOptions, served: ServedPool) -> None:
         self._options = options
         self._served = served
+        self._mover = served.mover
         self._limits = limits_of(options)
-        self._buffers = StagingBuffers(self._limits.slice_bytes + self._limits.alone_bytes)
         with ExitStack() as opened:
             self._reserve = Reserve(NUM_HELD)
             opened.callback(self._reserve.close)
@@ -131,6 +132,8 @@ class UCXBackend(StreamBackend[Connection]):
             opened.callback(self._context.close)
             super().__init__(peers)
             opened.pop_all()
+        if self._mover.fileno() >= 0:
+            self.poller.watch(self._mover, self._mover.poll)
         self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Connection], Link] = {}
         self._active: dict[Peer[Connection], Link] = {}
@@ -202,6 +205,9 @@ class UCXBackend(StreamBackend[Connection]):
             # Cuts everything: afterwards nothing is written into our memory any more.
             if connection.worker is not None:
                 connection.worker.close()
+            if isinstance(connection, Link):
+                connection.reader.close()
+                connection.server.close()
 
     def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
         return self._lookups.timeout_error(peer) or super().handshake_error(peer)
@@ -254,9 +260,9 @@ class UCXBackend(StreamBackend[Connection]):
         self, peer: Peer[Connection], channel: FrameSocket, worker: Worker, hello: Hello, mechanism: str
     ) -> None:
         """The handshake is over: the peer can be used."""
-        served, buffers = self._served, self._buffers
-        reader = Reader(self._options, served, worker, channel, buffers, self.peers.end_read)
-        server = Server(served, buffers, worker, channel)
+        served, activate, fail = self._served, partial(self._activate, peer), partial(self.peers.lose, peer)
+        reader = Reader(self._options, served, worker, channel, self.peers.end_read, activate, fail)
+        server = Server(served, worker, channel, activate, fail)
         remote = PeerPool.of(hello.num_guards, hello.num_bytes)
         link = Link(channel, worker, remote, mechanism, reader, server)
         self.poller.watch(worker, partial(self._activate, peer))
@@ -286,7 +292,7 @@ class UCXBackend(StreamBackend[Connection]):
         peer = read.peer
         link = self._links[peer]
         targets = self._served.require_read(link.remote, read)
-        read.mechanism = link.mechanism
+        read.mechanism = link.mechanism + self._mover.suffix
         link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
         self._touched(peer, link)
         # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
@@ -294,10 +300,12 @@ class UCXBackend(StreamBackend[Connection]):
         self._busy_poll.extend(num_steps=2)
 
     def stop_read(self, read: Read[Connection]) -> bool:
-        link = self._links.get(read.peer)
-        # Without a link its worker is closed, and nothing is written any more.
-        if link is None or link.reader.stop(read):
+        link = read.peer.connection
+        assert isinstance(link, Link), "only a connected peer is read from"
+        if link.reader.stop(read):
             return True
+        if read.peer not in self._links:
+            return False  # its worker is closed, and a copy to the GPU ends soon
         # Only closing the worker ends a receive with certainty, and that costs the peer. So give it some time to finish.
         self.peers.call_at(self.peers.clock() + self._options.peer_timeout_s, partial(self._give_up, read))
         return False
@@ -315,7 +323,10 @@ class UCXBackend(StreamBackend[Connection]):
         # Arming comes last before the wait: what happens to a worker between the two is reported by its descriptor.
         if self._poll_busily(timeout_s) or self.peers.has_events or not self._arm():
             timeout_s = 0.0
+        if self._mover.has_open_tickets:
+            timeout_s = min(timeout_s, MAX_WAIT_S)
         self.poller.poll(timeout_s)
+        self._mover.poll()
         # At once, not in the next turn: what has arrived by the deadline of a read counts as in time.
         self._settle()
 
@@ -408,9 +419,11 @@ class UCXBackend(StreamBackend[Connection]):
         # UCX may still send from the pool until the workers are closed, but the answer that vouches for it would find
         # its guard cleared.
         self._served.guards.clear_all()
+        self._mover.drain()
 
     def close(self) -> None:
         with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._mover.close)
             closing.callback(self._reserve.close)
             closing.callback(self._context.close)
             closing.callback(super().close)
@@ -437,6 +450,9 @@ class UCXTransport(HostTransport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         super().__init__(options)
         self.options = self.options.tuned_for(require_network(self.options))
+
+    def make_mover(self, pool: Pool) -> Mover:
+        return mover_for(pool, limits_of(self.options).max_bytes, self.options.staging_bytes)
 
     def make_backend(self, peers: PeerTable[Connection], served: ServedPool) -> UCXBackend:
         warn_if_few(SCHEME, NUM_HELD, self.options.max_connecting, PER_CONNECTION)

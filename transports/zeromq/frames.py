@@ -85,6 +85,13 @@ class Frame:
         return frame
 
     @classmethod
+    def copy_from(cls, address: int, num_bytes: int) -> Self:
+        """Make a frame with a copy of the bytes at `address`. Raises MemoryError: see `allocated`."""
+        frame = cls.allocated(num_bytes)
+        ctypes.memmove(frame.address, address, num_bytes)
+        return frame
+
+    @classmethod
     def received(cls, socket: zmq.Socket[bytes]) -> Self | None:
         """Take the next frame from a socket; None if there is none.
 

@@ -1,13 +1,17 @@
-"""The owner's side of reads: it answers each fetch from its pool, and keeps no state about it."""
+"""The owner's side of reads: it answers each fetch from its pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import xxhash
 
+from .._movers import StagingBuffer, Ticket
 from ..errors import ProtocolError
+from ..regions import AddressArray
 from ..serving import ServedPool
 from .channel import Channel
 from .frames import Frame
@@ -21,33 +25,108 @@ _ZERO_COPY_BYTES: Final = 256 << 10
 _MAX_QUEUED_BYTES = 128 << 20
 
 
-def answer(served: ServedPool, channel: Channel, fetch: Fetch) -> None:
-    """Answer with a slice, or with `Stale` if the guard does not hold. The pool outlives every connection.
+class Server:
+    """Answers the fetches of one peer.
 
-    Raises:
-        ProtocolError: the peer asks for regions or a guard that do not exist, or fetches more than it receives.
-            Nothing was sent.
+    Args:
+        fail: Called with what ended the connection, if a copy fails after `answer` has returned.
     """
-    addresses, lengths = served.locate(fetch.rows, fetch.guard), fetch.rows[:, 1]
-    if channel.queued_bytes > _MAX_QUEUED_BYTES:
-        raise ProtocolError(
-            f"the peer fetches slices but does not receive them: {channel.queued_bytes} bytes are queued"
-        )
-    if not served.guards.holds(fetch.guard):
-        _send_stale(channel, fetch)
-    elif fetch.is_whole or not len(lengths) or lengths.min() < _ZERO_COPY_BYTES:
-        frame = Frame.allocated(int(lengths.sum()))
-        served.gather(frame.address, addresses, lengths)
-        # Look again after the copy: blocks that were reused in the meantime must not pass for the promised ones.
-        if served.guards.holds(fetch.guard):
-            _send_slice(channel, fetch, [frame], is_settled=True)
+
+    def __init__(self, served: ServedPool, channel: Channel, fail: Callable[[Exception], None]) -> None:
+        self._served = served
+        self._mover = served.mover
+        self._channel = channel
+        self._fail = fail
+        # Fetches that wait for a staging buffer, or whose copy has not ended; only pools on a GPU have any.
+        self._waiting: deque[tuple[Fetch, AddressArray]] = deque()
+        self._staged_bytes = 0
+        self._is_closed = False
+
+    def answer(self, fetch: Fetch) -> None:
+        """Answer with a slice, or with `Stale` if the guard does not hold; later, if the pool is on a GPU.
+
+        Raises:
+            ProtocolError: the peer asks for regions or a guard that do not exist, or fetches more than it receives.
+                Nothing was sent.
+        """
+        addresses, lengths = self._served.locate(fetch.rows, fetch.guard), fetch.rows[:, 1]
+        queued_bytes = self._channel.queued_bytes + self._staged_bytes
+        if queued_bytes > _MAX_QUEUED_BYTES:
+            raise ProtocolError(
+                f"the peer fetches slices but does not receive them: {queued_bytes} bytes are queued"
+            )
+        if not self._served.guards.holds(fetch.guard):
+            self._send_stale(fetch)
+        elif self._mover.needs_staging and len(lengths):
+            self._staged_bytes += fetch.num_bytes
+            self._waiting.append((fetch, addresses))
+            self._stage_waiting()
+        elif fetch.is_whole or not len(lengths) or lengths.min() < _ZERO_COPY_BYTES:
+            frame = Frame.allocated(fetch.num_bytes)
+            self._mover.start_gather(frame.address, addresses, lengths)
+            self._send_gathered(fetch, frame)
         else:
-            _send_stale(channel, fetch)
-    else:
-        # By reference: libzmq reads the bytes after we looked at the guard, so only a later answer can confirm them.
-        # A read of a single slice is copied instead, because another round trip would take longer than the copy.
-        rows = zip(addresses.tolist(), lengths.tolist(), strict=True)
-        _send_slice(channel, fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
+            # By reference: libzmq reads the bytes after we looked at the guard, so only a later answer can confirm them.
+            # A read of a single slice is copied instead, because another round trip would take longer than the copy.
+            rows = zip(addresses.tolist(), lengths.tolist(), strict=True)
+            self._send_slice(fetch, [Frame.borrowed(*row) for row in rows], is_settled=False)
+
+    def _send_gathered(self, fetch: Fetch, frame: Frame) -> None:
+        # Look at the guard again after the copy: blocks that were reused in the meantime must not pass for the promised
+        # ones.
+        if self._served.guards.holds(fetch.guard):
+            self._send_slice(fetch, [frame], is_settled=True)
+        else:
+            self._send_stale(fetch)
+
+    def _stage_waiting(self) -> None:
+        """Start the copies for which there are staging buffers."""
+        ring = self._mover.gather_ring
+        while self._waiting:
+            fetch, addresses = self._waiting[0]
+            buffer = ring.take(fetch.num_bytes)
+            if buffer is None:
+                ring.when_free(self, self._resume)
+                return
+            self._waiting.popleft()
+            ticket = self._mover.start_gather(buffer.address, addresses, fetch.rows[:, 1])
+            ticket.then(partial(self._on_staged, fetch, buffer, ticket))
+
+    def _resume(self) -> None:
+        # Another peer's buffer came back in the course of that peer's work, so an error of ours must not become its own.
+        try:
+            self._stage_waiting()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self._fail(error)
+
+    def _on_staged(self, fetch: Fetch, buffer: StagingBuffer, ticket: Ticket) -> None:
+        self._staged_bytes -= fetch.num_bytes
+        try:
+            # libzmq frees its frames at a time of its own, so it gets a copy, and the buffer comes back now.
+            frame = Frame.copy_from(buffer.address, fetch.num_bytes)
+        except MemoryError as error:
+            self._fail(error)
+            return
+        finally:
+            self._mover.gather_ring.give_back(buffer)
+        if ticket.error is not None:
+            self._fail(ticket.error)
+        elif not self._is_closed:
+            self._send_gathered(fetch, frame)
+
+    def close(self) -> None:
+        """Answer nothing more. Copies that were launched still end, and give their buffers back."""
+        self._is_closed = True
+        self._waiting.clear()
+        self._mover.gather_ring.forget(self)
+
+    def _send_slice(self, fetch: Fetch, frames: list[Frame], *, is_settled: bool) -> None:
+        checksum = checksum_of(frame.view for frame in frames) if fetch.with_checksum else 0
+        head = Slice(fetch.transfer_id, fetch.index, is_settled, checksum, ()).head()
+        self._channel.send([head, *frames])
+
+    def _send_stale(self, fetch: Fetch) -> None:
+        self._channel.send([Stale(fetch.transfer_id, fetch.index).head(), b""])
 
 
 def checksum_of(frames: Iterable[memoryview | bytes]) -> int:
@@ -56,13 +135,3 @@ def checksum_of(frames: Iterable[memoryview | bytes]) -> int:
     for frame in frames:
         digest.update(frame)
     return digest.intdigest()
-
-
-def _send_slice(channel: Channel, fetch: Fetch, frames: list[Frame], *, is_settled: bool) -> None:
-    checksum = checksum_of(frame.view for frame in frames) if fetch.with_checksum else 0
-    head = Slice(fetch.transfer_id, fetch.index, is_settled, checksum, ()).head()
-    channel.send([head, *frames])
-
-
-def _send_stale(channel: Channel, fetch: Fetch) -> None:
-    channel.send([Stale(fetch.transfer_id, fetch.index).head(), b""])

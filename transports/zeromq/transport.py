@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
+from .._movers import MAX_WAIT_S, Mover, mover_for
 from .._slices import SlicePlan
 from ..endpoint import Backend, Peer, PeerTable, Read
 from ..errors import BackpressureError, KVTransferError, ProtocolError, VersionMismatchError
 from ..network import Found, Lookups
+from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import Poller
 from .channel import Channel
@@ -17,7 +20,7 @@ from .frames import Frame
 from .options import SCHEME, Address, ZeroMQOptions
 from .reads import Reader, limits_of
 from .security import Security
-from .serving import answer
+from .serving import Server
 from .sockets import Sockets
 from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
@@ -41,6 +44,7 @@ class Link:
     channel: Channel
     remote: PeerPool
     reader: Reader
+    server: Server
 
 
 #: What is kept per peer: first the `Address` to connect to, then a `Handshake`, then a `Link`.
@@ -57,11 +61,16 @@ class ZeroMQBackend(Backend[Connection]):
         self._options = options
         self._security = security
         self._served = served
+        self._mover = served.mover
         self._limits = limits_of(options)
         self._hello = Hello(served.guards.num_guards, served.sizes)
         with ExitStack() as opened:
             self._poller = Poller()
             opened.callback(self._poller.close)
+            if self._mover.fileno() >= 0:
+                self._poller.watch(
+                    self._mover, lambda: None
+                )  # it only has to end the wait: `turn` polls the mover
             self._sockets = Sockets(options, security, self._poller, self, peers.log)
             opened.pop_all()
         self._lookups = Lookups(peers, self._poller, self._dial)
@@ -109,6 +118,9 @@ class ZeroMQBackend(Backend[Connection]):
             self._lookups.forget(peer)
             return
         self._known.pop(connection.channel, None)
+        if isinstance(connection, Link):
+            connection.reader.close()
+            connection.server.close()
         if self._is_closing:
             # `Sockets.close` closes it, and what was sent still leaves within libzmq's linger period.
             connection.channel.forget()
@@ -161,7 +173,8 @@ class ZeroMQBackend(Backend[Connection]):
             raise ProtocolError("a connection begins with one hello")
         channel = handshake.channel
         reader = Reader(self._options, self._served, channel, self._peers.end_read)
-        peer.connection = Link(channel, PeerPool.of(hello.num_guards, hello.num_bytes), reader)
+        server = Server(self._served, channel, partial(self._peers.lose, peer))
+        peer.connection = Link(channel, PeerPool.of(hello.num_guards, hello.num_bytes), reader, server)
         if peer.incoming:
             channel.send([self._hello.head(), self._hello.body()])
         self._peers.connected(peer)
@@ -171,7 +184,7 @@ class ZeroMQBackend(Backend[Connection]):
             case Message():
                 self._peers.message(peer, incoming.body)
             case Fetch():
-                answer(self._served, link.channel, incoming)
+                link.server.answer(incoming)
             case Slice():
                 link.reader.on_slice(incoming)
             case Stale():
@@ -184,20 +197,21 @@ class ZeroMQBackend(Backend[Connection]):
     def start_read(self, read: Read[Connection]) -> None:
         link = _link(read.peer)
         targets = self._served.require_read(link.remote, read)
-        read.mechanism = link.channel.mechanism
+        read.mechanism = link.channel.mechanism + self._served.mover.suffix
         link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
 
     def stop_read(self, read: Read[Connection]) -> bool:
-        # Only this thread puts bytes into place, slice by slice, so nothing is half written.
-        _link(read.peer).reader.stop(read)
-        return True
+        return _link(read.peer).reader.stop(read)
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> None:
         self._sockets.pump()
         # Looked at after the pump: what it reports must not wait for the next thing to happen.
+        if self._mover.has_open_tickets:
+            timeout_s = min(timeout_s, MAX_WAIT_S)
         self._sockets.wait(0.0 if self._peers.has_events else timeout_s)
+        self._mover.poll()
 
     def interrupt(self) -> None:
         self._poller.interrupt()
@@ -209,9 +223,11 @@ class ZeroMQBackend(Backend[Connection]):
         # those bytes only after an answer of this thread, and this thread gives no more answers.
         self._served.guards.clear_all()
         self._is_closing = True
+        self._mover.drain()
 
     def close(self) -> None:
         with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._mover.close)
             closing.callback(self._poller.close)
             closing.callback(self._sockets.close)
 
@@ -246,6 +262,9 @@ class ZeroMQTransport(HostTransport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         super().__init__(options)
         self._security = Security(self.options)
+
+    def make_mover(self, pool: Pool) -> Mover:
+        return mover_for(pool, limits_of(self.options).max_bytes, self.options.staging_bytes)
 
     def make_backend(self, peers: PeerTable[Connection], served: ServedPool) -> ZeroMQBackend:
         return ZeroMQBackend(peers, self.options, self._security, served)

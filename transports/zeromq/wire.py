@@ -99,6 +99,10 @@ class Fetch:
     rows: Int64Array
     is_whole: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
     def head(self) -> bytes:
         wanted = (self.with_checksum, self.is_whole)
         return _FETCH.pack(

@@ -1,0 +1,307 @@
+"""Pools on a GPU over the network transports: their bytes pass through staging buffers. The GPU is a stand-in.
+
+Device memory is poisoned: code that touches it with the CPU crashes. Copies end late, so a missing wait shows old bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.transports._cuda_mover import CudaMover, PinnedRing
+from kvferry.transports.base import Arena, PeerLost, Transport
+from kvferry.transports.errors import (
+    ConfigurationError,
+    KVTransferError,
+    PeerLostError,
+    StaleRegionError,
+    TransferTimeoutError,
+    TransportClosedError,
+    TransportError,
+)
+from kvferry.transports.regions import Guard, RegionPairs
+from kvferry.transports.testing import TransportConformance, World, pairs_of
+from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
+from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
+from kvferry.transports.ucx import UCXTransport
+from kvferry.transports.zeromq import ZeroMQTransport
+
+PAGE = 4096
+POOL_BYTES = 8 << 20
+HELD = Guard(3, 9)
+SCATTERED = pairs_of(*((slot * PAGE, slot * PAGE, 100) for slot in range(64)))
+EVERYTHING = pairs_of((0, 0, POOL_BYTES))
+#: Small slices and the smallest ring, so that reads need many buffers and wait for them.
+TIGHT = {"slice_bytes": 256 << 10, "staging_bytes": 1 << 20}
+
+Create = Callable[[Mapping[str, object]], Transport]
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
+    """A stand-in for the driver of a machine with GPUs. Everything that a test acquires from it must be released."""
+    with CudaDriverStandIn(pinned_bytes=2 << 30) as stand_in:
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
+        yield stand_in
+    assert not +stand_in.held
+    assert not stand_in.violations
+
+
+class ZeroMQOnGpu(ZeroMQTransport):
+    """Its arenas are memory of a stand-in's GPU, as an engine's framework would have allocated it."""
+
+    driver: CudaDriverStandIn
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self.driver.allocate(num_bytes)
+
+
+class UCXOnGpu(UCXTransport):
+    """Likewise."""
+
+    driver: CudaDriverStandIn
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self.driver.allocate(num_bytes)
+
+
+KINDS: dict[str, tuple[type[Transport], type[ZeroMQOnGpu | UCXOnGpu]]] = {
+    "zeromq": (ZeroMQTransport, ZeroMQOnGpu),
+    "ucx": (UCXTransport, UCXOnGpu),
+}
+
+
+def make(
+    scheme: str, driver: CudaDriverStandIn, options: Mapping[str, object], *, on_gpu: bool = True
+) -> Transport:
+    host, gpu = KINDS[scheme]
+    if not on_gpu:
+        return host(options)  # type: ignore[call-arg]
+    transport = gpu(options)
+    transport.driver = driver
+    return transport
+
+
+class TestZeroMQOnGpus(TransportConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        return lambda options: make("zeromq", driver, options)
+
+
+class TestUCXOnGpus(TransportConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        return lambda options: make("ucx", driver, options)
+
+
+class TestZeroMQWithATightRing(TransportConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        return lambda options: make("zeromq", driver, {**TIGHT, **options})
+
+
+class TestUCXWithATightRing(TransportConformance):
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn) -> Create:
+        return lambda options: make("ucx", driver, {**TIGHT, **options})
+
+
+@pytest.fixture(params=["zeromq", "ucx"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def world(driver: CudaDriverStandIn) -> Iterator[World]:
+    world = World(ZeroMQTransport)
+    yield world
+    driver.is_paused = False  # if a test failed: closing waits for copies
+    world.close()
+
+
+@pytest.fixture
+def make_node(driver: CudaDriverStandIn, world: World, scheme: str) -> MakeNode:
+    """`(on_gpu, **options)` → a node of `world` with a pool of 8 MiB; guard 3 holds 9."""
+
+    def node(on_gpu: bool, **options: object) -> Node:
+        transport = make(scheme, driver, options, on_gpu=on_gpu)
+        node = world.add(transport, [transport.allocate(POOL_BYTES)])
+        transport.guards.set(HELD.index, HELD.value)
+        return node
+
+    return node
+
+
+@pytest.mark.parametrize(("producer_on_gpu", "consumer_on_gpu"), [(True, True), (True, False), (False, True)])
+def test_pools_of_any_kind_can_pair_and_the_mechanism_names_staging(
+    make_node: MakeNode, world: World, producer_on_gpu: bool, consumer_on_gpu: bool
+) -> None:
+    producer, consumer = make_node(producer_on_gpu, **TIGHT), make_node(consumer_on_gpu, **TIGHT)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    for pairs in (SCATTERED, EVERYTHING):
+        ended = world.read(link, pairs, HELD)
+        assert ended.error is None
+        assert ended.mechanism.endswith("+staged") == consumer_on_gpu
+    assert np.array_equal(consumer.memory(), producer.memory())
+
+
+# -- every buffer comes back, whatever happens -------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def movers(monkeypatch: pytest.MonkeyPatch, driver: CudaDriverStandIn) -> Iterator[list[CudaMover]]:
+    """All movers of the test. At its end every ticket has ended and every buffer is back."""
+    made: list[CudaMover] = []
+    create = CudaMover.__init__
+
+    def recorded(self: CudaMover, *args: Any) -> None:
+        create(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(CudaMover, "__init__", recorded)
+    yield made
+    for mover in made:
+        assert not mover.has_open_tickets
+        for ring in (mover.gather_ring, mover.scatter_ring):
+            assert isinstance(ring, PinnedRing)
+            assert ring.num_free == ring.num_buffers, "a staging buffer was not given back"
+
+
+def start(link: Link, pairs: RegionPairs, *, timeout_s: float = DEADLINE_S) -> int:
+    return link.consumer.endpoint.start_read(link.producer_id, pairs, HELD, timeout_s=timeout_s)
+
+
+def ended(node: Node, transfer_id: int) -> bool:
+    return bool(node.ends_of(transfer_id))
+
+
+def test_a_copy_that_fails_at_the_reader_ends_its_read_alone(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn
+) -> None:
+    link = world.link(make_node(False), make_node(True))
+    for name in ("cuMemcpyAsync", "cuEventRecord", "cuLaunchHostFunc", "cuEventQuery"):
+        driver.failures[name] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        error = world.read(link, pairs_of((0, 0, 100)), HELD).error
+        assert isinstance(error, TransportError)
+        assert f"{name}: CUDA_ERROR_ILLEGAL_ADDRESS" in str(error)
+        assert world.read(link, SCATTERED, HELD).error is None
+
+
+def test_a_copy_that_fails_at_the_owner_loses_the_peer_that_asked(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn
+) -> None:
+    producer = make_node(True)
+    link = world.link(producer, make_node(False))
+    other = world.link(producer, make_node(False))
+    driver.failures["cuMemcpyAsync"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    assert isinstance(world.read(link, pairs_of((0, 0, 100)), HELD).error, KVTransferError)
+    world.serve(lambda: bool(producer.of_type(PeerLost)))
+    (lost,) = producer.of_type(PeerLost)
+    assert "cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS" in str(lost.error)
+    assert world.read(other, SCATTERED, HELD).error is None
+
+
+def test_a_guard_that_is_cleared_while_the_owner_copies_makes_the_read_stale(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
+) -> None:
+    producer, consumer = make_node(True), make_node(False)
+    link = world.link(producer, consumer)
+    driver.is_paused = True
+    transfer_id = start(link, SCATTERED)
+    world.serve(lambda: movers[0].has_open_tickets)
+    producer.transport.guards.clear(HELD.index)
+    driver.is_paused = False
+    world.serve(lambda: ended(consumer, transfer_id))
+    assert isinstance(consumer.ends_of(transfer_id)[0].error, StaleRegionError)
+
+
+@pytest.mark.parametrize("how", ["timeout", "disconnect", "peer lost"])
+def test_a_read_that_is_stopped_ends_with_its_copies(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover], how: str
+) -> None:
+    producer, consumer = make_node(False), make_node(True)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    driver.is_paused = True
+    transfer_id = start(link, SCATTERED, timeout_s=0.5 if how == "timeout" else DEADLINE_S)
+    world.serve(lambda: movers[0].has_open_tickets)
+    if how == "disconnect":
+        consumer.endpoint.disconnect(link.producer_id)
+    elif how == "peer lost":
+        producer.endpoint.close()
+    until = time.monotonic() + 1.0
+    world.serve(lambda: time.monotonic() > until, consumer)
+    assert not ended(consumer, transfer_id), "a copy still writes into the pool"
+    assert not consumer.of_type(PeerLost), "a peer is lost after the ends of its reads"
+    driver.is_paused = False
+    world.serve(lambda: ended(consumer, transfer_id), consumer)
+    expected = {
+        "timeout": TransferTimeoutError,
+        "disconnect": TransportClosedError,
+        "peer lost": PeerLostError,
+    }
+    assert isinstance(consumer.ends_of(transfer_id)[0].error, expected[how])
+    before = consumer.memory().copy()
+    until = time.monotonic() + 0.2
+    world.serve(lambda: time.monotonic() > until, consumer)
+    assert np.array_equal(consumer.memory(), before), "bytes were written after the end was reported"
+
+
+def test_closing_waits_for_copies_into_the_pool(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
+) -> None:
+    producer, consumer = make_node(False), make_node(True)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    driver.is_paused = True
+    start(link, SCATTERED)
+    world.serve(lambda: movers[0].has_open_tickets)
+    resume = threading.Timer(0.3, setattr, (driver, "is_paused", False))
+    resume.start()
+    consumer.endpoint.close()
+    resume.join()
+    before = consumer.memory().copy()
+    until = time.monotonic() + 0.2
+    world.serve(lambda: time.monotonic() > until, producer)
+    assert np.array_equal(consumer.memory(), before)
+
+
+def test_reads_of_several_peers_share_a_ring_that_is_too_small_for_one(
+    make_node: MakeNode, world: World
+) -> None:
+    producer = make_node(True, **TIGHT)
+    producer.fill(1)
+    links = [world.link(producer, make_node(index == 0, **TIGHT)) for index in range(3)]
+    reads = [(link.consumer, start(link, EVERYTHING)) for link in links for _ in range(2)]
+    world.serve(lambda: all(ended(node, read) for node, read in reads))
+    for node, read in reads:
+        assert node.ends_of(read)[0].error is None
+        assert np.array_equal(node.memory(), producer.memory())
+
+
+def test_two_nodes_that_read_from_each_other_do_not_fill_each_others_rings(
+    make_node: MakeNode, world: World
+) -> None:
+    first, second = make_node(True, **TIGHT), make_node(True, **TIGHT)
+    forth, back = world.link(first, second), world.link(second, first)
+    half = POOL_BYTES // 2
+    reads = [
+        (second, start(forth, pairs_of((0, 0, half)))),
+        (first, start(back, pairs_of((half, half, half)))),
+    ]
+    world.serve(lambda: all(ended(node, read) for node, read in reads))
+    assert [node.ends_of(read)[0].error for node, read in reads] == [None, None]
+
+
+def test_a_ring_smaller_than_a_slice_is_refused(make_node: MakeNode) -> None:
+    with pytest.raises(ConfigurationError, match="raise staging_bytes or lower slice_bytes") as caught:
+        make_node(True, slice_bytes=2 << 20, staging_bytes=1 << 20)
+    assert (caught.value.key, caught.value.value) == ("staging_bytes", 1 << 20)
