@@ -23,6 +23,7 @@ from kvferry.transports import (
     encode_sizes,
     private_arena,
 )
+from kvferry.transports._movers import HostMover
 from kvferry.transports.errors import ConfigurationError, ProtocolError
 from kvferry.transports.network import HostPort
 from kvferry.transports.regions import Int64Array
@@ -53,7 +54,7 @@ def test_a_malformed_address_is_named(text: str) -> None:
 
 def test_bytes_are_taken_out_of_a_pool_and_put_into_it() -> None:
     arena = private_arena(PAGE)
-    served = ServedPool(Pool([arena.segment]), WordTable.anonymous(8))
+    served = ServedPool(Pool([arena.segment]), WordTable.anonymous(8), HostMover(0))
     served.guards.set(3, 7)
     rows = rows_of((10, 2), (20, 3))
     addresses = served.locate(rows, Guard(3, 7))
@@ -82,7 +83,7 @@ def test_a_request_outside_the_pool_or_the_table_is_refused(
 ) -> None:
     arena = private_arena(PAGE)
     with pytest.raises(ProtocolError):
-        ServedPool(Pool([arena.segment]), WordTable.anonymous(8)).locate(rows_of(*rows), guard)
+        ServedPool(Pool([arena.segment]), WordTable.anonymous(8), HostMover(0)).locate(rows_of(*rows), guard)
 
 
 def test_sizes_and_rows_are_decoded_as_they_were_encoded() -> None:
