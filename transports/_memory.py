@@ -199,8 +199,8 @@ def require_host(pool: Pool, scheme: str) -> None:
     """
     if pool.kind != "host":
         raise ConfigurationError(
-            f"transport {scheme!r} serves main memory, not {pool.kind}: between processes of one host use 'shm', "
-            "between hosts keep the cache in main memory",
+            f"transport {scheme!r} serves main memory, not {pool.kind}: use 'shm' between processes of one host, "
+            "'zeromq' or 'ucx' between hosts, or 'auto' for both",
             key="device",
             value=pool.kind,
         )

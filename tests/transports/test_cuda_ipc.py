@@ -17,7 +17,7 @@ import pytest
 from kvferry.transports import _cuda
 from kvferry.transports.auto import AutoTransport
 from kvferry.transports.auto.address import AutoAddress
-from kvferry.transports.base import Arena, PeerLost, Transport
+from kvferry.transports.base import Arena, PeerLost, Route, Transport
 from kvferry.transports.errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -36,7 +36,7 @@ from kvferry.transports.shm.cuda_pools import RemoteCudaMemory
 from kvferry.transports.shm.hello import Allocation, Hello, SharedSegment, decode_hello, encode_hello
 from kvferry.transports.testing import TransportConformance, World, pairs_of
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
-from kvferry.transports.testing.harness import Node
+from kvferry.transports.testing.harness import Link, Node
 
 PEER = Path(__file__).parent / "children" / "gpu_peer.py"
 PAGE = 4096
@@ -260,27 +260,46 @@ def test_auto_uses_shm_on_one_host(auto_pair: tuple[Node, Node], world: World) -
     assert world.read(link, pairs_of((0, 0, PAGE)), HELD).mechanism == "cuda_ipc"
 
 
-def test_auto_refuses_another_host(auto_pair: tuple[Node, Node], world: World) -> None:
+def read_staged(link: Link, world: World) -> Route:
+    """Read over an `auto` link that must be staged. Returns its route."""
+    link.producer.fill(1)
+    link.producer.transport.guards.set(HELD.index, HELD.value)
+    ended = world.read(link, pairs_of((0, 0, PAGE)), HELD)
+    assert (ended.error, ended.mechanism) == (None, "tcp+staged")
+    assert np.array_equal(link.consumer.memory(), link.producer.memory())
+    return link.consumer.endpoint.route_of(link.producer_id)
+
+
+def test_auto_stages_between_hosts(auto_pair: tuple[Node, Node], world: World) -> None:
     producer, consumer = auto_pair
     address = AutoAddress.parse(producer.endpoint.listen(""))
-    assert address.network == "none"
-    consumer.endpoint.start_connect(str(replace(address, host="another")), timeout_s=5)
-    world.serve(lambda: bool(consumer.of_type(PeerLost)))
-    error = consumer.of_type(PeerLost)[0].error
-    assert isinstance(error, IncompatiblePeerError)
-    assert error.field == "host, where a pool is on a GPU"
-    assert error.remote == "another"
+    link = world.link(producer, consumer, str(replace(address, host="another")))
+    assert read_staged(link, world) == Route("zeromq", "on another host")
 
 
-def test_auto_has_no_alternative_where_shm_does_not_connect(
-    auto_pair: tuple[Node, Node], world: World
+def test_auto_stages_where_two_gpus_of_a_host_have_no_peer_access(
+    driver: CudaDriverStandIn, world: World
 ) -> None:
-    producer, consumer = auto_pair
-    address = AutoAddress.parse(producer.endpoint.listen(""))
-    walled = replace(address, local="shm://@kvferry-nobody-is-here")
-    consumer.endpoint.start_connect(str(walled), timeout_s=5)
-    world.serve(lambda: bool(consumer.of_type(PeerLost)))
-    assert "kvferry-nobody-is-here" in str(consumer.of_type(PeerLost)[0].error)
+    driver.has_peer_access = False
+    producer, consumer = (
+        world.add(AutoTransport({"network": "zeromq"}), [driver.allocate(PAGE, gpu)]) for gpu in (0, 1)
+    )
+    route = read_staged(world.link(producer, consumer), world)
+    assert route.scheme == "zeromq"
+    assert "PEER_ACCESS_UNSUPPORTED" in route.reason
+
+
+def test_auto_stages_between_a_gpu_and_main_memory(driver: CudaDriverStandIn, world: World) -> None:
+    producer = world.add(AutoTransport({"network": "zeromq"}), [driver.allocate(PAGE)])
+    transport = AutoTransport({"network": "zeromq"})
+    consumer = world.add(transport, [transport.allocate(PAGE)])
+    link = world.link(producer, consumer)
+    producer.fill(1)
+    producer.transport.guards.set(HELD.index, HELD.value)
+    ended = world.read(link, pairs_of((0, 0, PAGE)), HELD)
+    assert (ended.error, ended.mechanism) == (None, "tcp")  # on our side nothing is staged
+    assert np.array_equal(consumer.memory(), producer.memory())
+    assert "main memory" in consumer.endpoint.route_of(link.producer_id).reason
 
 
 # -- pools that cannot be served ---------------------------------------------------------------------
@@ -315,13 +334,10 @@ def test_a_pool_must_be_in_one_kind_of_memory() -> None:
         Pool([Segment(PAGE, PAGE), Segment(9 * PAGE, PAGE, "cuda")])
 
 
-@pytest.mark.parametrize("scheme", ["inproc", "zeromq", "ucx"])
-def test_other_transports_refuse_it_and_name_the_one_that_supports_it(scheme: str) -> None:
-    if scheme == "ucx":
-        pytest.importorskip("ucxx")
-    transport = create_transport(scheme, {})
+def test_a_transport_without_gpus_refuses_it_and_names_those_that_support_it() -> None:
+    transport = create_transport("inproc", {})
     try:
-        with pytest.raises(ConfigurationError, match="between processes of one host use .shm.") as caught:
+        with pytest.raises(ConfigurationError, match="use .shm. between processes of one host") as caught:
             transport.register(Pool([Segment(PAGE, PAGE, "cuda")]))
         assert (caught.value.key, caught.value.value) == ("device", "cuda")
     finally:

@@ -13,9 +13,6 @@ from ..errors import ConfigurationError
 
 SCHEME = "auto"
 
-#: Stands in place of an address for other hosts if they are not served.
-NO_NETWORK = "none"
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT = "".join(set(string.punctuation) - set(";%"))
 
@@ -32,7 +29,7 @@ class AutoAddress:
     Attributes:
         host: See `this_host`.
         local: The process's address in shared memory.
-        network: Its address for other hosts, or `NO_NETWORK`.
+        network: Its address for other hosts.
     """
 
     host: str

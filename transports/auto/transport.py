@@ -30,7 +30,6 @@ from ..endpoint import PeerTransport
 from ..errors import (
     BackendUnavailableError,
     ConfigurationError,
-    IncompatiblePeerError,
     KVTransferError,
     PeerLostError,
     TransportClosedError,
@@ -39,7 +38,7 @@ from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport
 from ..shm.transport import SharedMemoryEndpoint
-from .address import NO_NETWORK, SCHEME, AutoAddress, this_host
+from .address import SCHEME, AutoAddress, this_host
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +125,7 @@ class AutoTransport(PeerTransport):
     def _open(self, pool: Pool) -> Endpoint:
         local = self._local.register(pool)
         assert isinstance(local, SharedMemoryEndpoint)
-        if pool.kind == "host":
-            return AutoEndpoint(local, self._network.register(pool))
-        logger.info("the pool is on a GPU: peers on other hosts are not served")
-        return AutoEndpoint(local, None)
+        return AutoEndpoint(local, self._network.register(pool))
 
     def _free(self) -> None:
         self._local.close()
@@ -181,18 +177,15 @@ class AutoEndpoint(Endpoint):
     Peers and transfers have ids of ours, because the children number theirs independently. The children keep all promises
     about the order of events, so passing each event on under our id keeps them as well. Only the loss of a peer that is
     then tried over the network is dropped.
-
-    Args:
-        network: None if peers on other hosts cannot be served.
     """
 
     scheme = SCHEME
 
-    def __init__(self, local: SharedMemoryEndpoint, network: Endpoint | None) -> None:
+    def __init__(self, local: SharedMemoryEndpoint, network: Endpoint) -> None:
         self._local = local
         self._network = network
         self._host = this_host()
-        self._waker = None if network is None else _Waker(local.fileno(), network.wake)
+        self._waker = _Waker(local.fileno(), network.wake)
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
         # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
@@ -218,28 +211,19 @@ class AutoEndpoint(Endpoint):
         if address.startswith(f"{SCHEME}:"):
             wanted = AutoAddress.parse(address)
         self._require_open()
-        network = NO_NETWORK if self._network is None else self._network.listen(wanted.network)
+        network = self._network.listen(wanted.network)
         return str(AutoAddress(self._host, self._local.listen(wanted.local), network))
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         there = AutoAddress.parse(address)
         deadline = time.monotonic() + timeout_s
-        network = None if there.network == NO_NETWORK else self._network
         if there.host == self._host:
             their_id = self._local.start_connect(there.local, timeout_s=min(timeout_s, _LOCAL_CONNECT_S))
-            fallback = "" if network is None else there.network
-            peer = _Peer(next(self._ids), self._local, their_id, "on this host", fallback, deadline)
-        elif network is not None:
-            their_id = network.start_connect(there.network, timeout_s=timeout_s)
-            peer = _Peer(next(self._ids), network, their_id, "on another host")
+            peer = _Peer(next(self._ids), self._local, their_id, "on this host", there.network, deadline)
         else:
-            peer_id = next(self._ids)
-            error = IncompatiblePeerError(
-                field="host, where a pool is on a GPU", local=self._host, remote=there.host
-            )
-            self._events.append(PeerLost(peer_id, error))
-            return peer_id
+            their_id = self._network.start_connect(there.network, timeout_s=timeout_s)
+            peer = _Peer(next(self._ids), self._network, their_id, "on another host")
         self._add(peer)
         return peer.peer_id
 
@@ -287,8 +271,7 @@ class AutoEndpoint(Endpoint):
             wait_until = min(until, self._local.next_deadline())
             left_s = 0.0 if self._events else max(0.0, wait_until - time.monotonic())
             # One thread can wait for one of the two. The waker ends this wait if shared memory has something to do.
-            waiter = self._network or self._local
-            self._events += self._translated(waiter, waiter.wait_events(left_s))
+            self._events += self._translated(self._network, self._network.wait_events(left_s))
             self._poll_local()
             if self._events or self._is_woken or time.monotonic() >= until:
                 self._is_woken = False
@@ -329,7 +312,6 @@ class AutoEndpoint(Endpoint):
     def _fall_back(self, peer: _Peer, error: KVTransferError) -> KVTransferError | None:
         """Shared memory did not connect: try the network, under the same id. Returns why that cannot begin either."""
         left_s = max(0.0, peer.deadline - time.monotonic())
-        assert self._network is not None, "there is a fallback only if there is a network"
         try:
             their_id = self._network.start_connect(peer.fallback, timeout_s=left_s)
         except KVTransferError as refusal:
@@ -340,17 +322,15 @@ class AutoEndpoint(Endpoint):
 
     def wake(self) -> None:
         self._is_woken = True
-        (self._network or self._local).wake()
+        self._network.wake()
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._waker is not None:
-            self._waker.close()
+        self._waker.close()
         self._local.close()
-        if self._network is not None:
-            self._network.close()
+        self._network.close()
         self._peers.clear()
         self._peers_of.clear()
         self._transfers_of.clear()

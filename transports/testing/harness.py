@@ -188,10 +188,10 @@ class World:
         self.nodes.append(node)
         return node
 
-    def link(self, producer: Node, consumer: Node) -> Link:
-        """Connect `consumer` to a new address of `producer`."""
+    def link(self, producer: Node, consumer: Node, address: str = "") -> Link:
+        """Connect `consumer` to an address of `producer`, by default a new one."""
         seen = len(producer.of_type(Connected))
-        address = producer.endpoint.listen("")
+        address = address or producer.endpoint.listen("")
         producer_id = consumer.endpoint.start_connect(address, timeout_s=DEADLINE_S)
         self.serve(
             lambda: (
