@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvferry.connector.config import KVTransferConfig
-from kvferry.transports.errors import ConfigurationError
 
 DEMO = Path(__file__).parents[2] / "examples" / "disagg_pair.py"
 #: Several steps of prefill. The last block is not full.
