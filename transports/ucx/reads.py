@@ -240,9 +240,10 @@ class Reader:
         self._on_scattered(piece, ticket)
         if self._is_closed:
             # The table has stopped the read, and only copies were waited for.
-            transfer = piece.transfer
-            if not transfer.num_scattering and self._transfers.pop(transfer.read.transfer_id, None):
-                self._end_read(transfer.read)
+            read = piece.transfer.read
+            if not piece.transfer.num_scattering and read.transfer_id in self._transfers:
+                del self._transfers[read.transfer_id]
+                self._end_read(read)
             return
         try:
             self._accept_all()
