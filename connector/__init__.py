@@ -31,7 +31,6 @@ from .config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from .content import block_digests
 from .factory import KVConnectorFactory, built_in_schemes
 from .kv_cache_specs import (
     AttentionSpec,
@@ -50,6 +49,7 @@ from .output import KVConnectorOutput
 from .stats import KVConnectorStats, StatsCollector, TransferRecord
 
 if TYPE_CHECKING:
+    from .content import block_digests
     from .multi import MultiConnector
     from .p2p import (
         AutoConnector,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
 
 #: Imported at their first use, because they import the protocol and the transports.
-_LAZY = {"MultiConnector": ".multi", "PeerToPeerConnector": ".p2p"}
+_LAZY = {"block_digests": ".content", "MultiConnector": ".multi", "PeerToPeerConnector": ".p2p"}
 
 __all__ = [
     "AttentionLayerConfig",

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -192,6 +193,7 @@ def _progress(num_bytes: int, bar_above_bytes: int) -> Iterator[Callable[[int], 
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # otherwise tqdm starts a thread that never ends
+        _lock = threading.RLock()  # otherwise it makes a semaphore that processes share and that outlives the bar
 
     # In a log file every update is a new line, so one every few seconds is enough.
     interval_s = 0.2 if sys.stderr.isatty() else 5.0
