@@ -19,7 +19,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -249,7 +249,7 @@ class FrameSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # so that the poller reports it
 
-    def receive(self) -> list[tuple[int, bytes]]:
+    def receive(self) -> Iterable[tuple[int, bytes]]:
         """Return the frames that arrived, as (kind, body).
 
         Raises:
@@ -395,11 +395,12 @@ class StreamBackend(Backend[C]):
     def begin(self, peer: Peer[C]) -> None:
         """Greet a peer whose connection has a socket, and handle what comes from it."""
         self.greet(peer)
-        self._watch(peer, self.stream(peer))
+        self.watch(peer, self.stream(peer))
 
-    def _watch(self, peer: Peer[C], stream: FrameSocket) -> None:
+    def watch(self, peer: Peer[C], stream: FrameSocket) -> None:
+        """Handle what comes from a socket of a peer; for a second one, because `begin` does so for the first."""
         awaits_room = stream.num_unsent > 0
-        self.poller.watch(stream, partial(self._serve, peer), writes=awaits_room)
+        self.poller.watch(stream, partial(self._serve, peer, stream), writes=awaits_room)
         stream.awaits_room = awaits_room
 
     def post(self, peer: Peer[C], kind: int, *parts: bytes) -> None:
@@ -411,7 +412,19 @@ class StreamBackend(Backend[C]):
     def watch_room(self, peer: Peer[C], stream: FrameSocket) -> None:
         """Have the poller report room to send for as long as something waits for it. If it reported room always, the loop would spin."""
         if stream.awaits_room is not None and stream.awaits_room != (stream.num_unsent > 0):
-            self._watch(peer, stream)
+            self.watch(peer, stream)
+
+    def unwatch(self, stream: FrameSocket) -> None:
+        """Handle nothing more that comes from a socket."""
+        if stream.awaits_room is not None:
+            stream.awaits_room = None
+            self.poller.unwatch(stream)
+
+    def drop(self, stream: FrameSocket) -> None:
+        """Close a socket."""
+        with survived("cannot stop polling a connection", self.peers.log):
+            self.unwatch(stream)
+        stream.close()
 
     def lose(self, peer: Peer[C], error: Exception) -> None:
         """Report that a peer is gone, because of something that it sent or that its socket reported."""
@@ -424,9 +437,8 @@ class StreamBackend(Backend[C]):
         assert stream is not None, "only a connection with a socket sends and receives"
         return stream
 
-    def _serve(self, peer: Peer[C]) -> None:
+    def _serve(self, peer: Peer[C], stream: FrameSocket) -> None:
         """A socket is ready: handle what came, send what waits."""
-        stream = self.stream(peer)
         try:
             for kind, body in stream.receive():
                 if peer.state is PeerState.LEAVING:
@@ -435,6 +447,8 @@ class StreamBackend(Backend[C]):
                     self.peers.message(peer, body)
                 else:
                     self.on_frame(peer, kind, body)
+            if peer.state is PeerState.LEAVING:
+                return
             stream.flush()
             self.watch_room(peer, stream)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
@@ -453,11 +467,7 @@ class StreamBackend(Backend[C]):
     def hang_up(self, peer: Peer[C], error: KVTransferError) -> None:
         stream = self.stream_of(peer.connection)
         if stream is not None:
-            with survived("cannot stop polling a connection", self.peers.log):
-                if stream.awaits_room is not None:
-                    stream.awaits_room = None
-                    self.poller.unwatch(stream)
-            stream.close()
+            self.drop(stream)
 
     def turn(self, timeout_s: float) -> None:
         # Also if there are events: a stream of reads that end at once must not starve the sockets.
