@@ -16,7 +16,6 @@ so a dead peer costs a read, and never the process.
     staging    memory in which small regions travel together
     serving    answers fetches
     reads      makes fetches
-    busy_poll  polling for a moment before blocking
     transport  `UCXTransport` and its backend: connections and handshakes
 """
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from .._busy_poll import BusyPoll
 from .._descriptors import Reserve, warn_if_few
 from .._movers import MAX_WAIT_S, Mover, mover_for
 from .._outside import survived
@@ -34,7 +35,6 @@ from ..network import Found, Lookups, listen_on
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, StreamBackend
-from .busy_poll import BusyPoll
 from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions
 from .reads import Reader, limits_of

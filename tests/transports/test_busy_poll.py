@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvferry.transports import Endpoint, Guard, Pool, RegionPairs, TransferEnded
+from kvferry.transports._busy_poll import BusyPoll
 from kvferry.transports.base import Arena, Event
 from kvferry.transports.ucx import UCXTransport
-from kvferry.transports.ucx.busy_poll import BusyPoll
 from kvferry.transports.ucx.library import Worker
 from kvferry.transports.ucx.options import UCXOptions
 
