@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         InProcConnector,
         PeerToPeerConnector,
         SharedMemoryConnector,
+        TcpConnector,
         UCXConnector,
         ZeroMQConnector,
     )
@@ -101,6 +102,7 @@ __all__ = [
     "SharedMemoryConnector",
     "SlidingWindowSpec",
     "StatsCollector",
+    "TcpConnector",
     "TransferRecord",
     "UCXConnector",
     "UniformTypeKVCacheSpecs",

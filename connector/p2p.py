@@ -90,6 +90,12 @@ class SharedMemoryConnector(PeerToPeerConnector):
     transport_scheme: ClassVar[str] = "shm"
 
 
+class TcpConnector(PeerToPeerConnector):
+    """Hand over between hosts by TCP, with TLS beyond loopback."""
+
+    transport_scheme: ClassVar[str] = "tcp"
+
+
 class UCXConnector(PeerToPeerConnector):
     """Hand over between hosts by UCX: over RDMA if the hosts have it, over TCP otherwise."""
 
@@ -102,7 +108,14 @@ class ZeroMQConnector(PeerToPeerConnector):
     transport_scheme: ClassVar[str] = "zeromq"
 
 
-_CLASSES = (AutoConnector, InProcConnector, SharedMemoryConnector, UCXConnector, ZeroMQConnector)
+_CLASSES = (
+    AutoConnector,
+    InProcConnector,
+    SharedMemoryConnector,
+    TcpConnector,
+    UCXConnector,
+    ZeroMQConnector,
+)
 _BY_SCHEME = {connector.transport_scheme: connector for connector in _CLASSES}
 
 

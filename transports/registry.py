@@ -45,6 +45,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
         "shm": BuiltIn(
             "shm:SharedMemoryTransport", remedy="it needs Linux and Python's own `os.memfd_create`"
         ),
+        "tcp": BuiltIn("tcp:TcpTransport", package="xxhash", remedy="`pip install xxhash`"),
         "ucx": BuiltIn("ucx:UCXTransport", package="ucxx", remedy="`pip install 'kvferry[ucx]'`"),
         "zeromq": BuiltIn("zeromq:ZeroMQTransport", package="zmq", remedy="`pip install pyzmq xxhash`"),
     }

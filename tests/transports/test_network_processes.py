@@ -1,4 +1,4 @@
-"""`zeromq` and `ucx` between processes: one is killed or stopped, and the other survives and notices within seconds."""
+"""`zeromq`, `tcp` and `ucx` between processes: one is killed or stopped, and the other survives and notices within seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.transports.registry import create_transport
 PEER = Path(__file__).parent / "children" / "network_peer.py"
 POOL_BYTES = 24 << 20
 HELD = Guard(3, 9)
-MECHANISMS = {"zeromq": "tcp", "ucx": "ucx:tcp"}
+MECHANISMS = {"zeromq": "tcp", "tcp": "tcp", "ucx": "ucx:tcp"}
 
 #: `peer_timeout_s` is 2 s of time in which this node handles events. The rest is a reserve for busy machines.
 NOTICED_S = 4.0
@@ -74,7 +74,7 @@ class Node:
         return self.ends()[-1]
 
 
-@pytest.fixture(params=["zeromq", UCX])
+@pytest.fixture(params=["zeromq", "tcp", UCX])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -151,7 +151,7 @@ def test_the_loss_of_a_reader_is_noticed(node: Node, start: Start, how: signal.S
     node.until(lambda: node.saw(PeerLost), NOTICED_S)
 
 
-@pytest.mark.parametrize("scheme", [UCX], indirect=True)
+@pytest.mark.parametrize("scheme", ["tcp", UCX], indirect=True)
 def test_a_peer_that_is_idle_is_kept(node: Node, owner: Owner) -> None:
     deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:

@@ -1,0 +1,417 @@
+"""One connection to a peer: frames both ways, and slices that go from pool to pool without a copy in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from ..errors import KVTransferError, PeerLostError, PeerRefusedError, ProtocolError
+from ..streams import RECEIVE_BYTES, FrameSocket
+from .iovec import Iovec, Pieces, address_of
+from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
+
+#: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to itself.
+_MAX_CALLS: Final = 256
+_MAX_BYTES: Final = 16 << 20
+
+_HEAD = struct.Struct("<IB")
+
+#: What is received for reads that were stopped goes here.
+_DISCARDED: Final = bytearray(256 << 10)
+
+
+class Answer(ABC):
+    """A slice that waits in the queue of a connection, or is being sent."""
+
+    @abstractmethod
+    def begin(self) -> tuple[bytes, Pieces] | None:
+        """Return the frame before the bytes, and where the bytes lie; None if only the end is to be sent."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the end frame. No socket reads the bytes any more."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """The connection is gone, before the end."""
+
+
+class TcpStream(FrameSocket):
+    """One connection. It receives the bytes of slices straight to where they belong, and sends them from where they are.
+
+    Attributes:
+        sink: Called with each slice frame. It returns where the slice's bytes go. If it raises, the peer is lost.
+        expects_slices: Tells whether slices are on their way. If so, frames are received one by one, because what
+            follows the frame of a slice must not end up in a buffer.
+        answers: The slices to send.
+    """
+
+    def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
+        self.sink: Callable[[Slice], Pieces] = _refuse
+        self.expects_slices: Callable[[], bool] = bool
+        self.answers: deque[Answer] = deque()
+        self._sending: tuple[Answer, Iovec] | None = None
+        self._arrived = bytearray()  # the beginning of a frame
+        self._filling: Iovec | None = None
+        self._end = bytearray(ANSWER_BYTES)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that `flush` will send when the socket is writable; those of slices count as one."""
+        return len(self._unsent) + (self._sending is not None or bool(self.answers))
+
+    @property
+    def is_encrypted(self) -> bool:
+        return False
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send as much as the socket takes. If the peer is lost, drop the rest."""
+        try:
+            self._advance()
+            for _ in range(_MAX_CALLS):
+                if not self._send_some():
+                    return
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError:
+            # What the peer sent before can still be received. `receive` reports the loss after that.
+            self._is_writable = False
+            self._drop_unsent()
+        except Exception as error:  # noqa: BLE001 - only this peer is lost
+            self.give_up(error)
+            self._drop_unsent()
+
+    def _send_some(self) -> bool:
+        """Make one call; return whether there may be more to send."""
+        if self._sending is not None:
+            answer, pieces = self._sending
+            self._send_pieces(pieces)
+            self.last_said = time.monotonic()
+            if not pieces.num_left:
+                self._sending = None
+                # The kernel, or TLS, has copied the last byte: only now the guard shows whether all of them were valid.
+                # First in the queue, because the receiver expects the end right after the bytes.
+                self._unsent[:0] = answer.end()
+        elif self._unsent:
+            with memoryview(self._unsent) as waiting:
+                sent = self._send_bytes(waiting)
+            self.last_said = time.monotonic()
+            del self._unsent[:sent]
+        elif self.answers:
+            # Frames go first, so that no message waits for more than one slice.
+            answer = self.answers.popleft()
+            begun = answer.begin()
+            if begun is None:
+                self._unsent += answer.end()
+            else:
+                head, found = begun
+                self._sending = (answer, Iovec(found, before=bytearray(head)))
+        else:
+            return False
+        return True
+
+    def _drop_unsent(self) -> None:
+        self._unsent.clear()
+        if self._sending is not None:
+            self._sending[0].drop()
+            self._sending = None
+        while self.answers:
+            self.answers.popleft().drop()
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def receive(self) -> Iterator[tuple[int, bytes]]:
+        """Return the frames that arrived, as (kind, body), except those of slices, whose bytes go to their sink.
+
+        Raises:
+            PeerLostError: the peer closed, and every complete frame was returned before.
+            ProtocolError: the peer sent a malformed frame.
+        """
+        total = 0
+        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self._advance()
+            for num_calls in range(1, 1 << 30):
+                num_bytes, is_short = self._receive_once()
+                total += num_bytes
+                while (frame := self._next_frame()) is not None:
+                    yield frame
+                # A short one has emptied the socket; and what came in full may be all there is, unless a slice is on its
+                # way. The poller reports what comes later, but it does not know what TLS has decrypted.
+                is_enough = is_short or num_calls >= _MAX_CALLS or total >= _MAX_BYTES
+                if (is_enough or not self.expects_slices()) and not self._num_decrypted:
+                    return
+
+    def _receive_once(self) -> tuple[int, bool]:
+        """Make one call; return how many bytes came, and whether they were fewer than wanted."""
+        try:
+            if self._filling is not None:
+                num_wanted = self._filling.num_left
+                num_bytes = self._receive_pieces(self._filling)
+            else:
+                num_wanted = self._num_wanted()
+                data = self._receive_bytes(num_wanted)
+                self._arrived += data
+                num_bytes = len(data)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, KVTransferError):
+            raise
+        except OSError as error:
+            raise PeerLostError(f"the connection broke: {error}") from error
+        if not num_bytes:
+            raise PeerLostError(self._reason)
+        self.last_heard = time.monotonic()
+        if self._filling is not None and not self._filling.num_left:
+            self._filling = None
+            self._arrived += self._end
+        return num_bytes, num_bytes < num_wanted and not self.is_encrypted
+
+    def _num_wanted(self) -> int:
+        """The bytes to receive so that those of a slice are not among them."""
+        if not self.expects_slices():
+            return RECEIVE_BYTES
+        if len(self._arrived) < _HEAD.size:
+            return ANSWER_BYTES - len(self._arrived)
+        num_bytes, _ = _HEAD.unpack_from(self._arrived)
+        return min(RECEIVE_BYTES, int(_HEAD.size + num_bytes - len(self._arrived)))
+
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        """Take the next complete frame. A slice's frame is handled here."""
+        if len(self._arrived) < _HEAD.size:
+            return None
+        num_bytes, kind = _HEAD.unpack_from(self._arrived)
+        # Checked before the body is awaited: a peer must not be able to make us buffer any number of bytes.
+        if num_bytes > FRAME_LIMITS.get(kind, -1):
+            raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
+        end = _HEAD.size + num_bytes
+        if len(self._arrived) < end:
+            return None
+        body = bytes(self._arrived[_HEAD.size : end])
+        del self._arrived[:end]
+        if kind == Kind.SLICE:
+            self._begin_slice(body)
+            return None
+        return kind, body
+
+    def _begin_slice(self, body: bytes) -> None:
+        found = decode(Kind.SLICE, body)
+        assert isinstance(found, Slice)
+        pieces = self.sink(found)
+        if self._arrived:
+            raise ProtocolError("the peer sent a slice before it was fetched")
+        self._fill(pieces)
+
+    def _fill(self, pieces: Pieces) -> None:
+        # The end frame always follows, so one call receives it as well.
+        self._filling = Iovec(pieces, after=self._end)
+
+    def discard(self) -> None:
+        """Throw away what has not come of the slice that is arriving. Its target is not written to any more."""
+        if self._filling is None or self._filling.num_left <= ANSWER_BYTES:
+            return
+        self._fill(discarded(self._filling.num_left - ANSWER_BYTES))
+
+    def close(self) -> None:
+        self._filling = None
+        self._drop_unsent()
+        super().close()
+
+    # -- what differs with TLS -------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Go on with the handshake, if there is one. Raises what a socket raises; BlockingIOError until it is over."""
+
+    @property
+    def _num_decrypted(self) -> int:
+        """Bytes that the poller does not know of."""
+        return 0
+
+    def _send_bytes(self, data: memoryview) -> int:
+        return self._socket.send(data)
+
+    def _send_pieces(self, pieces: Iovec) -> None:
+        # The end frame follows at once, and shall share a segment with the last bytes.
+        pieces.send(self._socket, socket.MSG_MORE)
+
+    def _receive_bytes(self, num_bytes: int) -> bytes:
+        return self._socket.recv(num_bytes)
+
+    def _receive_pieces(self, pieces: Iovec) -> int:
+        return pieces.receive(self._socket)
+
+
+class TlsStream(TcpStream):
+    """A connection with TLS.
+
+    Args:
+        sock: May still be connecting.
+        admit: Called with the verified connection. If it raises a `PeerRefusedError`, the peer is refused.
+        host: Where we connect to; None if the connection was accepted. The context decides whether the peer's certificate
+            must name it.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        max_queued_bytes: int,
+        context: ssl.SSLContext,
+        admit: Callable[[ssl.SSLSocket], None],
+        host: str | None,
+    ) -> None:
+        super().__init__(sock, max_queued_bytes)
+        self._context = context
+        self._admit = admit
+        self._incoming = host is None
+        self._host = host
+        self._tls: ssl.SSLSocket | None = None
+        self._is_ready = False
+        self._awaits_room = not self._incoming  # a connection that is being established becomes writable
+        self._failure: PeerLostError | PeerRefusedError | None = None
+
+    @property
+    def num_unsent(self) -> int:
+        # Only what room would help: to watch for room during a handshake that waits for the peer would spin.
+        return super().num_unsent if self._is_ready else int(self._awaits_room)
+
+    @property
+    def is_encrypted(self) -> bool:
+        return True
+
+    def _advance(self) -> None:
+        if self._is_ready:
+            return
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._shake_hands()
+        except ssl.SSLWantReadError:
+            self._awaits_room = False
+            raise
+        except ssl.SSLWantWriteError:
+            self._awaits_room = True
+            raise
+        except BlockingIOError:
+            raise
+        except PeerRefusedError as error:
+            self._failure = error
+            raise
+        except ssl.SSLError as error:
+            self._failure = PeerRefusedError(f"TLS handshake failed: {_explain(error)}")
+            raise self._failure from error
+        except OSError as error:
+            self._failure = PeerLostError(f"the connection broke during the TLS handshake: {error}")
+            raise self._failure from error
+
+    def _shake_hands(self) -> None:
+        if self._tls is None:
+            _require_established(self._socket, self._incoming)
+            self._socket = self._tls = self._context.wrap_socket(
+                self._socket,
+                server_side=self._incoming,
+                do_handshake_on_connect=False,
+                server_hostname=self._host,
+            )
+        self._tls.do_handshake()
+        self._admit(self._tls)
+        self._is_ready = True
+
+    @property
+    def _num_decrypted(self) -> int:
+        return self._tls.pending() if self._tls is not None else 0
+
+    def _send_pieces(self, pieces: Iovec) -> None:
+        assert self._tls is not None
+        for piece in pieces.pieces():
+            at = 0
+            while at < len(piece):
+                sent = self._tls.send(piece[at:])
+                at += sent
+                pieces.advance(sent)
+
+    def _receive_bytes(self, num_bytes: int) -> bytes:
+        try:
+            return super()._receive_bytes(num_bytes)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            # With TLS 1.3 the listener checks our certificate after the handshake has ended on our side.
+            raise PeerRefusedError(f"the peer ended TLS: {_explain(error)}") from error
+
+    def _receive_pieces(self, pieces: Iovec) -> int:
+        assert self._tls is not None
+        total = 0
+        for piece in pieces.pieces():
+            at = 0
+            while at < len(piece):
+                try:
+                    num_bytes = self._tls.recv_into(piece[at:])
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    if total:
+                        return total
+                    raise
+                if not num_bytes:
+                    return total
+                at += num_bytes
+                total += num_bytes
+                pieces.advance(num_bytes)
+                if total >= _MAX_BYTES:
+                    return total
+        return total
+
+
+def discarded(num_bytes: int) -> Pieces:
+    """Return where to receive bytes that are not wanted."""
+    count = -(-num_bytes // len(_DISCARDED))
+    lengths = np.full(count, len(_DISCARDED), dtype=np.int64)
+    lengths[-1] = num_bytes - (count - 1) * len(_DISCARDED)
+    return Pieces(np.full(count, address_of(_DISCARDED), dtype=np.uint64), lengths)
+
+
+def _refuse(_: Slice) -> Pieces:
+    raise ProtocolError("the peer sent a slice before the end of the handshake")
+
+
+def _require_established(sock: socket.socket, incoming: bool) -> None:
+    """Check that a connection is established, because a handshake can begin only then.
+
+    Raises:
+        OSError: it is not; BlockingIOError if it may be later.
+    """
+    try:
+        sock.getpeername()
+    except OSError as error:
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise OSError(number, os.strerror(number)) from error
+        if error.errno != errno.ENOTCONN or incoming:
+            raise
+        raise BlockingIOError(errno.EINPROGRESS, "the connection is being established") from error
+
+
+def _explain(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the peer's certificate is not one that we admit: {error.verify_message}; is it signed by the CA in tls_ca, "
+            "does it name the host that we connected to (tls_verify_host), and is the clock right?"
+        )
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "alert" in reason:
+        return (
+            f"{reason}: the peer does not admit our certificate; is it signed by the CA in the peer's tls_ca, and not "
+            "expired?"
+        )
+    if "certificate" in reason:
+        return f"{reason}: the peer showed no certificate; set tls_cert, tls_key and tls_ca there"
+    return f"{reason}; does the peer use TLS (option tls)?"

@@ -1,0 +1,467 @@
+"""`TcpTransport`, and its backend: connections, handshakes, and what to do about each frame."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from .._busy_poll import BusyPoll
+from .._descriptors import warn_if_few
+from .._movers import MAX_WAIT_S, Mover, mover_for
+from .._slices import SlicePlan
+from ..endpoint import Peer, PeerTable, Read
+from ..errors import (
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    TransportClosedError,
+    VersionMismatchError,
+)
+from ..network import Found, Lookups, listen_on
+from ..regions import Pool
+from ..serving import HostTransport, PeerPool, ServedPool
+from ..streams import FrameSocket, StreamBackend
+from .options import SCHEME, Address, TcpOptions
+from .reads import Reader, limits_of
+from .security import Security
+from .serving import Server
+from .stream import TcpStream, TlsStream
+from .wire import (
+    MAX_SLICE_BYTES,
+    TOKEN_BYTES,
+    End,
+    Fetch,
+    Hello,
+    Incoming,
+    Join,
+    Joined,
+    Kind,
+    Ping,
+    Refused,
+    decode,
+)
+
+logger = logging.getLogger(__name__)
+
+#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
+_TICKS = 3
+
+_PING = Ping().encode()
+
+
+@dataclass(eq=False)
+class Link:
+    """What is kept per peer.
+
+    Attributes:
+        address, found: Where we connected to; None if the peer connected to us.
+        lanes: The connections that can be used, by number. Number 0 carries messages. Empty before a lookup has ended.
+        joining: Those that the peer has not added to its own yet.
+        token: What a connection names that joins this peer. It comes from the side that listens.
+        remote, reader, server: None before the peer's hello.
+    """
+
+    address: Address | None = None
+    found: Found | None = None
+    lanes: dict[int, TcpStream] = field(default_factory=dict)
+    joining: dict[int, TcpStream] = field(default_factory=dict)
+    token: bytes = b""
+    remote: Hello | None = None
+    pool: PeerPool | None = None
+    reader: Reader | None = None
+    server: Server | None = None
+
+    def __repr__(self) -> str:
+        return f"<Link {self.address or 'incoming'}, {len(self.lanes)} lanes>"
+
+    @property
+    def streams(self) -> list[TcpStream]:
+        """All its connections."""
+        return [*self.lanes.values(), *self.joining.values()]
+
+
+class TcpBackend(StreamBackend[Link]):
+    """One process among its peers. One thread calls it, and all its work is done there."""
+
+    message_kind = Kind.MESSAGE
+
+    def __init__(
+        self,
+        peers: PeerTable[Link],
+        options: TcpOptions,
+        security: Security,
+        served: ServedPool,
+        max_slice_bytes: int,
+    ) -> None:
+        super().__init__(peers)
+        self._options = options
+        self._security = security
+        self._served = served
+        self._mover = mover = served.mover
+        self._max_slice_bytes = max_slice_bytes
+        self._lookups = Lookups(peers, self.poller, self._dial)
+        self._links: dict[Peer[Link], Link] = {}  # the connected peers
+        self._tokens: dict[bytes, Peer[Link]] = {}  # the connected peers that connected to us
+        if mover.fileno() >= 0:
+            self.poller.watch(mover, mover.poll)
+        self._busy_poll = BusyPoll(options.spin_us * 1e-6)
+        self._reading: Peer[Link] | None = None  # the peer of the latest read
+        self._tick_interval_s = options.peer_timeout_s / _TICKS
+        self._last_tick = peers.clock()
+        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def stream_of(self, link: Link) -> FrameSocket | None:
+        return link.lanes.get(0)
+
+    def listen(self, address: str) -> str:
+        """See `Endpoint.listen`. `tcp://host:port`; with port 0 the system chooses, an empty address means the options.
+
+        Raises:
+            ConfigurationError: the address is malformed, taken or not ours to bind; TLS is needed and there are no
+                certificates; or the address is a wildcard and `advertise_host` is not set.
+        """
+        if address:
+            parsed = Address.parse(address)
+            host, ports = parsed.host, range(parsed.port, parsed.port + 1)
+        else:
+            host, ports = self._options.bind_host, self._options.ports()
+        with_tls = self._security.for_listening(host)
+        listener = listen_on(host, ports, self._tune)
+        try:
+            where = self._options.advertised(listener)
+        except BaseException:
+            listener.close()
+            raise
+        self.accept_from(listener, partial(self._accepted, with_tls))
+        return str(Address(where.host, where.port, with_tls))
+
+    def _tune(self, sock: socket.socket) -> None:
+        if self._options.congestion_control:
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._options.congestion_control.encode()
+            )
+
+    def _accepted(self, with_tls: bool, sock: socket.socket) -> Link:
+        return Link(lanes={0: self._stream_over(sock, with_tls, host=None)})
+
+    def _stream_over(self, sock: socket.socket, with_tls: bool, host: str | None) -> TcpStream:
+        """Wrap a socket. `host`: where it connects to; None if it was accepted."""
+        max_queued_bytes = self._options.max_queued_bytes
+        if not with_tls:
+            return TcpStream(sock, max_queued_bytes)
+        contexts = self._security.contexts
+        context = contexts.accept if host is None else contexts.connect
+        admit = self._security.require_admitted
+        return TlsStream(sock, max_queued_bytes, context, admit, host)
+
+    def prepare(self, address: str) -> Link:
+        return Link(Address.parse(address))
+
+    def connect(self, peer: Peer[Link]) -> None:
+        address = peer.connection.address
+        assert address is not None
+        self._security.for_connecting(address)
+        self._lookups.start(peer, address)
+
+    def _dial(self, peer: Peer[Link], found: Found) -> None:
+        link = peer.connection
+        link.found = found
+        link.lanes[0] = self._dialled(link)
+        self.begin(peer)
+
+    def _dialled(self, link: Link) -> TcpStream:
+        assert link.address is not None
+        assert link.found is not None
+        with_tls = self._security.for_connecting(link.address)
+        sock = link.found.dial()
+        try:
+            self._tune(sock)
+            return self._stream_over(sock, with_tls, link.address.host)
+        except BaseException:
+            sock.close()
+            raise
+
+    def greet(self, peer: Peer[Link]) -> None:
+        if not peer.incoming:
+            self.stream(peer).send(self._hello(b""))
+
+    def hang_up(self, peer: Peer[Link], error: KVTransferError) -> None:
+        link = peer.connection
+        self._lookups.forget(peer)
+        self._links.pop(peer, None)
+        self._tokens.pop(link.token, None)
+        is_told = isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError)
+        if peer.incoming and link.remote is None and link.lanes and not is_told:
+            # A peer of another version has learned that from our hello.
+            link.lanes[0].send(Refused(str(error)).encode())
+        for stream in link.streams:
+            self.drop(stream)
+        if link.reader is not None and link.server is not None:
+            link.reader.close()
+            link.server.close()
+
+    def handshake_error(self, peer: Peer[Link]) -> KVTransferError:
+        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
+
+    # -- the handshake ---------------------------------------------------------------------------------
+
+    def _hello(self, token: bytes) -> bytes:
+        served = self._served
+        token = token or bytes(TOKEN_BYTES)
+        return Hello(served.guards.num_guards, served.sizes, self._max_slice_bytes, token).encode()
+
+    def on_frame(self, peer: Peer[Link], kind: int, body: bytes) -> None:
+        link = peer.connection
+        try:
+            incoming = decode(kind, body)
+        except VersionMismatchError:
+            if peer.incoming:
+                self.stream(peer).send(self._hello(b""))  # so that the other side learns our version
+            raise
+        if link.remote is not None:
+            self._on_link_frame(peer, link, incoming)
+        else:
+            self._on_handshake(peer, link, incoming)
+
+    def _on_handshake(self, peer: Peer[Link], link: Link, incoming: Incoming) -> None:
+        match incoming:
+            case Hello():
+                self._on_hello(peer, link, incoming)
+            case Join() if peer.incoming:
+                self._on_join(peer, link, incoming)
+            case Refused():
+                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
+            case _:
+                raise ProtocolError("a connection begins with one hello each way, or with a join")
+
+    def _on_hello(self, peer: Peer[Link], link: Link, hello: Hello) -> None:
+        main = link.lanes[0]
+        link.remote = hello
+        link.pool = PeerPool.of(hello.num_guards, hello.num_bytes)
+        link.reader = Reader(
+            self._options, self._mover, link.lanes, partial(self._post, peer), self.peers.end_read
+        )
+        link.server = Server(
+            self._served, self._mover, self._max_slice_bytes, partial(self.watch_and_flush, peer)
+        )
+        self._equip(link, 0, main)
+        if peer.incoming:
+            link.token = secrets.token_bytes(TOKEN_BYTES)
+            self._tokens[link.token] = peer
+            main.send(self._hello(link.token))
+        else:
+            link.token = hello.token
+            for lane in range(1, self._options.connections):
+                self._open_lane(peer, link, lane)
+        self._links[peer] = link
+        # More lanes come later: the first one is enough, and the peer may send messages already.
+        self.peers.connected(peer)
+
+    def _open_lane(self, peer: Peer[Link], link: Link, lane: int) -> None:
+        stream = link.joining[lane] = self._dialled(link)
+        stream.send(Join(link.token, lane).encode())
+        self.watch(peer, stream)
+
+    def _on_joined(self, link: Link, joined: Joined) -> None:
+        stream = link.joining.pop(joined.lane, None)
+        if stream is None:
+            raise ProtocolError(f"the peer added lane {joined.lane}, which we did not open")
+        link.lanes[joined.lane] = stream
+        self._equip(link, joined.lane, stream)
+
+    def _on_join(self, peer: Peer[Link], link: Link, join: Join) -> None:
+        """A connection belongs to a peer that is connected already: move it there, and forget the peer that it began as."""
+        owner = self._tokens.get(join.token)
+        if owner is None or join.lane in owner.connection.lanes:
+            raise ProtocolError("the peer joins a connection that does not exist")
+        stream = link.lanes.pop(0)
+        self.unwatch(stream)
+        self.peers.disconnect(peer.peer_id)
+        owner.connection.lanes[join.lane] = stream
+        self._equip(owner.connection, join.lane, stream)
+        stream.send(Joined(join.lane).encode())
+        self.watch(owner, stream)
+
+    def _equip(self, link: Link, lane: int, stream: TcpStream) -> None:
+        """Let slices arrive on a connection."""
+        reader = link.reader
+        assert reader is not None
+        stream.sink = partial(reader.sink, lane)
+        stream.expects_slices = lambda: bool(reader.num_in_flight)
+
+    # -- what arrives ----------------------------------------------------------------------------------
+
+    def _on_link_frame(self, peer: Peer[Link], link: Link, incoming: Incoming) -> None:
+        assert link.reader is not None
+        assert link.server is not None
+        match incoming:
+            case Fetch():
+                stream = link.lanes.get(incoming.lane)
+                if stream is None:
+                    raise ProtocolError(f"the peer names lane {incoming.lane}, which it did not join")
+                link.server.answer(stream, incoming)
+                self.watch_and_flush(peer, stream)
+                self._busy_poll.extend()
+            case End():
+                link.reader.on_end(incoming)
+            case Joined():
+                self._on_joined(link, incoming)
+            case Ping():
+                pass
+            case _:
+                raise ProtocolError("the handshake is over")
+
+    def watch_and_flush(self, peer: Peer[Link], stream: TcpStream) -> None:
+        """Send what was queued on a connection, now or as soon as there is room."""
+        try:
+            stream.flush()
+            self.watch_room(peer, stream)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self.lose(peer, error)
+
+    def _post(self, peer: Peer[Link], frame: bytes) -> None:
+        stream = self.stream(peer)
+        try:
+            stream.send(frame)
+            self.watch_room(peer, stream)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+            self.lose(peer, error)
+
+    # -- reads -----------------------------------------------------------------------------------------
+
+    def start_read(self, read: Read[Link]) -> None:
+        link = read.peer.connection
+        assert link.remote is not None
+        assert link.pool is not None
+        assert link.reader is not None
+        targets = self._served.require_read(link.pool, read)
+        read.mechanism = f"{SCHEME}{'+tls' if link.lanes[0].is_encrypted else ''}{self._mover.suffix}"
+        limits = limits_of(self._options, link.remote.max_slice_bytes)
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, limits))
+        self._reading = read.peer
+        # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
+        # The period starts when the fetch has left: preparing it takes as long as a good part of the period.
+        self._busy_poll.extend(num_steps=2)
+
+    def stop_read(self, read: Read[Link]) -> bool:
+        reader = read.peer.connection.reader
+        assert reader is not None
+        return reader.stop(read)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> None:
+        if self._poll_busily(timeout_s):
+            return
+        if self._mover.has_open_tickets:
+            # The signal of a copy may not come if the GPU failed.
+            super().turn(min(timeout_s, MAX_WAIT_S))
+            self._mover.poll()
+        else:
+            super().turn(timeout_s)
+
+    def _poll_busily(self, timeout_s: float) -> bool:
+        """Poll for what comes next, as long as it is near; return whether anything came.
+
+        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain.
+        """
+        until = time.monotonic() + timeout_s
+        while self._busy_poll.is_on(until) and self._has_at_most_one_slice():
+            if self.peers.has_events:
+                return False
+            if self.poller.poll(0.0):
+                self._busy_poll.extend()
+                return True
+            self._busy_poll.yield_core()
+        return False
+
+    def _has_at_most_one_slice(self) -> bool:
+        if self._reading is None:
+            return True
+        reader = self._reading.connection.reader
+        return reader is None or reader.num_in_flight <= 1
+
+    def _tick(self) -> None:
+        """Ping the peers to which nothing was sent for a while, and lose those that were silent for too long.
+
+        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
+        """
+        now = self.peers.clock()
+        interval_s, timeout_s = self._tick_interval_s, self._options.peer_timeout_s
+        self.peers.call_at(now + interval_s, self._tick)
+        # While this node itself did not look, no peer was silent.
+        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
+        self._last_tick = now
+        for peer, link in list(self._links.items()):
+            try:
+                for stream in link.joining.values():
+                    stream.last_heard += missed_s
+                    if now - stream.last_heard > max(timeout_s, self._options.handshake_timeout_s):
+                        raise PeerLostError("the peer did not add another connection in time")
+                for stream in link.lanes.values():
+                    stream.last_heard += missed_s
+                    if now - stream.last_heard > timeout_s:
+                        raise PeerLostError(f"the peer was silent for {timeout_s:g} s")
+                    # After half an interval, because the next chance is a whole one later: so a peer never hears nothing
+                    # for longer than half of `peer_timeout_s`.
+                    if now - stream.last_said >= interval_s / 2 and not stream.num_unsent:
+                        stream.send(_PING)
+                        self.watch_room(peer, stream)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.lose(peer, error)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_serving(self) -> None:
+        # What is still sent from the pool is followed by an end frame, which then finds its guard cleared.
+        self._served.guards.clear_all()
+        self._mover.drain()
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._mover.close)
+            closing.callback(super().close)
+
+
+class TcpTransport(HostTransport):
+    """Peers over TCP, with TLS beyond loopback. See the package for how a read works.
+
+    The owner's thread does all work. If the owner does not call `wait_events` for `peer_timeout_s`, its peers lose it.
+
+    Args:
+        options: See `TcpOptions`.
+
+    Raises:
+        ConfigurationError: an option is unknown or wrong, or a TLS file cannot be used. Nothing was opened.
+    """
+
+    scheme: ClassVar[str] = SCHEME
+    options_type = TcpOptions
+    options: TcpOptions
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__(options)
+        self._security = Security(self.options)
+
+    def make_mover(self, pool: Pool) -> Mover:
+        options = self.options
+        return mover_for(pool, limits_of(options, MAX_SLICE_BYTES).max_bytes, options.staging_bytes)
+
+    def make_backend(self, peers: PeerTable[Link], served: ServedPool) -> TcpBackend:
+        options, mover = self.options, served.mover
+        warn_if_few(SCHEME, 0, options.max_connecting, options.connections)
+        # A staging buffer holds one slice of ours, and those of a peer may be larger.
+        max_slice_bytes = MAX_SLICE_BYTES
+        if mover.needs_staging:
+            max_slice_bytes = limits_of(options, MAX_SLICE_BYTES).max_bytes
+        return TcpBackend(peers, options, self._security, served, max_slice_bytes)

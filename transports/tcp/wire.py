@@ -1,0 +1,262 @@
+"""The frames between two nodes, and their strict decoder. Pure.
+
+Frames are those of `streams`; everything is little-endian.
+
+| kind | body |
+|---|---|
+| hello | magic, version: u32, num_guards: u32, max_slice_bytes: u32, token: 16 bytes; segment sizes: i64 each |
+| join | magic, version: u32, token: 16 bytes, lane: u8 |
+| joined | lane: u8 |
+| refused | the reason, as text |
+| message | one control message |
+| fetch | tag: u64, lane: u8, with_checksum: bool, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
+| slice | tag: u64, num_bytes: u64, a zero. Then so many bytes of the pool follow, and then an end |
+| end | tag: u64, checksum: u64, is_valid: bool |
+| ping | empty |
+
+The side that connected begins with a hello, and the other side answers with its own. If the connecting side wants more
+connections (*lanes*), it opens them afterwards; each begins with a join that names the token of the listener's hello.
+Each fetch is answered on the lane that it names, by a slice and an end, or by an end alone if the guard did not hold or
+the fetch has no rows. The owner sends an end after the last byte of the slice has left its pool; `is_valid` says whether
+the guard still held then.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ..base import MAX_MESSAGE_BYTES
+from ..errors import ProtocolError, VersionMismatchError
+from ..regions import Guard, Int64Array
+from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..streams import encode_frame
+
+PROTOCOL_VERSION = 1
+
+#: Limits of one fetch.
+MAX_ROWS = 4096
+MAX_SLICE_BYTES = 8 << 20
+
+MAX_LANES = 16
+TOKEN_BYTES = 16
+
+_MAGIC = b"kvferry-tcp"
+_MAX_REASON_BYTES = 1 << 10
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    JOIN = 2
+    JOINED = 3
+    REFUSED = 4
+    MESSAGE = 5
+    FETCH = 6
+    SLICE = 7
+    END = 8
+    PING = 9
+
+
+_PREFACE = struct.Struct("<11sI")
+_HELLO = struct.Struct("<11sIII16s")
+_JOIN = struct.Struct("<11sI16sB")
+_JOINED = struct.Struct("<B")
+_FETCH = struct.Struct("<QB?qq")
+_SLICE = struct.Struct("<QQB")
+_END = struct.Struct("<QQ?")
+_FRAME_HEAD_BYTES = 5
+
+#: Size of a whole slice frame, and of a whole end frame.
+ANSWER_BYTES = _FRAME_HEAD_BYTES + _SLICE.size
+assert _SLICE.size == _END.size
+
+#: The most bytes of a frame's body.
+FRAME_LIMITS: Mapping[int, int] = {
+    Kind.HELLO: _HELLO.size + MAX_SIZES_BYTES,
+    Kind.JOIN: _JOIN.size,
+    Kind.JOINED: _JOINED.size,
+    Kind.REFUSED: _MAX_REASON_BYTES,
+    Kind.MESSAGE: MAX_MESSAGE_BYTES,
+    Kind.FETCH: _FETCH.size + ROW_BYTES * MAX_ROWS,
+    Kind.SLICE: _SLICE.size,
+    Kind.END: _END.size,
+    Kind.PING: 0,
+}
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a node says about itself.
+
+    Attributes:
+        num_bytes: Sizes of the segments of its pool.
+        max_slice_bytes: The most bytes that it sends in one slice.
+        token: What a connection names that joins this one. The connecting side's token is not used.
+    """
+
+    num_guards: int
+    num_bytes: tuple[int, ...]
+    max_slice_bytes: int
+    token: bytes
+
+    def encode(self) -> bytes:
+        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, self.max_slice_bytes, self.token)
+        return encode_frame(Kind.HELLO, head + encode_sizes(self.num_bytes))
+
+
+@dataclass(frozen=True)
+class Join:
+    """This connection is another lane of the peer that has the token."""
+
+    token: bytes
+    lane: int
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.JOIN, _JOIN.pack(_MAGIC, PROTOCOL_VERSION, self.token, self.lane))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The lane can be used."""
+
+    lane: int
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.JOINED, _JOINED.pack(self.lane))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The sender does not become a peer."""
+
+    reason: str
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
+
+    tag: int
+    lane: int
+    with_checksum: bool
+    guard: Guard
+    rows: Int64Array
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
+    def encode(self) -> bytes:
+        head = _FETCH.pack(self.tag, self.lane, self.with_checksum, self.guard.index, self.guard.value)
+        return encode_frame(Kind.FETCH, head + encode_rows(self.rows))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`num_bytes` bytes of the pool follow."""
+
+    tag: int
+    num_bytes: int
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.SLICE, _SLICE.pack(self.tag, self.num_bytes, 0))
+
+
+@dataclass(frozen=True)
+class End:
+    """A fetch was answered.
+
+    Attributes:
+        checksum: Of the rows of the fetch and the bytes, end to end; 0 if the fetch did not ask for it.
+        is_valid: All bytes were sent, and the guard held after that.
+    """
+
+    tag: int
+    checksum: int
+    is_valid: bool
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.END, _END.pack(self.tag, self.checksum, self.is_valid))
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Says that the sender is alive."""
+
+    def encode(self) -> bytes:
+        return encode_frame(Kind.PING, b"")
+
+
+Incoming = Hello | Join | Joined | Refused | Fetch | Slice | End | Ping
+
+
+def decode(kind: int, body: bytes) -> Incoming:
+    """Decode one frame from a peer that is no control message.
+
+    Raises:
+        ProtocolError: it is malformed. Nothing that the same peer sends after it can be trusted.
+        VersionMismatchError: it is a hello or a join of another version of the protocol.
+    """
+    try:
+        return _DECODERS[kind](body)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
+
+
+def _require_version(body: bytes) -> None:
+    magic, version = _PREFACE.unpack_from(body)
+    if magic != _MAGIC:
+        raise ProtocolError("malformed hello: the peer is not a kvferry node with transport 'tcp'")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+
+
+def _decode_hello(body: bytes) -> Hello:
+    _require_version(body)
+    _, _, num_guards, max_slice_bytes, token = _HELLO.unpack_from(body)
+    if not 0 < max_slice_bytes <= MAX_SLICE_BYTES:
+        raise ProtocolError(
+            f"malformed hello: max_slice_bytes is 1 to {MAX_SLICE_BYTES}, got {max_slice_bytes}"
+        )
+    return Hello(num_guards, decode_sizes(body[_HELLO.size :]), max_slice_bytes, token)
+
+
+def _decode_join(body: bytes) -> Join:
+    _require_version(body)
+    _, _, token, lane = _JOIN.unpack(body)
+    if not 1 <= lane < MAX_LANES:
+        raise ProtocolError(f"malformed join: a lane is 1 to {MAX_LANES - 1}, got {lane}")
+    return Join(token, lane)
+
+
+def _decode_fetch(body: bytes) -> Fetch:
+    tag, lane, with_checksum, index, value = _FETCH.unpack_from(body)
+    rows = decode_rows(body[_FETCH.size :], max_rows=MAX_ROWS, max_bytes=MAX_SLICE_BYTES)
+    return Fetch(tag, lane, with_checksum, Guard(index, value), rows)
+
+
+def _decode_slice(body: bytes) -> Slice:
+    tag, num_bytes, _ = _SLICE.unpack(body)
+    return Slice(tag, num_bytes)
+
+
+_PING = Ping()
+
+_DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
+    Kind.HELLO.value: _decode_hello,
+    Kind.JOIN.value: _decode_join,
+    Kind.JOINED.value: lambda body: Joined(*_JOINED.unpack(body)),
+    Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
+    Kind.FETCH.value: _decode_fetch,
+    Kind.SLICE.value: _decode_slice,
+    Kind.END.value: lambda body: End(*_END.unpack(body)),
+    Kind.PING.value: lambda _: _PING,
+}
