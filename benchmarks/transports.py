@@ -35,6 +35,8 @@ from moving.results import results_of
 from moving.rounds import measure
 from moving.shapes import Shape, shapes_of
 
+from kvferry.transports.testing.certificates import Authority
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -97,11 +99,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def chosen(arguments: argparse.Namespace, secret_file: Path) -> tuple[list[Contender], list[Shape]]:
+def chosen(
+    arguments: argparse.Namespace, secret_file: Path, certificates: Path
+) -> tuple[list[Contender], list[Shape]]:
     """Return the contenders and shapes to measure. Memcpy and plain sockets are always among the contenders."""
     contenders = [
         contender
-        for contender in all_contenders(secret_file, arguments.congestion_control)
+        for contender in all_contenders(secret_file, certificates, arguments.congestion_control)
         if contender.name in (MEMCPY, SOCKETS) or any(text in contender.name for text in arguments.only)
     ]
     contenders += [ours(name, scheme, json.loads(options)) for name, scheme, options in arguments.variant]
@@ -124,10 +128,12 @@ def main() -> None:
     arguments = parse_arguments()
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    with tempfile.NamedTemporaryFile("w") as secret:
-        secret.write(secrets.token_hex(32))
-        secret.flush()
-        contenders, shapes = chosen(arguments, Path(secret.name))
+    with tempfile.TemporaryDirectory() as folder:
+        secret = Path(folder, "secret")
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32))
+        Authority.make(Path(folder)).issue("node")
+        contenders, shapes = chosen(arguments, secret, Path(folder))
         measured = measure(contenders, shapes, arguments.pool_mib << 20, arguments.seconds, say)
     results = results_of(contenders, shapes, measured)
     print_lines([*table(results), "", *(f"not measured: {n}: {why}" for n, why in measured.left_out.items())])

@@ -41,20 +41,26 @@ def _nixl(name: str, environment: Mapping[str, str]) -> Contender:
     return Contender(name, own_nixl, NixlReader, distribution="nixl-cu12", environment=quiet)
 
 
-def all_contenders(secret_file: Path, congestion_control: str) -> list[Contender]:
+def all_contenders(secret_file: Path, certificates: Path, congestion_control: str) -> list[Contender]:
     """Return every contender, installed or not.
 
     Args:
         secret_file: Secret for both ends of an encrypted connection.
+        certificates: Folder with `ca.pem`, `node.pem` and `node.key`, for both ends of a connection with TLS.
         congestion_control: For every TCP connection on which it can be set; empty keeps the system's.
     """
     plain = {"congestion_control": congestion_control}
     curve = {**plain, "curve": "on", "shared_secret_file": str(secret_file)}
+    files = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
+    tls = {**plain, "tls": "on", **{key: str(certificates / name) for key, name in files.items()}}
     return [
         Contender(MEMCPY, own_nothing, MemcpyReader),
         Contender(SOCKETS, own_sockets, SocketReader, plain),
         ours("kvferry shm", "shm", {}),
         ours("kvferry shm, no arena", "shm", {}, in_arena=False),
+        ours("kvferry tcp, unchecked", "tcp", {**plain, "checksums": False}),
+        ours("kvferry tcp", "tcp", plain),
+        ours("kvferry tcp, TLS", "tcp", tls),
         ours("kvferry zeromq, unchecked", "zeromq", {**plain, "checksums": False}),
         ours("kvferry zeromq", "zeromq", plain),
         ours("kvferry zeromq, CURVE", "zeromq", curve),

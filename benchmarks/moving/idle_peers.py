@@ -29,7 +29,7 @@ from .processes import Child, FailedError, begin
 from .rounds import Progress, require_installed
 
 #: Each transport with its default options, so that the work it does for idle peers, such as pings, is measured.
-_TRANSPORTS: Mapping[str, Mapping[str, Any]] = {"shm": {}, "zeromq": {}, "ucx": {"tls": "tcp"}}
+_TRANSPORTS: Mapping[str, Mapping[str, Any]] = {"shm": {}, "tcp": {}, "zeromq": {}, "ucx": {"tls": "tcp"}}
 
 _POOL_BYTES = 8 << 20
 _READ_BYTES = 256 << 10
