@@ -83,7 +83,9 @@ def hostile_network(connector: str, faults: Sequence[NetworkFault], seed: int) -
         yield HostileNetwork(producer, consumer, proxy, f"{head}:{proxy.port}")
 
 
-@pytest.mark.parametrize(("connector", "faults"), [("ZeroMQConnector", EVERY_FAULT), UCX])
+@pytest.mark.parametrize(
+    ("connector", "faults"), [("ZeroMQConnector", EVERY_FAULT), ("TcpConnector", EVERY_FAULT), UCX]
+)
 def test_bytes_are_right_or_the_load_fails_and_loads_succeed_again_without_faults(
     connector: str, faults: Sequence[NetworkFault]
 ) -> None:

@@ -25,7 +25,7 @@ WISH = {"do_remote_decode": True, "overlap": True}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(params=["inproc", "shm", "zeromq", "auto", "MultiConnector"])
+@pytest.fixture(params=["inproc", "shm", "zeromq", "tcp", "auto", "MultiConnector"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
     """Make nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
     name = request.param

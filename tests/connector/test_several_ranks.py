@@ -286,7 +286,7 @@ def test_every_head_of_every_token_arrives_once(
 
 
 @pytest.mark.parametrize("pair", ["four-ranks-to-two", "stages-of-two-ranks-to-two", "latent-to-two"])
-@pytest.mark.parametrize("connector", ["zeromq", UCX])
+@pytest.mark.parametrize("connector", ["zeromq", "tcp", UCX])
 def test_several_ranks_hand_over_through_a_network(connector: str, pair: str, make_node: MakeNode) -> None:
     theirs, ours = PAIRS[pair]
     hand_over(make_node(connector, theirs), make_node(connector, ours))

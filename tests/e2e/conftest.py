@@ -21,7 +21,7 @@ from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import Zygote
 
-TRANSPORTS = ("shm", "zeromq", "ucx")
+TRANSPORTS = ("shm", "zeromq", "tcp", "ucx")
 START_TIMEOUT_S = 110.0
 TINY_NODE = (
     "--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64",
@@ -117,7 +117,7 @@ def tiny_single_arguments(tiny_model: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_single_arguments: tuple[str, ...], transport: str) -> tuple[str, ...]:
     """Options of a node in a pair that runs the tiny model."""
-    patience = PATIENT if transport in ("zeromq", "ucx") else ()
+    patience = PATIENT if transport in ("zeromq", "tcp", "ucx") else ()
     return (*tiny_single_arguments, "--connector", transport, *patience)
 
 

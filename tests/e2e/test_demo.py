@@ -51,6 +51,7 @@ DEMOS = [
     ("shm", "per-layer"),
     ("auto", "uniform"),
     pytest.param("zeromq", "uniform", marks=ELSEWHERE),
+    pytest.param("tcp", "uniform", marks=ELSEWHERE),
     pytest.param("ucx", "uniform", marks=[ELSEWHERE, NO_UCX]),
 ]
 
