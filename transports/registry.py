@@ -42,6 +42,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     {
         "auto": BuiltIn("auto:AutoTransport"),
         "inproc": BuiltIn("inproc:InProcTransport"),
+        "nixl": BuiltIn("nixl:NIXLTransport", remedy="`pip install 'kvferry[nixl]'`"),
         "shm": BuiltIn(
             "shm:SharedMemoryTransport", remedy="it needs Linux and Python's own `os.memfd_create`"
         ),

@@ -1,0 +1,133 @@
+"""The options of the transport, its addresses, and what they mean for UCX's environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+from ..checked import integer, seconds
+from ..errors import ConfigurationError
+from ..network import HostPort, NetworkOptions, is_loopback
+
+SCHEME = "nixl"
+
+#: What to do if NIXL finds no route to a peer.
+REMEDY = (
+    "give both nodes an RDMA device or one host, or change tls, net_devices or backends of either; "
+    "refuse_tcp=false allows TCP, whose risk docs/nixl.md describes"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NIXLOptions(NetworkOptions):
+    """Options of the transport, in addition to those of `NetworkOptions`.
+
+    Attributes:
+        allow_plaintext: Talk to other machines. The control connection is neither encrypted nor authenticated: any
+            process that reaches the port can read the pool, so use it only on a network where there are only nodes.
+        backends: NIXL's plug-ins that may move bytes, separated by commas, best first.
+        tls: UCX transports to choose from, as in `UCX_TLS`, which is the default; empty means all.
+        net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means that variable, otherwise all, or
+            `lo` alone unless `allow_plaintext`.
+        refuse_tcp: Fail instead of moving bytes over TCP, where a reader that dies can abort its owner's process.
+        agents: `"per_peer"`: each peer has a NIXL agent of its own, and ending a read by force costs that peer only.
+            `"shared"`: one agent for all peers, so the pool is registered once; ending a read by force costs all peers.
+        drain_s: Seconds that a read which timed out may take to end by itself. After that its agent is destroyed.
+        poll_us: Shortest pause between two looks at a read, in microseconds. Later pauses grow with the read's duration.
+    """
+
+    MAX_SLICE_BYTES: ClassVar[int] = 1 << 30
+    MAX_WINDOW_BYTES: ClassVar[int] = 16 << 30
+
+    allow_plaintext: bool = False
+    backends: str = "UCX"
+    tls: str = ""
+    net_devices: str = ""
+    refuse_tcp: bool = True
+    agents: Literal["per_peer", "shared"] = "per_peer"
+    drain_s: Annotated[float, seconds(0.0, 3600)] = 2.0
+    poll_us: Annotated[int, integer(1, 100_000)] = 50
+    slice_bytes: Annotated[int, integer(64 << 10)] = 16 << 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.backend_names
+        if not all(names) or len(set(names)) < len(names):
+            raise ConfigurationError(
+                f"backends must name NIXL plug-ins, separated by commas, each once; got {self.backends!r}",
+                key="backends",
+                value=self.backends,
+            )
+        if self.refuse_tcp and names != ("UCX",):
+            raise ConfigurationError(
+                f"refuse_tcp=true can be kept by backend 'UCX' only, got backends={self.backends!r}: set "
+                "refuse_tcp=false if the other backends may use TCP",
+                key="refuse_tcp",
+                value=True,
+            )
+        if self.refuse_tcp and "tcp" in self.tls.split(","):
+            raise ConfigurationError(
+                f"refuse_tcp=true, and tls={self.tls!r} asks for tcp: remove one of them",
+                key="refuse_tcp",
+                value=True,
+            )
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        """`backends` as names."""
+        return tuple(name.strip() for name in self.backends.split(","))
+
+    def require_reachable_by(self, host: str) -> None:
+        """Check that we may talk to `host`, or listen on it.
+
+        Raises:
+            ConfigurationError: it is on another machine, and `allow_plaintext` is not set.
+        """
+        if not self.allow_plaintext and not is_loopback(host):
+            raise ConfigurationError(
+                f"{host} is beyond this machine, and nixl neither encrypts nor authenticates: set "
+                "allow_plaintext=true if only nodes are on that network, or use zeromq",
+                key="allow_plaintext",
+                value=False,
+            )
+
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the variables that UCX must see while an agent is made. UCX has no other way to be told.
+
+        Raises:
+            ConfigurationError: TCP is refused, and `UCX_TLS` asks for it.
+        """
+        found = {}
+        tls = self.tls or inherited.get("UCX_TLS", "")
+        if self.refuse_tcp:
+            if tls in ("", "all"):
+                tls = "^tcp"
+            elif tls.startswith("^"):
+                tls = tls if "tcp" in tls[1:].split(",") else f"{tls},tcp"
+            elif "tcp" in tls.split(","):
+                raise ConfigurationError(
+                    f"refuse_tcp=true, and UCX_TLS={tls!r} in the environment asks for tcp: set tls, or change the variable",
+                    key="refuse_tcp",
+                    value=True,
+                )
+        if tls:
+            found["UCX_TLS"] = tls
+        devices = self.net_devices or inherited.get("UCX_NET_DEVICES", "")
+        if devices or not self.allow_plaintext:
+            found["UCX_NET_DEVICES"] = devices or "lo"
+        return found
+
+
+@dataclass(frozen=True)
+class Address(HostPort):
+    """`nixl://host:port`."""
+
+    @classmethod
+    def parse(cls, text: str, scheme: str = SCHEME) -> Self:
+        """Read an address. Raises ConfigurationError: it is malformed, or of another scheme."""
+        return super().parse(text, scheme)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}://{self.authority}"

@@ -1,0 +1,172 @@
+"""The reader's side: a read becomes slices, which NIXL copies a window at a time, and then a look at the guard.
+
+The owner takes no part. So the guard is read as the data was: by a READ of its word, begun only after NIXL has reported
+that all of the data is in place. The owner clears the word before it changes the guarded bytes. If the word still holds
+the value, every byte was copied before that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._memory import WORD_BYTES
+from .._slices import SlicePlan
+from ..endpoint import Read
+from ..serving import PeerPool, stale
+from .library import Agent, Memory, Transfer, descriptors
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What a peer's hello says about its memory.
+
+    Attributes:
+        agent: Name of its NIXL agent.
+        memory: Its pool, with the addresses of its own process.
+        device: The number of its GPU in its process.
+        guard_table: Address of its guard table.
+    """
+
+    agent: str
+    memory: PeerPool
+    device: int
+    guard_table: int
+
+    def guard(self, index: int) -> Memory:
+        """Return the word of a guard."""
+        return Memory.word(self.guard_table + index * WORD_BYTES)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A read that has not ended, and how far it is. If `read.error` is set, only what is in flight is waited for.
+
+    Attributes:
+        slices: The slices in flight.
+        guard: The look at the guard, once all slices are in place.
+        word: Where the guard's word arrives.
+    """
+
+    read: Read[Any]
+    plan: SlicePlan
+    num_posted: int = 0
+    slices: list[Transfer] = field(default_factory=list)
+    guard: Transfer | None = None
+    word: int = 0
+
+
+class Reader:
+    """The reads from one peer.
+
+    Args:
+        device: The number of our GPU; 0 for main memory.
+        end_read: Called when a read is over, once per read.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        remote: Remote,
+        kind: Any,
+        device: int,
+        window_slices: int,
+        end_read: Callable[[Read[Any]], None],
+    ) -> None:
+        self._agent = agent
+        self._remote = remote
+        self._kind = kind
+        self._device = device
+        self._window_slices = window_slices
+        self._end_read = end_read
+        self._transfers: dict[int, _Transfer] = {}
+        self._waiting: deque[_Transfer] = deque()  # those with slices that were not posted yet
+        self._num_slices = 0  # in flight
+
+    def start(self, read: Read[Any], plan: SlicePlan) -> None:
+        """Begin a read whose regions were checked.
+
+        Raises:
+            TransportError: NIXL has lost the peer. So it is with every method here.
+        """
+        transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
+        if len(plan):
+            self._waiting.append(transfer)
+        self.settle()
+
+    def stop(self, read: Read[Any]) -> bool:
+        """Post nothing more for a read. Returns whether it is over; if not, `end_read` follows."""
+        transfer = self._transfers[read.transfer_id]
+        if transfer.slices or transfer.guard is not None:
+            return False
+        self._drop(transfer)
+        return True
+
+    def unended(self) -> list[Read[Any]]:
+        """Return the reads that have not ended."""
+        return [transfer.read for transfer in self._transfers.values()]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Reads that have not ended."""
+        return len(self._transfers)
+
+    def settle(self) -> bool:
+        """Look at what is in flight, and continue. Returns whether anything has finished."""
+        has_finished = False
+        self._post()
+        for transfer in list(self._transfers.values()):
+            has_finished |= self._advance(transfer)
+        if has_finished:
+            self._post()
+        return has_finished
+
+    def _post(self) -> None:
+        """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
+        while self._waiting and self._num_slices < self._window_slices:
+            transfer = self._waiting.popleft()
+            if transfer.read.error is None and transfer.read.transfer_id in self._transfers:
+                self._post_slice(transfer)
+                if transfer.num_posted < len(transfer.plan):
+                    self._waiting.append(transfer)
+
+    def _post_slice(self, transfer: _Transfer) -> None:
+        plan, index = transfer.plan, transfer.num_posted
+        rows = plan.rows_of(index)
+        lengths = rows[:, 1]
+        pool = self._remote.memory.pool
+        local = Memory(self._kind, descriptors(plan.targets_of(index), lengths, self._device))
+        sources = pool.addresses(rows[:, 0], lengths)
+        remote = Memory(pool.kind, descriptors(sources, lengths, self._remote.device))
+        transfer.num_posted += 1
+        transfer.slices.append(self._agent.read(self._remote.agent, local, remote))
+        self._num_slices += 1
+
+    def _advance(self, transfer: _Transfer) -> bool:
+        """Look at one read. Returns whether something of it has finished."""
+        left = [piece for piece in transfer.slices if not piece.is_done()]
+        num_done = len(transfer.slices) - len(left)
+        transfer.slices = left
+        self._num_slices -= num_done
+        read = transfer.read
+        if left or (transfer.num_posted < len(transfer.plan) and read.error is None):
+            return num_done > 0
+        if transfer.guard is None and read.error is None:
+            # Only now: the guard vouches for what was copied before it is read, and for nothing else.
+            transfer.word = self._agent.take_word()
+            guard = self._remote.guard(read.guard.index)
+            transfer.guard = self._agent.read(self._remote.agent, Memory.word(transfer.word), guard)
+        if transfer.guard is not None:
+            if not transfer.guard.is_done():
+                return num_done > 0
+            value = self._agent.give_back_word(transfer.word)
+            if value != read.guard.value and read.error is None:
+                read.error = stale(read.guard)
+        self._drop(transfer)
+        self._end_read(read)
+        return True
+
+    def _drop(self, transfer: _Transfer) -> None:
+        del self._transfers[transfer.read.transfer_id]

@@ -1,0 +1,617 @@
+"""`NIXLTransport`, and its backend: connections, handshakes, agents, and the loop over what is in flight.
+
+NIXL offers nothing to sleep on, so the loop polls while something is in flight, with pauses that grow with the time
+that it takes. While nothing is, it sleeps on its sockets. An owner polls its agent only while its peer says that it reads.
+
+Sockets always come before agents. A peer that died in the middle of a read over TCP leaves the owner's agent with work
+that makes UCX abort the process. The end of the peer's control connection is there as early as that work; and an agent
+that is destroyed first never does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .._cuda import Gpu
+from .._descriptors import warn_if_few
+from .._limited_log import LimitedLog
+from .._memory import WordTable, private_arena
+from .._options import parse_options
+from .._outside import outside, survived
+from .._slices import SliceLimits, SlicePlan
+from ..base import Arena, Endpoint
+from ..endpoint import Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from ..errors import (
+    ConfigurationError,
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    TransferTimeoutError,
+    TransportClosedError,
+    TransportError,
+    VersionMismatchError,
+)
+from ..network import Found, Lookups, listen_on
+from ..regions import Pool, Segment
+from ..serving import PeerPool, ServedPool
+from ..streams import FrameSocket, StreamBackend
+from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
+from .options import REMEDY, SCHEME, Address, NIXLOptions
+from .reads import Reader, Remote
+from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Ping, Preface, Reading, Ready, Refused, decode
+
+logger = logging.getLogger(__name__)
+
+#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
+_TICKS = 3
+
+#: How long the loop only yields its core after something has begun or ended, before it sleeps between two looks.
+_YIELD_S = 100e-6
+
+#: A pause is this part of the time that passed since something began or ended, so it delays the end by no more than that.
+_PAUSE_PART = 1 / 16
+
+_MAX_PAUSE_S = 5e-3
+
+#: Pauses below this are slept, because the poller counts in milliseconds.
+_SLEPT_S = 1e-3
+
+#: How long an owner polls its agent after each frame *reading*, and how often a reader sends one.
+_READING_S = 0.05
+
+#: Rows per READ. NIXL takes more, and its time per row is the same; this bounds the time of one call.
+_MAX_ROWS = 65536
+
+_PING = Ping().encode()
+_READING = Reading().encode()
+
+
+# == what is kept per peer =========================================================================
+
+
+@dataclass(eq=False)
+class Handshake:
+    """A connection that is not a peer yet, and may never be one.
+
+    Attributes:
+        is_prefaced: The other side's preface came: it is a node, of our version.
+        agent: Ours for this peer, as soon as the peer needs to know its metadata.
+        remote: The other side's memory, as soon as its hello came.
+        probe, word: The first read, which shows that there is a route, and where it arrives.
+        is_probed: The first read has succeeded.
+    """
+
+    channel: FrameSocket
+    is_prefaced: bool = False
+    agent: Agent | None = None
+    remote: Remote | None = None
+    probe: Transfer | None = None
+    word: int = 0
+    is_probed: bool = False
+
+
+@dataclass(eq=False)
+class Link:
+    """The connection to a peer whose handshake is over.
+
+    Attributes:
+        serves_until: The peer reads from us at least until then, by the table's clock.
+        said_reading: When we last told the peer that we read.
+    """
+
+    channel: FrameSocket
+    agent: Agent
+    remote: Remote
+    reader: Reader
+    serves_until: float = -math.inf
+    said_reading: float = -math.inf
+
+
+Connection = Address | Handshake | Link
+
+
+# == the agents of this process ====================================================================
+
+
+class Agents:
+    """The NIXL agents through which peers are read and read from us.
+
+    Attributes:
+        device: The number of the GPU that holds our pool; 0 for main memory.
+    """
+
+    def __init__(self, nixl: NIXL, served: ServedPool, options: NIXLOptions, device: int) -> None:
+        self._nixl = nixl
+        self.is_shared = options.agents == "shared"
+        self.device = device
+        pool = served.pool
+        self.addresses = np.array([segment.address for segment in pool.segments], dtype=np.uint64)
+        sizes = np.array(served.sizes, dtype=np.int64)
+        self._memory = (
+            Memory(pool.kind, descriptors(self.addresses, sizes, device)),
+            Memory(
+                "host",
+                np.array(
+                    [(served.guards.address, WordTable.bytes_for(served.guards.num_guards), 0)],
+                    dtype=np.uint64,
+                ),
+            ),
+        )
+        self._shared: Agent | None = None
+
+    def take(self) -> Agent:
+        """Return the agent for a new peer. Raises: see `Agent`."""
+        if not self.is_shared:
+            return Agent(self._nixl, self._memory)
+        if self._shared is None:
+            self._shared = Agent(self._nixl, self._memory)
+        return self._shared
+
+    def let_go(self, agent: Agent, remote: Remote | None) -> None:
+        """End a peer's connection. No read from it may be in flight, unless it has an agent of its own.
+
+        Raises:
+            TransportError: NIXL cannot do it.
+        """
+        if agent is not self._shared:
+            agent.close()
+        elif remote is not None:
+            agent.remove(remote.agent)
+
+    def close(self) -> None:
+        """Destroy the shared agent, if there is one, and with it whatever any peer's reads still write."""
+        agent, self._shared = self._shared, None
+        if agent is not None:
+            agent.close()
+
+
+# == the backend ===================================================================================
+
+
+class NIXLBackend(StreamBackend[Connection]):
+    """One process among its peers. One thread calls it, and all its work is done there."""
+
+    message_kind: ClassVar[int] = Kind.MESSAGE
+
+    def __init__(
+        self, peers: PeerTable[Connection], options: NIXLOptions, served: ServedPool, device: int
+    ) -> None:
+        self._options = options
+        self._served = served
+        self._limits = SliceLimits(options.slice_bytes, _MAX_ROWS)
+        with ExitStack() as opened:
+            self._nixl = NIXL(options)
+            opened.callback(self._nixl.close)
+            self._agents = Agents(self._nixl, served, options, device)
+            super().__init__(peers)
+            opened.pop_all()
+        self._lookups = Lookups(peers, self.poller, self._dial)
+        self._links: dict[Peer[Connection], Link] = {}
+        self._active: dict[Peer[Connection], None] = {}  # those whose agents the loop asks
+        self._stuck: dict[Peer[Connection], Link] = {}  # left while the shared agent still reads from them
+        self._last_change = -math.inf
+        self._tick_interval_s = options.peer_timeout_s / _TICKS
+        self._last_tick = peers.clock()
+        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def stream_of(self, connection: Connection) -> FrameSocket | None:
+        return None if isinstance(connection, Address) else connection.channel
+
+    def listen(self, address: str) -> str:
+        if address:
+            parsed = Address.parse(address)
+            host, ports = parsed.host, range(parsed.port, parsed.port + 1)
+        else:
+            host, ports = self._options.bind_host, self._options.ports()
+        self._options.require_reachable_by(host)
+        listener = listen_on(host, ports)
+        try:
+            where = self._options.advertised(listener)
+        except BaseException:
+            listener.close()
+            raise
+        self.accept_from(listener, self._handshake)
+        return str(Address(where.host, where.port))
+
+    def prepare(self, address: str) -> Connection:
+        parsed = Address.parse(address)
+        self._options.require_reachable_by(parsed.host)
+        return parsed
+
+    def connect(self, peer: Peer[Connection]) -> None:
+        assert isinstance(peer.connection, Address)
+        self._lookups.start(peer, peer.connection)
+
+    def _dial(self, peer: Peer[Connection], found: Found) -> None:
+        peer.connection = self._handshake(found.dial())
+        self.begin(peer)
+
+    def _handshake(self, sock: socket.socket) -> Handshake:
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
+
+    def greet(self, peer: Peer[Connection]) -> None:
+        self.stream(peer).send(Preface().encode())
+
+    def hang_up(self, peer: Peer[Connection], error: KVTransferError) -> None:
+        connection = peer.connection
+        if isinstance(connection, Address):
+            self._lookups.forget(peer)
+            return
+        self._active.pop(peer, None)
+        link = self._links.pop(peer, None)
+        if isinstance(connection, Handshake) and not isinstance(
+            error, PeerLostError | VersionMismatchError | TransportClosedError
+        ):
+            # A peer of another version learns that from our preface.
+            connection.channel.send(Refused(str(error)).encode())
+        try:
+            # Before the agent: so the peer sees the end of the connection no later than that of the agent.
+            super().hang_up(peer, error)
+        finally:
+            agent = connection.agent
+            if link is not None and self._agents.is_shared and link.reader.num_in_flight:
+                self._drain(peer, link)
+            elif agent is not None and not agent.is_destroyed:
+                self._agents.let_go(agent, connection.remote)
+
+    def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
+        return self._lookups.timeout_error(peer) or super().handshake_error(peer)
+
+    # -- what arrives on a control connection ----------------------------------------------------------
+
+    def on_frame(self, peer: Peer[Connection], kind: int, body: bytes) -> None:
+        connection, incoming = peer.connection, decode(kind, body)
+        if isinstance(connection, Link):
+            self._on_link_frame(peer, connection, incoming)
+        elif isinstance(connection, Handshake):
+            self._on_handshake(peer, connection, incoming)
+
+    def _on_handshake(self, peer: Peer[Connection], handshake: Handshake, incoming: Incoming) -> None:
+        match incoming:
+            case Preface() if not handshake.is_prefaced:
+                handshake.is_prefaced = True
+                if not peer.incoming:
+                    handshake.agent = self._agents.take()
+                    handshake.channel.send(self._hello(handshake.agent))
+            case Hello() if handshake.is_prefaced and handshake.remote is None:
+                self._on_hello(peer, handshake, incoming)
+            case Ready() if peer.incoming and handshake.remote is not None and handshake.probe is None:
+                self._probe(handshake)
+            case Ready() if not peer.incoming and handshake.is_probed:
+                self._link(peer, handshake)
+            case Refused():
+                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
+            case _:
+                raise ProtocolError("a connection begins with a preface, a hello and a ready each way")
+
+    def _on_hello(self, peer: Peer[Connection], handshake: Handshake, hello: Hello) -> None:
+        """Connect our agent to the peer's."""
+        if handshake.agent is None:
+            handshake.agent = self._agents.take()
+        segments = (
+            Segment(address, num_bytes, hello.kind)
+            for address, num_bytes in zip(hello.addresses.tolist(), hello.num_bytes, strict=True)
+        )
+        name = handshake.agent.add(hello.metadata)
+        memory = PeerPool(Pool(segments), hello.num_guards)
+        handshake.remote = Remote(name, memory, hello.device, hello.guard_table)
+        # From now on, because the first read from us may need our agent to answer.
+        self._active[peer] = None
+        self._touched()
+        if peer.incoming:
+            handshake.channel.send(self._hello(handshake.agent))
+        else:
+            self._probe(handshake)
+
+    def _hello(self, agent: Agent) -> bytes:
+        """Return our hello, as a frame."""
+        served, agents = self._served, self._agents
+        guards = served.guards
+        return Hello(
+            guards.num_guards,
+            guards.address,
+            served.pool.kind,
+            agents.device,
+            agents.addresses,
+            served.sizes,
+            agent.metadata,
+        ).encode()
+
+    def _probe(self, handshake: Handshake) -> None:
+        """Read a guard word of the peer, whose value does not matter, to see that there is a route."""
+        assert handshake.agent is not None and handshake.remote is not None
+        handshake.word = handshake.agent.take_word()
+        local, remote = Memory.word(handshake.word), handshake.remote.guard(0)
+        try:
+            handshake.probe = handshake.agent.read(handshake.remote.agent, local, remote)
+        except TransportError as error:
+            raise PeerRefusedError(f"NIXL cannot read from the peer: {error}; {REMEDY}") from None
+
+    def _settle_handshake(self, peer: Peer[Connection], handshake: Handshake) -> bool:
+        """Let the agent of a handshake work. Returns whether the first read has just succeeded."""
+        assert handshake.agent is not None
+        if handshake.probe is None or handshake.is_probed:
+            handshake.agent.progress()
+            return False
+        if not handshake.probe.is_done():
+            return False
+        handshake.is_probed = True
+        handshake.agent.give_back_word(handshake.word)
+        handshake.channel.send(Ready().encode())
+        if peer.incoming:
+            self._link(peer, handshake)
+        else:
+            self.watch_room(peer, handshake.channel)
+        return True
+
+    def _link(self, peer: Peer[Connection], handshake: Handshake) -> None:
+        """The handshake is over: the peer can be used."""
+        agent, remote = handshake.agent, handshake.remote
+        assert agent is not None and remote is not None
+        reader = Reader(
+            agent,
+            remote,
+            self._served.pool.kind,
+            self._agents.device,
+            self._options.window_slices,
+            self.peers.end_read,
+        )
+        link = Link(handshake.channel, agent, remote, reader)
+        # The other side's first read may still wait for an answer of our agent.
+        link.serves_until = self.peers.clock() + _READING_S
+        peer.connection = self._links[peer] = link
+        self._active[peer] = None
+        logger.info("connected to a peer that is read by %s", self._nixl.mechanism)
+        self.peers.connected(peer)
+
+    def _on_link_frame(self, peer: Peer[Connection], link: Link, incoming: Incoming) -> None:
+        match incoming:
+            case Reading():
+                link.serves_until = self.peers.clock() + 2 * _READING_S
+                self._active[peer] = None
+                self._touched()
+            case Ping():
+                pass
+            case _:
+                raise ProtocolError("the handshake is over")
+
+    # -- reads -----------------------------------------------------------------------------------------
+
+    def start_read(self, read: Read[Connection]) -> None:
+        peer = read.peer
+        link = self._links[peer]
+        targets = self._served.require_read(link.remote.memory, read)
+        read.mechanism = self._nixl.mechanism
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
+        if link.reader.num_in_flight:
+            self._active[peer] = None
+            self._touched()
+
+    def stop_read(self, read: Read[Connection]) -> bool:
+        link = self._links.get(read.peer)
+        if link is None:
+            # The connection is closed. If its agent is not destroyed, NIXL may still write.
+            connection = read.peer.connection
+            return isinstance(connection, Link) and self._has_ended(read.peer, connection)
+        if link.reader.stop(read):
+            return True
+        # Only destroying the agent ends a read with certainty, and that costs the peer. So give it some time to finish.
+        self._call_after(self._options.drain_s, lambda: self._give_up(read))
+        return False
+
+    def _has_ended(self, peer: Peer[Connection], link: Link) -> bool:
+        return link.agent.is_destroyed or (peer not in self._stuck and self._agents.is_shared)
+
+    def _give_up(self, read: Read[Connection]) -> None:
+        if self.peers.read(read.transfer_id) is read:
+            self.peers.lose(
+                read.peer, TransferTimeoutError("a read timed out, and NIXL did not end it; its agent was destroyed")
+            )
+
+    # -- the shared agent ------------------------------------------------------------------------------
+
+    def _drain(self, peer: Peer[Connection], link: Link) -> None:
+        """Wait for the reads of a peer that left: the shared agent cannot be destroyed for one peer alone."""
+        self._stuck[peer] = link
+        self._active[peer] = None
+        self._call_after(self._options.drain_s, lambda: self._end_shared(peer))
+
+    def _end_shared(self, peer: Peer[Connection]) -> None:
+        """Destroy the shared agent, because reads from a peer that left do not end. This costs all peers."""
+        if peer not in self._stuck:
+            return
+        self._agents.close()
+        stuck, self._stuck = self._stuck, {}
+        for link in stuck.values():
+            for read in link.reader.unended():
+                self.peers.end_read(read)
+        for other, connection in [(p, p.connection) for p in (*self._links, *self._active)]:
+            if isinstance(connection, Handshake | Link) and other not in stuck:
+                error = "the NIXL agent that all peers share was destroyed, because a read from one of them did not end"
+                self.peers.lose(other, PeerLostError(error))
+        for left in stuck:
+            self._active.pop(left, None)
+
+    def _settle_stuck(self, peer: Peer[Connection], link: Link) -> bool:
+        try:
+            has_worked = link.reader.settle()
+        except TransportError:
+            # One slice has failed, which says nothing about the others.
+            self._end_shared(peer)
+            return True
+        if not link.reader.num_in_flight:
+            del self._stuck[peer]
+            self._active.pop(peer, None)
+            with survived("cannot remove a peer's agent", self.peers.log):
+                self._agents.let_go(link.agent, link.remote)
+        return has_worked
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def turn(self, timeout_s: float) -> None:
+        until = self.peers.clock() + timeout_s
+        while True:
+            wait_s = 0.0 if self.peers.has_events else max(0.0, until - self.peers.clock())
+            # Sockets first; see the module.
+            has_heard = self._wait(min(wait_s, self._pause()) if self._active else wait_s)
+            has_worked = self._settle()
+            if has_heard or has_worked or self.peers.has_events or wait_s == 0.0:
+                return
+
+    def _wait(self, seconds: float) -> bool:
+        if 0.0 < seconds < _SLEPT_S:
+            time.sleep(seconds)
+            seconds = 0.0
+        elif seconds == 0.0:
+            os.sched_yield()
+        return self.poller.poll(seconds)
+
+    def _pause(self) -> float:
+        """Return how long to wait before the next look at what is in flight."""
+        passed = self.peers.clock() - self._last_change
+        if passed < _YIELD_S:
+            return 0.0
+        return max(self._options.poll_us * 1e-6, min(passed * _PAUSE_PART, _MAX_PAUSE_S))
+
+    def _touched(self) -> None:
+        """Something has begun or ended: look often again."""
+        self._last_change = self.peers.clock()
+
+    def _settle(self) -> bool:
+        """Look at everything that is in flight; returns whether something has begun or ended."""
+        if not self._active:
+            return False
+        has_worked = False
+        now = self.peers.clock()
+        for peer in list(self._active):
+            if peer not in self._active:
+                continue  # an earlier one ended it
+            connection = peer.connection
+            try:
+                if isinstance(connection, Handshake):
+                    has_worked |= self._settle_handshake(peer, connection)
+                elif isinstance(connection, Link):
+                    has_worked |= self._settle_link(peer, connection, now)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.peers.lose(peer, _lost(error))
+        if has_worked:
+            self._touched()
+        return has_worked
+
+    def _settle_link(self, peer: Peer[Connection], link: Link, now: float) -> bool:
+        if peer in self._stuck:
+            return self._settle_stuck(peer, link)
+        has_worked = link.reader.settle()
+        if link.reader.num_in_flight:
+            if now - link.said_reading > _READING_S:
+                link.said_reading = now
+                link.channel.send(_READING)
+                self.watch_room(peer, link.channel)
+        elif now >= link.serves_until:
+            self._active.pop(peer, None)
+        else:
+            link.agent.progress()
+        return has_worked
+
+    def _call_after(self, seconds: float, callback: object) -> None:
+        self.peers.call_at(self.peers.clock() + seconds, callback)  # type: ignore[arg-type]
+
+    def _tick(self) -> None:
+        """Ping the peers to which nothing was said for a while, and lose those that were silent for too long.
+
+        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
+        """
+        now = self.peers.clock()
+        interval_s = self._tick_interval_s
+        self.peers.call_at(now + interval_s, self._tick)
+        # While this node itself did not look, no peer was silent.
+        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
+        self._last_tick = now
+        for peer, link in list(self._links.items()):
+            channel = link.channel
+            channel.last_heard += missed_s
+            try:
+                if now - channel.last_heard > self._options.peer_timeout_s:
+                    raise PeerLostError(f"the peer was silent for {self._options.peer_timeout_s} s")
+                # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for
+                # longer than half of `peer_timeout_s`.
+                if now - channel.last_said >= interval_s / 2 and not channel.num_unsent:
+                    channel.send(_PING)
+                    self.watch_room(peer, channel)
+                link.agent.progress()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                self.peers.lose(peer, _lost(error))
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_serving(self) -> None:
+        # Peers may read until our agents are destroyed, but they find their guards cleared.
+        self._served.guards.clear_all()
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # last first, and each of them whatever happens to the others
+            closing.callback(self._nixl.close)
+            closing.callback(self._agents.close)
+            closing.callback(super().close)
+
+
+def _lost(error: Exception) -> Exception:
+    """Turn a plain error of NIXL into the loss of the peer that it is."""
+    return PeerLostError(f"NIXL lost the peer: {error}") if type(error) is TransportError else error
+
+
+class NIXLTransport(PeerTransport):
+    """Peers whose memory NIXL reads: over RDMA, or what else its backends have. See the package for how a read works.
+
+    Pools in main memory and on GPUs are registered with NIXL. The owner's thread does all work, also that of NIXL. If the
+    owner does not call `wait_events` for `peer_timeout_s`, its peers lose it.
+
+    Args:
+        options: See `NIXLOptions`.
+
+    Raises:
+        ConfigurationError: an option is unknown or wrong, or no backend has anything here that fits them.
+        BackendUnavailableError: NIXL is not installed, or lacks a backend; the message says what to do.
+    """
+
+    scheme: ClassVar[str] = SCHEME
+    options_type = NIXLOptions
+    guards: WordTable
+
+    def __init__(self, options: Mapping[str, object] = {}) -> None:
+        super().__init__()
+        self.options = parse_options(NIXLOptions, options, SCHEME)
+        NIXL(self.options).close()  # refuse early what cannot work
+        with outside(f"cannot open transport {SCHEME!r}", ConfigurationError):
+            self.guards = WordTable.anonymous(self.options.num_guards)
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return private_arena(num_bytes)
+
+    def _open(self, pool: Pool) -> Endpoint:
+        warn_if_few(SCHEME, NUM_HELD, self.options.max_connecting, PER_CONNECTION)
+        device = 0
+        if pool.kind == "cuda":
+            gpu = Gpu(pool.segments[0].address)
+            device = gpu.ordinal
+            gpu.close()
+        served = ServedPool(pool, self.guards)
+        table: PeerTable[Connection] = PeerTable(
+            lambda peers: NIXLBackend(peers, self.options, served, device),
+            self.options.limits(),
+            log=LimitedLog(logger),
+        )
+        return PeerEndpoint(SCHEME, table)
