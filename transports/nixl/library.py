@@ -35,7 +35,9 @@ from .options import REMEDY, SCHEME, NIXLOptions
 
 logger = logging.getLogger(__name__)
 
-INSTALL: Final = "`pip install nixl-cu12`, or `nixl-cu13` beside PyTorch for CUDA 13; either works without CUDA"
+INSTALL: Final = (
+    "`pip install nixl-cu12`, or `nixl-cu13` beside PyTorch for CUDA 13; either works without CUDA"
+)
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 
@@ -221,10 +223,14 @@ class NIXL:
 class Transfer:
     """A READ that was posted. The memory is NIXL's until it is done, or its agent closed."""
 
-    def __init__(self, agent: Agent, handle: Any, state: str) -> None:
+    def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent
         self._handle = handle
-        self._state = state
+        self._state = "PROC"
+
+    def start(self) -> None:
+        """Post it. Raises TransportError: see `Agent.read`."""
+        self._state = self._agent.call("cannot begin a read", "transfer", self._handle)
 
     def is_done(self) -> bool:
         """Return whether all bytes are in place; let NIXL work if not.
@@ -239,13 +245,14 @@ class Transfer:
         if self._state != "DONE":
             raise TransportError("NIXL says that a read failed, but not why")
         if self._handle is not None:
-            self.forget()
+            self._agent.call("cannot release a read", "release_xfer_handle", self._handle)
+            self.drop()
+            self._agent.forget(self)
         return True
 
-    def forget(self) -> None:
-        """Release the handle. This ends nothing: a read in flight goes on."""
-        handle, self._handle = self._handle, None
-        self._agent.forget(self, handle)
+    def drop(self) -> None:
+        """Drop the handle. Of a transfer in flight this ends nothing."""
+        self._handle = None
 
 
 class Agent:
@@ -268,8 +275,12 @@ class Agent:
         self._pages: list[mmap.mmap] = []
         self._words: list[int] = []
         with nixl.reserve.lent(PER_CONNECTION, "cannot make a NIXL agent"), nixl.settings():
-            self._agent = _called("cannot make a NIXL agent", nixl.make)
-            self._reference = weakref.ref(self._agent.agent)  # NIXL's own object, which each handle refers to as well
+            self._agent, failure = _called(nixl.make)
+            if failure is not None:
+                raise TransportError(f"cannot make a NIXL agent: {failure}")
+            self._reference = weakref.ref(
+                self._agent.agent
+            )  # NIXL's own object, which each handle refers to as well
             try:
                 for part in memory:
                     self._register(part)
@@ -280,11 +291,18 @@ class Agent:
 
     def call(self, what: str, name: str, *args: Any) -> Any:
         """Call a method of NIXL's agent. Raises TransportError: it raised anything."""
-        return _called(what, getattr(self._agent, name), *args)
+        result, failure = _called(getattr(self._agent, name), args)
+        if failure is None:
+            return result
+        # A handle among them would keep NIXL's agent alive for as long as the traceback of the error exists.
+        del args
+        raise TransportError(f"{what}: {failure}")
 
     def _register(self, memory: Memory) -> None:
         rows = [(*row, "") for row in memory.rows.tolist()]
-        self.call(f"NIXL cannot register {len(rows)} segments of memory", "register_memory", rows, memory.type)
+        self.call(
+            f"NIXL cannot register {len(rows)} segments of memory", "register_memory", rows, memory.type
+        )
 
     def add(self, metadata: bytes) -> str:
         """Load a peer's metadata, and open a connection.
@@ -319,21 +337,14 @@ class Agent:
             self.call(what, "get_xfer_descs", local.rows, local.type),
             self.call(what, "get_xfer_descs", remote.rows, remote.type),
         ]
-        handle = self.call(what, "initialize_xfer", "READ", *sides, name)
-        transfer = Transfer(self, handle, "PROC")
+        transfer = Transfer(self, self.call(what, "initialize_xfer", "READ", *sides, name))
         self._transfers.add(transfer)
-        transfer._state = self.call(what, "transfer", handle)
+        transfer.start()
         return transfer
 
-    @property
-    def num_in_flight(self) -> int:
-        """Transfers that NIXL has not finished."""
-        return len(self._transfers)
-
-    def forget(self, transfer: Transfer, handle: Any) -> None:
-        """Release a transfer's handle."""
+    def forget(self, transfer: Transfer) -> None:
+        """Count a transfer as done."""
         self._transfers.discard(transfer)
-        self.call("cannot release a read", "release_xfer_handle", handle)
 
     def progress(self) -> None:
         """Let NIXL work for peers that read from us over a path that is not one-sided; never blocks."""
@@ -370,7 +381,7 @@ class Agent:
             TransportError: something still refers to it, so bytes may still land.
         """
         for transfer in self._transfers:
-            transfer._handle = None  # whose end releases it; this ends nothing yet
+            transfer.drop()
         self._transfers.clear()
         self._agent = None
         if not self.is_destroyed:
@@ -380,15 +391,14 @@ class Agent:
         self._pages.clear()
 
 
-def _called(what: str, function: Callable[..., T], *args: Any) -> T:
-    """Call something of NIXL's; turn whatever it raises into a `TransportError` without the original exception.
+def _called(function: Callable[..., T], args: tuple[Any, ...] = ()) -> tuple[T, None] | tuple[None, str]:
+    """Call something of NIXL's; return its result, or the text of whatever it raised.
 
-    The original one would keep NIXL's agent alive in its traceback, and with it every transfer.
+    The original exception would keep NIXL's agent alive in its traceback, and with it every transfer.
     """
     try:
-        return function(*args)
+        return function(*args), None
     except BackendUnavailableError:
         raise
     except Exception as error:  # noqa: BLE001 - NIXL's own errors have no common base class
-        text = str(error) or type(error).__name__
-    raise TransportError(f"{what}: {text}")
+        return None, str(error) or type(error).__name__

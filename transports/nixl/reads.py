@@ -63,6 +63,7 @@ class Reader:
 
     Args:
         device: The number of our GPU; 0 for main memory.
+        clock: That of the reads' deadlines.
         end_read: Called when a read is over, once per read.
     """
 
@@ -73,6 +74,7 @@ class Reader:
         kind: Any,
         device: int,
         window_slices: int,
+        clock: Callable[[], float],
         end_read: Callable[[Read[Any]], None],
     ) -> None:
         self._agent = agent
@@ -80,6 +82,7 @@ class Reader:
         self._kind = kind
         self._device = device
         self._window_slices = window_slices
+        self._clock = clock
         self._end_read = end_read
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: deque[_Transfer] = deque()  # those with slices that were not posted yet
@@ -127,10 +130,14 @@ class Reader:
         """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
         while self._waiting and self._num_slices < self._window_slices:
             transfer = self._waiting.popleft()
-            if transfer.read.error is None and transfer.read.transfer_id in self._transfers:
+            if self._is_wanted(transfer.read):
                 self._post_slice(transfer)
                 if transfer.num_posted < len(transfer.plan):
                     self._waiting.append(transfer)
+
+    def _is_wanted(self, read: Read[Any]) -> bool:
+        """Whether a read may go on. Past its deadline it may not, and `stop` follows: one call of NIXL can take long."""
+        return read.error is None and read.transfer_id in self._transfers and self._clock() < read.deadline
 
     def _post_slice(self, transfer: _Transfer) -> None:
         plan, index = transfer.plan, transfer.num_posted
@@ -154,6 +161,8 @@ class Reader:
         if left or (transfer.num_posted < len(transfer.plan) and read.error is None):
             return num_done > 0
         if transfer.guard is None and read.error is None:
+            if not self._is_wanted(read):
+                return num_done > 0
             # Only now: the guard vouches for what was copied before it is read, and for nothing else.
             transfer.word = self._agent.take_word()
             guard = self._remote.guard(read.guard.index)

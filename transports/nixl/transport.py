@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -185,17 +184,19 @@ class NIXLBackend(StreamBackend[Connection]):
     message_kind: ClassVar[int] = Kind.MESSAGE
 
     def __init__(
-        self, peers: PeerTable[Connection], options: NIXLOptions, served: ServedPool, device: int
+        self,
+        peers: PeerTable[Connection],
+        options: NIXLOptions,
+        nixl: NIXL,
+        served: ServedPool,
+        device: int,
     ) -> None:
+        super().__init__(peers)
         self._options = options
+        self._nixl = nixl
         self._served = served
         self._limits = SliceLimits(options.slice_bytes, _MAX_ROWS)
-        with ExitStack() as opened:
-            self._nixl = NIXL(options)
-            opened.callback(self._nixl.close)
-            self._agents = Agents(self._nixl, served, options, device)
-            super().__init__(peers)
-            opened.pop_all()
+        self._agents = Agents(nixl, served, options, device)
         self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Connection], Link] = {}
         self._active: dict[Peer[Connection], None] = {}  # those whose agents the loop asks
@@ -332,7 +333,8 @@ class NIXLBackend(StreamBackend[Connection]):
 
     def _probe(self, handshake: Handshake) -> None:
         """Read a guard word of the peer, whose value does not matter, to see that there is a route."""
-        assert handshake.agent is not None and handshake.remote is not None
+        assert handshake.agent is not None
+        assert handshake.remote is not None
         handshake.word = handshake.agent.take_word()
         local, remote = Memory.word(handshake.word), handshake.remote.guard(0)
         try:
@@ -360,13 +362,15 @@ class NIXLBackend(StreamBackend[Connection]):
     def _link(self, peer: Peer[Connection], handshake: Handshake) -> None:
         """The handshake is over: the peer can be used."""
         agent, remote = handshake.agent, handshake.remote
-        assert agent is not None and remote is not None
+        assert agent is not None
+        assert remote is not None
         reader = Reader(
             agent,
             remote,
             self._served.pool.kind,
             self._agents.device,
             self._options.window_slices,
+            self.peers.clock,
             self.peers.end_read,
         )
         link = Link(handshake.channel, agent, remote, reader)
@@ -418,7 +422,8 @@ class NIXLBackend(StreamBackend[Connection]):
     def _give_up(self, read: Read[Connection]) -> None:
         if self.peers.read(read.transfer_id) is read:
             self.peers.lose(
-                read.peer, TransferTimeoutError("a read timed out, and NIXL did not end it; its agent was destroyed")
+                read.peer,
+                TransferTimeoutError("a read timed out, and NIXL did not end it; its agent was destroyed"),
             )
 
     # -- the shared agent ------------------------------------------------------------------------------
@@ -562,10 +567,10 @@ class NIXLBackend(StreamBackend[Connection]):
         self._served.guards.clear_all()
 
     def close(self) -> None:
-        with ExitStack() as closing:  # last first, and each of them whatever happens to the others
-            closing.callback(self._nixl.close)
-            closing.callback(self._agents.close)
-            closing.callback(super().close)
+        try:
+            self._agents.close()
+        finally:
+            super().close()
 
 
 def _lost(error: Exception) -> Exception:
@@ -594,9 +599,9 @@ class NIXLTransport(PeerTransport):
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         super().__init__()
         self.options = parse_options(NIXLOptions, options, SCHEME)
-        NIXL(self.options).close()  # refuse early what cannot work
         with outside(f"cannot open transport {SCHEME!r}", ConfigurationError):
             self.guards = WordTable.anonymous(self.options.num_guards)
+        self._nixl = NIXL(self.options)
 
     def _allocate(self, num_bytes: int) -> Arena:
         return private_arena(num_bytes)
@@ -610,8 +615,11 @@ class NIXLTransport(PeerTransport):
             gpu.close()
         served = ServedPool(pool, self.guards)
         table: PeerTable[Connection] = PeerTable(
-            lambda peers: NIXLBackend(peers, self.options, served, device),
+            lambda peers: NIXLBackend(peers, self.options, self._nixl, served, device),
             self.options.limits(),
             log=LimitedLog(logger),
         )
         return PeerEndpoint(SCHEME, table)
+
+    def _free(self) -> None:
+        self._nixl.close()

@@ -186,10 +186,14 @@ def _decode_hello(body: bytes) -> Preface | Hello:
     metadata = body[end:]
     # NIXL aborts the process if the metadata of an agent is damaged.
     if digest != _digest(metadata):
-        raise ProtocolError("malformed hello: the agent's metadata does not have the digest that the hello names")
+        raise ProtocolError(
+            "malformed hello: the agent's metadata does not have the digest that the hello names"
+        )
     sizes = decode_sizes(body[middle:end])
     addresses = np.frombuffer(body[_HELLO.size : middle], dtype="<u8").astype(np.uint64, copy=False)
-    if any(address + num_bytes > 1 << 64 for address, num_bytes in zip(addresses.tolist(), sizes, strict=True)):
+    if any(
+        address + num_bytes > 1 << 64 for address, num_bytes in zip(addresses.tolist(), sizes, strict=True)
+    ):
         raise ProtocolError("malformed hello: a segment ends past the last address")
     return Hello(num_guards, guard_table, _KINDS[kind], device, addresses, sizes, metadata)
 
