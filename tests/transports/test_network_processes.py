@@ -1,8 +1,9 @@
-"""`zeromq`, `tcp` and `ucx` between processes: one is killed or stopped, and the other survives and notices within seconds."""
+"""The network transports between processes: one is killed or stopped, and the other survives and notices within seconds."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +24,26 @@ from kvferry.transports.registry import create_transport
 PEER = Path(__file__).parent / "children" / "network_peer.py"
 POOL_BYTES = 24 << 20
 HELD = Guard(3, 9)
-MECHANISMS = {"zeromq": "tcp", "tcp": "tcp", "ucx": "ucx:tcp"}
+
+#: Cases: transport, options, mechanism. Bare `nixl` is on shared memory here, because it refuses TCP.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "zeromq": ("zeromq", {}, "tcp"),
+    "tcp": ("tcp", {}, "tcp"),
+    "ucx": ("ucx", {}, "ucx:tcp"),
+    "nixl": ("nixl", {}, "nixl:UCX:^tcp"),
+    "nixl-tcp": ("nixl", {"refuse_tcp": False, "tls": "tcp"}, "nixl:UCX:tcp"),
+    "nixl-shared": ("nixl", {"agents": "shared"}, "nixl:UCX:^tcp"),
+}
 
 #: `peer_timeout_s` is 2 s of time in which this node handles events. The rest is a reserve for busy machines.
 NOTICED_S = 4.0
 
 UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
+
+needs_nixl = pytest.mark.skipif(
+    find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
+)
+NIXL = [pytest.param(case, marks=needs_nixl) for case in CASES if case.startswith("nixl")]
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Owner = tuple["subprocess.Popen[str]", int]
@@ -36,8 +52,9 @@ Owner = tuple["subprocess.Popen[str]", int]
 class Node:
     """The node in this process: a transport, its pool, and its events."""
 
-    def __init__(self, scheme: str) -> None:
-        self.transport = create_transport(scheme, {})
+    def __init__(self, case: str) -> None:
+        scheme, options, _ = CASES[case]
+        self.transport = create_transport(scheme, options)
         self.arena = self.transport.allocate(POOL_BYTES)
         self.endpoint = self.transport.register(Pool([self.arena.segment]))
         self.seen: list[Event] = []
@@ -74,25 +91,26 @@ class Node:
         return self.ends()[-1]
 
 
-@pytest.fixture(params=["zeromq", "tcp", UCX])
-def scheme(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["zeromq", "tcp", UCX, *NIXL])
+def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def node(scheme: str) -> Iterator[Node]:
-    node = Node(scheme)
+def node(case: str) -> Iterator[Node]:
+    node = Node(case)
     yield node
     node.transport.close()
 
 
 @pytest.fixture
-def start(scheme: str) -> Iterator[Start]:
+def start(case: str) -> Iterator[Start]:
     """Start a peer process."""
     processes: list[subprocess.Popen[str]] = []
+    scheme, options, _ = CASES[case]
 
     def start_one(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(PEER), scheme, *arguments]
+        command = [sys.executable, str(PEER), scheme, json.dumps(options), *arguments]
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 
@@ -115,8 +133,8 @@ def owner(node: Node, start: Start) -> Owner:
     return process, node.connect(said(process))
 
 
-def test_bytes_are_transferred_and_the_mechanism_is_named(node: Node, owner: Owner, scheme: str) -> None:
-    assert node.read_whole(owner[1]).mechanism == MECHANISMS[scheme]
+def test_bytes_are_transferred_and_the_mechanism_is_named(node: Node, owner: Owner, case: str) -> None:
+    assert node.read_whole(owner[1]).mechanism == CASES[case][2]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -151,7 +169,7 @@ def test_the_loss_of_a_reader_is_noticed(node: Node, start: Start, how: signal.S
     node.until(lambda: node.saw(PeerLost), NOTICED_S)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", UCX], indirect=True)
+@pytest.mark.parametrize("case", ["tcp", UCX, *NIXL], indirect=True)
 def test_a_peer_that_is_idle_is_kept(node: Node, owner: Owner) -> None:
     deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:
@@ -167,7 +185,7 @@ def test_a_node_that_was_paused_does_not_consider_its_peers_lost(node: Node, own
     assert not node.saw(PeerLost)
 
 
-@pytest.mark.parametrize("scheme", ["zeromq"], indirect=True)
+@pytest.mark.parametrize("case", ["zeromq"], indirect=True)
 def test_a_peer_is_kept_whose_owner_does_nothing(node: Node, owner: Owner) -> None:
     """ZeroMQ's own threads answer heartbeats."""
     time.sleep(2.5)
@@ -175,14 +193,14 @@ def test_a_peer_is_kept_whose_owner_does_nothing(node: Node, owner: Owner) -> No
     assert not node.saw(PeerLost)
 
 
-@pytest.mark.parametrize("scheme", ["zeromq"], indirect=True)
-async def test_an_asyncio_program_can_own_a_transport(start: Start, scheme: str) -> None:
+@pytest.mark.parametrize("case", ["zeromq"], indirect=True)
+async def test_an_asyncio_program_can_own_a_transport(start: Start, case: str) -> None:
     """One executor thread owns the transport, and the event loop keeps running."""
     address = said(start("serve"))
 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as thread:
-        node = await loop.run_in_executor(thread, Node, scheme)
+        node = await loop.run_in_executor(thread, Node, case)
         peer_id = await loop.run_in_executor(
             thread, lambda: node.endpoint.start_connect(address, timeout_s=20)
         )
