@@ -42,7 +42,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     {
         "auto": BuiltIn("auto:AutoTransport"),
         "inproc": BuiltIn("inproc:InProcTransport"),
-        "nixl": BuiltIn("nixl:NIXLTransport", remedy="`pip install 'kvferry[nixl]'`"),
+        "nixl": BuiltIn("nixl:NIXLTransport", package="nixl_cu12", remedy="`pip install 'kvferry[nixl]'`"),
         "shm": BuiltIn(
             "shm:SharedMemoryTransport", remedy="it needs Linux and Python's own `os.memfd_create`"
         ),

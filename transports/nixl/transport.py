@@ -66,6 +66,9 @@ _MAX_PAUSE_S = 5e-3
 #: Pauses below this are slept, because the poller counts in milliseconds.
 _SLEPT_S = 1e-3
 
+#: How often sockets are looked at before agents, so that one busy peer cannot keep the loop to itself.
+_MAX_POLLS = 16
+
 #: How long an owner polls its agent after each frame *reading*, and how often a reader sends one.
 _READING_S = 0.05
 
@@ -482,7 +485,13 @@ class NIXLBackend(StreamBackend[Connection]):
             seconds = 0.0
         elif seconds == 0.0:
             os.sched_yield()
-        return self.poller.poll(seconds)
+        has_heard = self.poller.poll(seconds)
+        if has_heard and self._active:
+            # A peer's last frames hide the end of its connection until they have been taken.
+            for _ in range(_MAX_POLLS):
+                if not self.poller.poll(0.0):
+                    break
+        return has_heard
 
     def _pause(self) -> float:
         """Return how long to wait before the next look at what is in flight."""

@@ -1,0 +1,187 @@
+"""No byte lands after `nixl` has reported the end of a read. With NIXL alone, bytes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.transports import Connected, Endpoint, Event, Guard, PeerLost, Pool, RegionPairs, TransferEnded
+from kvferry.transports.errors import PeerLostError, TransferTimeoutError
+from kvferry.transports.registry import create_transport
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
+    ),
+    pytest.mark.slow,
+]
+
+CHILDREN = Path(__file__).parent / "children"
+POOL_BYTES = 24 << 20
+HELD = Guard(3, 9)
+TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp", "drain_s": 0.4}
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+class Reader:
+    """A node in this process that reads."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.transport = create_transport("nixl", options)
+        self.arena = self.transport.allocate(POOL_BYTES)
+        self.memory = np.frombuffer(self.arena.buffer, dtype=np.uint8)
+        self.endpoint: Endpoint = self.transport.register(Pool([self.arena.segment]))
+        self.seen: list[Event] = []
+
+    def until(self, is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            assert time.monotonic() < deadline, f"only {self.seen}"
+            self.seen += self.endpoint.wait_events(0.02)
+
+    def serve_for(self, duration_s: float) -> None:
+        deadline = time.monotonic() + duration_s
+        while time.monotonic() < deadline:
+            self.seen += self.endpoint.wait_events(0.02)
+
+    def connect(self, address: str) -> int:
+        peer_id = self.endpoint.start_connect(address, timeout_s=20)
+        self.until(lambda: Connected(peer_id, incoming=False) in self.seen)
+        return peer_id
+
+    def start_read(self, peer_id: int, timeout_s: float) -> int:
+        pairs = RegionPairs(np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
+        return self.endpoint.start_read(peer_id, pairs, HELD, timeout_s=timeout_s)
+
+    def end_of(self, transfer_id: int) -> TransferEnded:
+        def found() -> list[TransferEnded]:
+            return [
+                event
+                for event in self.seen
+                if isinstance(event, TransferEnded) and event.transfer_id == transfer_id
+            ]
+
+        self.until(lambda: bool(found()))
+        return found()[0]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start `network_peer.py` with options and a task."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_one(options: dict[str, Any], *task: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(CHILDREN / "network_peer.py"), "nixl", json.dumps(options), *task]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture(params=["per_peer", "shared"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {**TCP, "agents": request.param}
+
+
+@pytest.fixture
+def reader(options: dict[str, Any]) -> Iterator[Reader]:
+    reader = Reader(options)
+    yield reader
+    reader.transport.close()
+
+
+@pytest.mark.parametrize("how", ["release", "remove"])
+def test_with_nixl_alone_bytes_land_after_the_read_was_let_go(how: str) -> None:
+    assert int(_bare(how)) > 0
+
+
+def test_with_nixl_alone_no_byte_lands_after_the_agent_was_destroyed() -> None:
+    assert int(_bare("destroy")) == 0
+
+
+def _bare(how: str) -> str:
+    environment = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
+    command = [sys.executable, str(CHILDREN / "nixl_late_bytes.py"), how]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+def test_no_byte_lands_after_a_read_from_a_stopped_owner_has_ended(reader: Reader, start: Start) -> None:
+    """The owner wakes up after the end was reported. It survives, and can be read again."""
+    owner = start(TCP, "serve")
+    address = said(owner)
+    peer_id = reader.connect(address)
+    assert reader.end_of(reader.start_read(peer_id, 20)).error is None
+    reader.serve_for(
+        0.5
+    )  # until the owner sleeps on its sockets: stopped in the middle of UCX's work it may be aborted
+    owner.send_signal(signal.SIGSTOP)
+    ended = reader.end_of(reader.start_read(peer_id, 0.2))
+    assert isinstance(ended.error, TransferTimeoutError)
+    assert ended.seconds >= 0.2 + TCP["drain_s"]
+    reader.memory[:] = 0
+    owner.send_signal(signal.SIGCONT)
+    reader.serve_for(1.5)
+    assert not reader.memory.any()
+    assert isinstance(reader.seen[-1], PeerLost)
+    assert owner.poll() is None
+    peer_id = reader.connect(address)
+    assert reader.end_of(reader.start_read(peer_id, 20)).error is None
+    assert reader.memory.any()
+
+
+def test_no_byte_lands_after_a_peer_was_dropped(reader: Reader, start: Start) -> None:
+    owner = start(TCP, "serve")
+    peer_id = reader.connect(said(owner))
+    assert reader.end_of(reader.start_read(peer_id, 20)).error is None
+    owner.send_signal(signal.SIGSTOP)
+    transfer_id = reader.start_read(peer_id, 20)
+    reader.serve_for(0.1)
+    reader.endpoint.disconnect(peer_id)
+    assert reader.end_of(transfer_id).error is not None
+    reader.memory[:] = 0
+    owner.send_signal(signal.SIGCONT)
+    reader.serve_for(1.0)
+    assert not reader.memory.any()
+
+
+@pytest.mark.parametrize("options", [{}], ids=["one-sided"])
+def test_a_stopped_owner_is_read_where_the_path_is_one_sided(reader: Reader, start: Start) -> None:
+    """On one host the kernel copies, and the owner's process takes no part."""
+    owner = start({}, "serve")
+    peer_id = reader.connect(said(owner))
+    owner.send_signal(signal.SIGSTOP)
+    assert reader.end_of(reader.start_read(peer_id, 20)).error is None
+    assert np.array_equal(reader.memory, (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8))
+
+
+def test_a_lost_owner_ends_its_reads(reader: Reader, start: Start) -> None:
+    owner = start(TCP, "serve")
+    peer_id = reader.connect(said(owner))
+    owner.send_signal(signal.SIGSTOP)
+    transfer_id = reader.start_read(peer_id, 20)
+    owner.kill()
+    assert isinstance(reader.end_of(transfer_id).error, PeerLostError)
+    reader.until(lambda: isinstance(reader.seen[-1], PeerLost))
