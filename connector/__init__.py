@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .p2p import (
         AutoConnector,
         InProcConnector,
+        NIXLConnector,
         PeerToPeerConnector,
         SharedMemoryConnector,
         TcpConnector,
@@ -93,6 +94,7 @@ __all__ = [
     "ModelConfig",
     "ModelIdentity",
     "MultiConnector",
+    "NIXLConnector",
     "ParallelConfig",
     "PeerToPeerConnector",
     "ScheduledRequest",

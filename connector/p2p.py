@@ -84,6 +84,12 @@ class InProcConnector(PeerToPeerConnector):
     transport_scheme: ClassVar[str] = "inproc"
 
 
+class NIXLConnector(PeerToPeerConnector):
+    """Hand over by NIXL, over RDMA or within one host: one-sided reads that succeed only if the guard held."""
+
+    transport_scheme: ClassVar[str] = "nixl"
+
+
 class SharedMemoryConnector(PeerToPeerConnector):
     """Hand over between processes of one host: the consumer maps the producer's pool and copies out of it."""
 
@@ -111,6 +117,7 @@ class ZeroMQConnector(PeerToPeerConnector):
 _CLASSES = (
     AutoConnector,
     InProcConnector,
+    NIXLConnector,
     SharedMemoryConnector,
     TcpConnector,
     UCXConnector,

@@ -36,6 +36,13 @@ UCX = pytest.param(
     marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"),
 )
 
+NIXL = pytest.param(
+    "NIXLConnector",
+    # As with UCX, the bytes do not pass through the proxy.
+    EVERY_FAULT[:-1],
+    marks=pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl_cu12 is not installed"),
+)
+
 
 @dataclass(frozen=True)
 class HostileNetwork:
@@ -84,7 +91,8 @@ def hostile_network(connector: str, faults: Sequence[NetworkFault], seed: int) -
 
 
 @pytest.mark.parametrize(
-    ("connector", "faults"), [("ZeroMQConnector", EVERY_FAULT), ("TcpConnector", EVERY_FAULT), UCX]
+    ("connector", "faults"),
+    [("ZeroMQConnector", EVERY_FAULT), ("TcpConnector", EVERY_FAULT), UCX, NIXL],
 )
 def test_bytes_are_right_or_the_load_fails_and_loads_succeed_again_without_faults(
     connector: str, faults: Sequence[NetworkFault]
