@@ -46,6 +46,7 @@ TINY_LAYERS = 3
 #: `make test` starts four processes for each demo; the other transports are for `make test-transports`.
 ELSEWHERE = pytest.mark.skipif("CONNECTORS" not in os.environ, reason="a part of `make test-transports`")
 NO_UCX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+NO_NIXL = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl_cu12 is not installed")
 DEMOS = [
     ("shm", "uniform"),
     ("shm", "per-layer"),
@@ -53,6 +54,7 @@ DEMOS = [
     pytest.param("zeromq", "uniform", marks=ELSEWHERE),
     pytest.param("tcp", "uniform", marks=ELSEWHERE),
     pytest.param("ucx", "uniform", marks=[ELSEWHERE, NO_UCX]),
+    pytest.param("nixl", "uniform", marks=[ELSEWHERE, NO_NIXL]),
 ]
 
 
