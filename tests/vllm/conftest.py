@@ -247,6 +247,11 @@ def ucx_pair(start_pair: Callable[..., Pair]) -> Pair:
 
 
 @pytest.fixture(scope="session")
+def nixl_pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair(extra={"transport": "nixl"})
+
+
+@pytest.fixture(scope="session")
 def reference_pair(start_pair: Callable[..., Pair]) -> Pair:
     """Nodes of the reference engine, which must pass the same tests as vLLM's."""
     return start_pair(host="reference")

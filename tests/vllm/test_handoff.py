@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -20,6 +22,13 @@ BYTES_PER_BLOCK = 3 * 2 * 2 * 32 * 4 * 32
         "reference",
         pytest.param("zeromq", marks=pytest.mark.slow),
         pytest.param("ucx", marks=pytest.mark.slow),
+        pytest.param(
+            "nixl",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl_cu12 is not installed"),
+            ],
+        ),
     ],
 )
 def running_pair(request):
