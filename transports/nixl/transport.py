@@ -471,20 +471,22 @@ class NIXLBackend(StreamBackend[Connection]):
 
     def turn(self, timeout_s: float) -> None:
         until = self.peers.clock() + timeout_s
+        pause_s = 0.0  # the first look at what is in flight is at once
         while True:
             wait_s = 0.0 if self.peers.has_events else max(0.0, until - self.peers.clock())
             # Sockets first; see the module.
-            has_heard = self._wait(min(wait_s, self._pause()) if self._active else wait_s)
+            has_heard = self._wait(min(wait_s, pause_s) if self._active else wait_s)
             has_worked = self._settle()
             if has_heard or has_worked or self.peers.has_events or wait_s == 0.0:
                 return
+            pause_s = self._pause()
+            if pause_s == 0.0:
+                os.sched_yield()
 
     def _wait(self, seconds: float) -> bool:
         if 0.0 < seconds < _SLEPT_S:
             time.sleep(seconds)
             seconds = 0.0
-        elif seconds == 0.0:
-            os.sched_yield()
         has_heard = self.poller.poll(seconds)
         if has_heard and self._active:
             # A peer's last frames hide the end of its connection until they have been taken.
