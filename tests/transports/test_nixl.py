@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from kvferry.transports import Transport
+from kvferry.transports import Guard, Transport
 from kvferry.transports.nixl import NIXLTransport
-from kvferry.transports.testing import TransportConformance
+from kvferry.transports.nixl.library import Agent
+from kvferry.transports.testing import TransportConformance, connect_tcp
 
 pytestmark = pytest.mark.skipif(
     find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
@@ -18,33 +20,54 @@ pytestmark = pytest.mark.skipif(
 
 Create = Callable[[Mapping[str, object]], Transport]
 
-TCP = {"refuse_tcp": False, "tls": "tcp"}
+TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp"}
 
 
-def with_options(**options: Any) -> Create:
-    """Return a function that makes transports with these options, and with those that a test wants."""
-    return lambda more={}: NIXLTransport({**options, **more})
+@contextmanager
+def after_checks(guard: Guard, then: Callable[[], None]) -> Iterator[None]:
+    """Call a function after each look at a guard's word, which NIXL has copied, in which the guard held."""
+    give_back = Agent.give_back_word
+
+    def give_back_and_call(agent: Agent, address: int) -> int:
+        value = give_back(agent, address)
+        if value == guard.value:
+            then()
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "give_back_word", give_back_and_call)
+        yield
 
 
-class TestOnOneHost(TransportConformance):
+class NIXLConformance(TransportConformance):
+    options: ClassVar[dict[str, Any]] = {}
+
     @pytest.fixture
     def create(self) -> Create:
-        return NIXLTransport
+        return lambda options={}: NIXLTransport({**self.options, **options})
 
-
-class TestOverTCP(TransportConformance):
     @pytest.fixture
-    def create(self) -> Create:
-        return with_options(**TCP)
+    def on_guard_check(self) -> Any:
+        return after_checks
 
-
-class TestWithASharedAgent(TransportConformance):
     @pytest.fixture
-    def create(self) -> Create:
-        return with_options(agents="shared")
+    def connect_raw(self) -> Any:
+        return connect_tcp
+
+    read_unchecked = None  # the owner sees no reads
 
 
-class TestWithASharedAgentOverTCP(TransportConformance):
-    @pytest.fixture
-    def create(self) -> Create:
-        return with_options(agents="shared", **TCP)
+class TestOnOneHost(NIXLConformance):
+    pass
+
+
+class TestOverTCP(NIXLConformance):
+    options = TCP
+
+
+class TestWithASharedAgent(NIXLConformance):
+    options: ClassVar[dict[str, Any]] = {"agents": "shared"}
+
+
+class TestWithASharedAgentOverTCP(NIXLConformance):
+    options: ClassVar[dict[str, Any]] = {"agents": "shared", **TCP}
