@@ -14,7 +14,8 @@ import zmq
 
 from kvferry.transports import Connected, PeerLost
 from kvferry.transports.errors import KVTransferError
-from kvferry.transports.registry import create_transport
+from kvferry.transports.nixl.library import Agent, Transfer
+from kvferry.transports.registry import BUILT_IN, create_transport
 from kvferry.transports.shm.guards import PeerGuards
 from kvferry.transports.shm.pools import RemoteMemory, SharedPool
 from kvferry.transports.streams import Poller
@@ -39,6 +40,12 @@ CALLS: dict[str, list[tuple[Any, str]]] = {
         *((Poller, name) for name in ("poll", "watch", "unwatch")),
         (Monitor, "take"),
     ],
+    "nixl": [
+        *((socket.socket, name) for name in ("send", "recv", "connect", "setsockopt")),
+        *((Poller, name) for name in ("watch", "unwatch")),
+        *((Agent, name) for name in ("read", "progress", "add", "take_word", "close", "__init__")),
+        (Transfer, "is_done"),
+    ],
     "ucx": [
         *((socket.socket, name) for name in ("send", "recv", "connect", "setsockopt")),
         *((Poller, name) for name in ("watch", "unwatch")),
@@ -51,7 +58,8 @@ CASES = [
         *(scheme, owner, name),
         id=f"{scheme}-{owner.__name__}.{name}",
         marks=pytest.mark.skipif(
-            scheme == "ucx" and find_spec("ucxx") is None, reason="ucxx is not installed"
+            bool(BUILT_IN[scheme].package) and find_spec(BUILT_IN[scheme].package) is None,
+            reason=f"{BUILT_IN[scheme].package} is not installed",
         ),
     )
     for scheme, calls in CALLS.items()

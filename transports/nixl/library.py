@@ -291,6 +291,8 @@ class Agent:
 
     def call(self, what: str, name: str, *args: Any) -> Any:
         """Call a method of NIXL's agent. Raises TransportError: it raised anything."""
+        if self._agent is None:
+            raise TransportError(f"{what}: the NIXL agent was destroyed")
         result, failure = _called(getattr(self._agent, name), args)
         if failure is None:
             return result

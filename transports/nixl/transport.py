@@ -15,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -424,10 +424,11 @@ class NIXLBackend(StreamBackend[Connection]):
 
     def _give_up(self, read: Read[Connection]) -> None:
         if self.peers.read(read.transfer_id) is read:
-            self.peers.lose(
-                read.peer,
-                TransferTimeoutError("a read timed out, and NIXL did not end it; its agent was destroyed"),
-            )
+            error = "a read timed out, and NIXL did not end it; its agent was destroyed"
+            self.peers.lose(read.peer, TransferTimeoutError(error))
+            self._end_shared(
+                read.peer
+            )  # its time is over; without a shared agent there is nothing left to end
 
     # -- the shared agent ------------------------------------------------------------------------------
 
@@ -542,8 +543,8 @@ class NIXLBackend(StreamBackend[Connection]):
             link.agent.progress()
         return has_worked
 
-    def _call_after(self, seconds: float, callback: object) -> None:
-        self.peers.call_at(self.peers.clock() + seconds, callback)  # type: ignore[arg-type]
+    def _call_after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.peers.call_at(self.peers.clock() + seconds, callback)
 
     def _tick(self) -> None:
         """Ping the peers to which nothing was said for a while, and lose those that were silent for too long.
