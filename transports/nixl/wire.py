@@ -155,6 +155,8 @@ def decode(kind: int, body: bytes) -> Incoming:
         ProtocolError: it is malformed. Whatever follows from the same peer means nothing.
         VersionMismatchError: it is the hello of another version of the protocol.
     """
+    if kind not in _DECODERS:
+        raise ProtocolError(f"malformed frame: unknown kind {kind}")
     try:
         return _DECODERS[kind](body)
     except struct.error as error:
