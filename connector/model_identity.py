@@ -193,7 +193,7 @@ def _progress(num_bytes: int, bar_above_bytes: int) -> Iterator[Callable[[int], 
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # otherwise tqdm starts a thread that never ends
-        _lock = threading.RLock()  # otherwise it makes a semaphore that processes share and that outlives the bar
+        _lock = threading.RLock()  # otherwise tqdm makes a semaphore that outlives the bar
 
     # In a log file every update is a new line, so one every few seconds is enough.
     interval_s = 0.2 if sys.stderr.isatty() else 5.0

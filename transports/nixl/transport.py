@@ -25,6 +25,7 @@ from .._cuda import Gpu
 from .._descriptors import warn_if_few
 from .._limited_log import LimitedLog
 from .._memory import WordTable, private_arena
+from .._movers import HostMover
 from .._options import parse_options
 from .._outside import outside, survived
 from .._slices import SliceLimits, SlicePlan
@@ -625,7 +626,8 @@ class NIXLTransport(PeerTransport):
             gpu = Gpu(pool.segments[0].address)
             device = gpu.ordinal
             gpu.close()
-        served = ServedPool(pool, self.guards)
+        # NIXL moves the bytes of every kind of pool itself, so the mover is never asked.
+        served = ServedPool(pool, self.guards, HostMover(0))
         table: PeerTable[Connection] = PeerTable(
             lambda peers: NIXLBackend(peers, self.options, self._nixl, served, device),
             self.options.limits(),
