@@ -72,6 +72,16 @@ test-transports: $(READY) ## run the end-to-end tests over each of TRANSPORTS (d
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
 	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" $(TEST_ARGS)
 
+# NIXL is in a folder of its own: it brings a UCX of its own, and most machines do not need it.
+build/nixl: constraints.txt
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt nixl-cu12
+
+.PHONY: test-nixl
+test-nixl: $(READY) build/nixl ## run the tests of the transport nixl (downloads 60 MB)
+	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports -m "" -n $(TEST_WORKERS) --dist loadfile \
+		--no-loadscope-reorder -k "nixl or NIXL" $(TEST_ARGS)
+
 # From the checkout, with the machine's own Python and packages: a machine with a GPU often has no network.
 .PHONY: test-gpu
 test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)
