@@ -70,7 +70,10 @@ class CudaMover(Mover):
         return self._gathers.start(_end_to_end(buffer_address, lengths), sources, lengths)
 
     def start_scatter(self, targets: AddressArray, buffer_address: int, lengths: Int64Array) -> Ticket:
-        return self._scatters.start(targets, _end_to_end(buffer_address, lengths), lengths)
+        return self.start_scatter_each(targets, _end_to_end(buffer_address, lengths), lengths)
+
+    def start_scatter_each(self, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> Ticket:
+        return self._scatters.start(targets, sources, lengths)
 
     def fileno(self) -> int:
         return self._signal

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ._copy import gather_regions, scatter_regions
+from ._copy import copy_regions, gather_regions, scatter_regions
 from .errors import KVTransferError
 from .regions import AddressArray, Int64Array, MemoryKind, Pool
 
@@ -137,6 +137,10 @@ class Mover(ABC):
     def start_scatter(self, targets: AddressArray, buffer_address: int, lengths: Int64Array) -> Ticket:
         """Copy a buffer, piece by piece, to regions of the pool. `targets` and `lengths`: `(num_regions,)`."""
 
+    @abstractmethod
+    def start_scatter_each(self, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> Ticket:
+        """Copy pieces of buffers, one per region, to regions of the pool. Each array: `(num_regions,)`."""
+
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when a ticket may have ended; -1 if all end at once."""
         return -1
@@ -193,6 +197,10 @@ class HostMover(Mover):
 
     def start_scatter(self, targets: AddressArray, buffer_address: int, lengths: Int64Array) -> Ticket:
         scatter_regions(targets, buffer_address, lengths)
+        return _DONE
+
+    def start_scatter_each(self, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> Ticket:
+        copy_regions(targets, sources, lengths)
         return _DONE
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from .._movers import StagingBuffer, Ticket
 from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Read
@@ -168,9 +170,9 @@ class Reader:
         """Copy the rows of a whole slice to `targets`, shape `(num_rows,)`."""
         if len(answer.frames) == 1:
             self._mover.start_scatter(targets, answer.frames[0].address, lengths)
-            return
-        for at, frame in enumerate(answer.frames):
-            self._mover.start_scatter(targets[at : at + 1], frame.address, lengths[at : at + 1])
+        else:
+            sources = np.array([frame.address for frame in answer.frames], dtype=np.uint64)
+            self._mover.start_scatter_each(targets, sources, lengths)
 
     def _place_staged(self) -> None:
         """Copy slices to the GPU, as far as there are staging buffers."""
