@@ -10,7 +10,7 @@ Frames are those of `streams`; everything is little-endian.
 | refused | the reason, as text |
 | message | one control message |
 | fetch | tag: u64, lane: u8, with_checksum: bool, guard index: i64, guard value: i64; (remote offset, num_bytes): i64 rows |
-| slice | tag: u64, num_bytes: u64, a zero. Then so many bytes of the pool follow, and then an end |
+| slice | tag: u64, num_bytes: u64, a zero. Then that many bytes of the pool follow, and then an end |
 | end | tag: u64, checksum: u64, is_valid: bool |
 | ping | empty |
 
