@@ -315,8 +315,8 @@ class Leaks:
 def _checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Watch what runs until the generator is resumed, and fail the test if something is left."""
     num_failed = request.session.testsfailed
-    has_log = request.config.pluginmanager.has_plugin("logging-plugin")
-    log: pytest.LogCaptureFixture | None = request.getfixturevalue("caplog") if has_log else None
+    logging_plugin: Any = request.config.pluginmanager.get_plugin("logging-plugin")
+    log: pytest.LogCaptureFixture | None = request.getfixturevalue("caplog") if logging_plugin else None
     with _starts_are_recorded():
         leaks = Leaks()
         yield
@@ -324,8 +324,9 @@ def _checked(request: pytest.FixtureRequest) -> Iterator[None]:
         # that were logged, whose tracebacks hold variables. Neither must keep memory mapped.
         request.node.funcargs.clear()
         if log is not None:
-            log.get_records("setup").clear()
-            log.get_records("call").clear()
+            for phase in ("setup", "call", "teardown"):
+                log.get_records(phase).clear()
+            logging_plugin.report_handler.records.clear()
         has_failed = request.session.testsfailed > num_failed or hasattr(sys, "last_value")
         left = leaks.wait(SETTLE_S, after_failure=has_failed)
     if left:
