@@ -48,6 +48,8 @@ def test_a_profile_is_a_pair_that_answers(
     transport: str,
     shared: Path,
 ) -> None:
+    if f"prefill-{transport}" not in SERVICES:
+        pytest.skip(f"docker/compose.yaml has no profile for {transport}, which needs certificates of yours")
     places = {SHARED: str(shared), "prefill.caches": "127.0.0.1", "decode.caches": "127.0.0.1"}
     nodes = {
         f"http://{role}-{transport}:8000": start(
