@@ -21,7 +21,7 @@ SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
 # The image that `make test-docker` builds and tests, `cpu` or `cuda`. Neither needs a GPU for this.
 DOCKER_TARGET ?= cpu
-# The transports of `make test-transports`. `make test` runs all these tests over shm, and some of them over other transports.
+# The transports of `make test-transports`. `make test` runs all end-to-end tests over shm, and some over other transports.
 TRANSPORTS ?= zeromq tcp ucx
 # Test files that run at the same time. Two save time because many tests wait for other processes to start, stop or time out.
 TEST_WORKERS ?= 2
@@ -67,10 +67,11 @@ build/promtool:
 	rm -r build/prometheus
 
 .PHONY: test-transports
-test-transports: $(READY) ## run the end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
-	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
+test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
+	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "$(subst $(eval ) , or ,$(strip $(TRANSPORTS)))" $(TEST_ARGS)
-	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" $(TEST_ARGS)
+	CONNECTORS="shm auto" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e/test_chaos.py -m "" \
+		-k "shm or auto" $(TEST_ARGS)
 
 # NIXL is in a folder of its own: it brings a UCX of its own, and most machines do not need it.
 build/nixl: constraints.txt
