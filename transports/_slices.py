@@ -1,12 +1,17 @@
-"""Cutting a read into slices that are fetched one by one. Pure arithmetic."""
+"""Cutting a read into slices that are fetched one by one, and the order of reads. Pure."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from .regions import AddressArray, Int64Array, RegionPairs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,33 @@ def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
     begins = np.ones(num_rows, dtype=bool)
     begins[1:] = is_large[1:] | is_large[:-1] | (np.diff(filled) > 0) | (np.diff(counted) > 0)
     return np.append(np.flatnonzero(begins), [num_rows, num_rows]).astype(np.int64)
+
+
+class Turns(Generic[T]):
+    """Reads that take turns, one slice each, so that a small read does not wait for a large one.
+
+    Args:
+        wants: Whether a read has a slice to fetch. If it has none, it is dropped when its turn comes.
+    """
+
+    def __init__(self, wants: Callable[[T], bool]) -> None:
+        self._wants = wants
+        self._waiting: deque[T] = deque()
+
+    def add(self, read: T) -> None:
+        """Append a read."""
+        self._waiting.append(read)
+
+    def clear(self) -> None:
+        """Drop all reads; also within the loop."""
+        self._waiting.clear()
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield reads, each for its next slice. If the loop is left instead, the read keeps its turn."""
+        waiting = self._waiting
+        while waiting:
+            if self._wants(waiting[0]):
+                yield waiting[0]
+                waiting.rotate(-1)
+            else:
+                waiting.popleft()

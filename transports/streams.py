@@ -21,12 +21,20 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ._limited_log import LimitedLog
 from ._outside import survived, typed
 from .endpoint import Backend, C, Peer, PeerState, PeerTable
-from .errors import BackpressureError, KVTransferError, PeerLostError, ProtocolError
+from .errors import (
+    BackpressureError,
+    KVTransferError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+    TransportClosedError,
+    VersionMismatchError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +53,16 @@ _MAX_ACCEPTED = 64
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+#: How often per timeout a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
+_TICKS = 3
+
+#: The most bytes of a refusal, for limits of frames.
+MAX_REASON_BYTES = 1 << 10
+
 _HEAD = struct.Struct("<IB")
+_VERSION = struct.Struct("<I")
+
+T = TypeVar("T")
 
 
 # == waiting =======================================================================================
@@ -126,6 +143,41 @@ class Poller:
 def encode_frame(kind: int, body: bytes) -> bytes:
     """Return one frame. The caller has checked the length."""
     return _HEAD.pack(len(body), kind) + body
+
+
+def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: bytes) -> T:
+    """Decode a frame from a peer, by the decoder of its kind.
+
+    Raises:
+        ProtocolError: it is malformed or out of place. Nothing that the same peer sends after it can be trusted.
+        VersionMismatchError: it is the hello of another version of the protocol.
+    """
+    if kind not in decoders:
+        raise ProtocolError(f"unexpected frame from the peer: kind {kind} is out of place here")
+    try:
+        return decoders[kind](body)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
+
+
+def encode_preface(magic: bytes, version: int) -> bytes:
+    """Return how a hello begins: the magic, and the version as u32. Every version can read as much of every other."""
+    return magic + _VERSION.pack(version)
+
+
+def require_preface(body: bytes, magic: bytes, version: int, scheme: str) -> int:
+    """Check how a hello begins; return how many bytes that is.
+
+    Raises:
+        ProtocolError: it is not the hello of a node with this transport.
+        VersionMismatchError: the node has another version of the protocol.
+    """
+    if not body.startswith(magic):
+        raise ProtocolError(f"malformed hello: the peer is not a kvferry node with transport {scheme!r}")
+    (remote,) = _VERSION.unpack_from(body, len(magic))
+    if remote != version:
+        raise VersionMismatchError(local=version, remote=remote)
+    return len(magic) + _VERSION.size
 
 
 class FrameReader:
@@ -348,11 +400,20 @@ class StreamBackend(Backend[C]):
     """A backend whose peers are stream sockets that carry frames.
 
     A subclass calls `accept_from` in `listen`, and `begin` when it has connected. It implements `stream_of`, `on_frame`
-    and what `Backend` requires about connecting, reads and `stop_serving`. Control messages are frames of `message_kind`.
+    and what `Backend` requires about connecting, reads and `stop_serving`.
+
+    The subclass sets the kinds of the frames that mean the same in every protocol. If it has no pings or no refusals, it
+    leaves those.
+
+    Attributes:
+        message_kind: Holds a control message.
+        ping_kind: Only shows that the sender is alive. See `KeepAlive`.
+        refused_kind: The sender does not become a peer; the body is the reason, as text.
     """
 
-    #: The kind of frame that holds a control message. The subclass sets it.
     message_kind: ClassVar[int]
+    ping_kind: ClassVar[int | None] = None
+    refused_kind: ClassVar[int | None] = None
 
     def __init__(self, peers: PeerTable[C]) -> None:
         self.peers = peers
@@ -373,6 +434,18 @@ class StreamBackend(Backend[C]):
 
     def greet(self, peer: Peer[C]) -> None:
         """Send the first frames of a new connection. Whatever it raises ends the peer."""
+
+    def streams_of(self, connection: C) -> Iterable[FrameSocket]:
+        """Return all sockets of a connected peer. None of them may be silent for long."""
+        stream = self.stream_of(connection)
+        return () if stream is None else (stream,)
+
+    def on_tick(self, peer: Peer[C], missed_s: float) -> None:
+        """Do something more for a connected peer when `KeepAlive` looks at it. Whatever it raises ends the peer.
+
+        Args:
+            missed_s: For this long the node itself did not look, so no peer was silent.
+        """
 
     # -- for the subclass ------------------------------------------------------------------------------
 
@@ -408,6 +481,15 @@ class StreamBackend(Backend[C]):
         stream = self.stream(peer)
         stream.send(encode_frame(kind, b"".join(parts)))
         self.watch_room(peer, stream)
+
+    def refuse(self, stream: FrameSocket, error: KVTransferError) -> None:
+        """Say why the other side does not become a peer, unless it cannot hear that or knows it already.
+
+        A peer of another version learns that from our preface or hello.
+        """
+        if not isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError):
+            assert self.refused_kind is not None, "the subclass sets it"
+            stream.send(encode_frame(self.refused_kind, str(error).encode()[:MAX_REASON_BYTES]))
 
     def watch_room(self, peer: Peer[C], stream: FrameSocket) -> None:
         """Have the poller report room to send for as long as something waits for it. If it reported room always, the loop would spin."""
@@ -445,7 +527,9 @@ class StreamBackend(Backend[C]):
                     return  # a frame before this one ended the peer
                 if kind == self.message_kind:
                     self.peers.message(peer, body)
-                else:
+                elif kind == self.refused_kind and peer.state is PeerState.HANDSHAKING:
+                    raise PeerRefusedError(f"the peer refused: {body.decode(errors='replace')}")
+                elif kind != self.ping_kind or peer.state is PeerState.HANDSHAKING:
                     self.on_frame(peer, kind, body)
             if peer.state is PeerState.LEAVING:
                 return
@@ -481,3 +565,48 @@ class StreamBackend(Backend[C]):
             with survived("cannot stop listening", self.peers.log):
                 acceptor.close()
         self.poller.close()
+
+
+class KeepAlive(Generic[C]):
+    """Pings the peers to which nothing was sent for a while, and loses those that were silent for too long.
+
+    One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
+
+    Args:
+        links: The connected peers. The backend changes it.
+        timeout_s: A peer that is silent for longer is lost.
+    """
+
+    def __init__(self, backend: StreamBackend[C], links: Mapping[Peer[C], object], timeout_s: float) -> None:
+        assert backend.ping_kind is not None, "the subclass sets it"
+        self._backend = backend
+        self._links = links
+        self._timeout_s = timeout_s
+        self._interval_s = timeout_s / _TICKS
+        self._ping = encode_frame(backend.ping_kind, b"")
+        self._last = backend.peers.clock()
+        backend.peers.call_at(self._last + self._interval_s, self._tick)
+
+    def _tick(self) -> None:
+        backend, now = self._backend, self._backend.peers.clock()
+        backend.peers.call_at(now + self._interval_s, self._tick)
+        # While this node itself did not look, no peer was silent.
+        missed_s = max(0.0, now - self._last - 2 * self._interval_s)
+        self._last = now
+        for peer in list(self._links):
+            try:
+                for stream in backend.streams_of(peer.connection):
+                    stream.last_heard += missed_s
+                    self._look_at(peer, stream, now)
+                backend.on_tick(peer, missed_s)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
+                backend.lose(peer, error)
+
+    def _look_at(self, peer: Peer[C], stream: FrameSocket, now: float) -> None:
+        if now - stream.last_heard > self._timeout_s:
+            raise PeerLostError(f"the peer was silent for {self._timeout_s:g} s")
+        # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for longer
+        # than half of the timeout.
+        if now - stream.last_said >= self._interval_s / 2 and not stream.num_unsent:
+            stream.send(self._ping)
+            self._backend.watch_room(peer, stream)

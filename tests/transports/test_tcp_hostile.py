@@ -36,8 +36,6 @@ from kvferry.transports.tcp.wire import (
     Join,
     Joined,
     Kind,
-    Ping,
-    Refused,
     Slice,
     decode,
 )
@@ -50,11 +48,9 @@ FRAMES = [
     Hello(4, (4096, 1), 100, b"0123456789abcdef"),
     Join(b"0123456789abcdef", 15),
     Joined(3),
-    Refused("no"),
     Slice(2**64 - 1, 2**40),
     End(7, 2**64 - 1, True),
     End(7, 0, False),
-    Ping(),
 ]
 
 

@@ -7,13 +7,12 @@ the value, every byte was copied before that.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._memory import WORD_BYTES
-from .._slices import SlicePlan
+from .._slices import SlicePlan, Turns
 from ..endpoint import Read
 from ..serving import PeerPool, stale
 from .library import Agent, Memory, Transfer, descriptors
@@ -85,7 +84,7 @@ class Reader:
         self._clock = clock
         self._end_read = end_read
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: deque[_Transfer] = deque()  # those with slices that were not posted yet
+        self._turns: Turns[_Transfer] = Turns(self._wants_slice)
         self._num_slices = 0  # in flight
 
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
@@ -95,8 +94,7 @@ class Reader:
             TransportError: NIXL has lost the peer. So it is with every method here.
         """
         transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
-        if len(plan):
-            self._waiting.append(transfer)
+        self._turns.add(transfer)
         self.settle()
 
     def stop(self, read: Read[Any]) -> bool:
@@ -127,13 +125,14 @@ class Reader:
         return has_finished
 
     def _post(self) -> None:
-        """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
-        while self._waiting and self._num_slices < self._window_slices:
-            transfer = self._waiting.popleft()
-            if self._is_wanted(transfer.read):
-                self._post_slice(transfer)
-                if transfer.num_posted < len(transfer.plan):
-                    self._waiting.append(transfer)
+        """Fill the window."""
+        for transfer in self._turns:
+            if self._num_slices >= self._window_slices:
+                return
+            self._post_slice(transfer)
+
+    def _wants_slice(self, transfer: _Transfer) -> bool:
+        return transfer.num_posted < len(transfer.plan) and self._is_wanted(transfer.read)
 
     def _is_wanted(self, read: Read[Any]) -> bool:
         """Whether a read may go on. Past its deadline it may not, and `stop` follows: one call of NIXL can take long."""

@@ -38,23 +38,18 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
     TransferTimeoutError,
-    TransportClosedError,
     TransportError,
-    VersionMismatchError,
 )
 from ..network import Found, Lookups, listen_on
 from ..regions import Pool, Segment
 from ..serving import PeerPool, ServedPool
-from ..streams import FrameSocket, StreamBackend
+from ..streams import FrameSocket, KeepAlive, StreamBackend
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
 from .reads import Reader, Remote
-from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Ping, Preface, Reading, Ready, Refused, decode
+from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, decode
 
 logger = logging.getLogger(__name__)
-
-#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
-_TICKS = 3
 
 #: How long the loop only yields its core after something has begun or ended, before it sleeps between two looks.
 _YIELD_S = 100e-6
@@ -76,7 +71,6 @@ _READING_S = 0.05
 #: Rows per READ. NIXL takes more, and its time per row is the same; this bounds the time of one call.
 _MAX_ROWS = 65536
 
-_PING = Ping().encode()
 _READING = Reading().encode()
 
 
@@ -185,7 +179,7 @@ class Agents:
 class NIXLBackend(StreamBackend[Connection]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
-    message_kind: ClassVar[int] = Kind.MESSAGE
+    message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
 
     def __init__(
         self,
@@ -206,9 +200,7 @@ class NIXLBackend(StreamBackend[Connection]):
         self._active: dict[Peer[Connection], None] = {}  # those whose agents the loop asks
         self._stuck: dict[Peer[Connection], Link] = {}  # left while the shared agent still reads from them
         self._last_change = -math.inf
-        self._tick_interval_s = options.peer_timeout_s / _TICKS
-        self._last_tick = peers.clock()
-        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+        self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
     # -- connections -----------------------------------------------------------------------------------
 
@@ -257,11 +249,8 @@ class NIXLBackend(StreamBackend[Connection]):
             return
         self._active.pop(peer, None)
         link = self._links.pop(peer, None)
-        if isinstance(connection, Handshake) and not isinstance(
-            error, PeerLostError | VersionMismatchError | TransportClosedError
-        ):
-            # A peer of another version learns that from our preface.
-            connection.channel.send(Refused(str(error)).encode())
+        if isinstance(connection, Handshake):
+            self.refuse(connection.channel, error)
         try:
             # Before the agent: so the peer sees the end of the connection no later than that of the agent.
             super().hang_up(peer, error)
@@ -271,6 +260,11 @@ class NIXLBackend(StreamBackend[Connection]):
                 self._drain(peer, link)
             elif agent is not None and not agent.is_destroyed:
                 self._agents.let_go(agent, connection.remote)
+
+    def lose(self, peer: Peer[Connection], error: Exception) -> None:
+        if type(error) is TransportError:
+            error = PeerLostError(f"NIXL lost the peer: {error}")
+        super().lose(peer, error)
 
     def handshake_error(self, peer: Peer[Connection]) -> KVTransferError:
         return self._lookups.timeout_error(peer) or super().handshake_error(peer)
@@ -297,8 +291,6 @@ class NIXLBackend(StreamBackend[Connection]):
                 self._probe(handshake)
             case Ready() if not peer.incoming and handshake.is_probed:
                 self._link(peer, handshake)
-            case Refused():
-                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
             case _:
                 raise ProtocolError("a connection begins with a preface, a hello and a ready each way")
 
@@ -391,8 +383,6 @@ class NIXLBackend(StreamBackend[Connection]):
                 link.serves_until = self.peers.clock() + 2 * _READING_S
                 self._active[peer] = None
                 self._touched()
-            case Ping():
-                pass
             case _:
                 raise ProtocolError("the handshake is over")
 
@@ -524,7 +514,7 @@ class NIXLBackend(StreamBackend[Connection]):
                 elif isinstance(connection, Link):
                     has_worked |= self._settle_link(peer, connection, now)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
-                self.peers.lose(peer, _lost(error))
+                self.lose(peer, error)
         if has_worked:
             self._touched()
         return has_worked
@@ -547,31 +537,8 @@ class NIXLBackend(StreamBackend[Connection]):
     def _call_after(self, seconds: float, callback: Callable[[], None]) -> None:
         self.peers.call_at(self.peers.clock() + seconds, callback)
 
-    def _tick(self) -> None:
-        """Ping the peers to which nothing was said for a while, and lose those that were silent for too long.
-
-        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
-        """
-        now = self.peers.clock()
-        interval_s = self._tick_interval_s
-        self.peers.call_at(now + interval_s, self._tick)
-        # While this node itself did not look, no peer was silent.
-        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
-        self._last_tick = now
-        for peer, link in list(self._links.items()):
-            channel = link.channel
-            channel.last_heard += missed_s
-            try:
-                if now - channel.last_heard > self._options.peer_timeout_s:
-                    raise PeerLostError(f"the peer was silent for {self._options.peer_timeout_s} s")
-                # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for
-                # longer than half of `peer_timeout_s`.
-                if now - channel.last_said >= interval_s / 2 and not channel.num_unsent:
-                    channel.send(_PING)
-                    self.watch_room(peer, channel)
-                link.agent.progress()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
-                self.peers.lose(peer, _lost(error))
+    def on_tick(self, peer: Peer[Connection], missed_s: float) -> None:
+        self._links[peer].agent.progress()
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -584,11 +551,6 @@ class NIXLBackend(StreamBackend[Connection]):
             self._agents.close()
         finally:
             super().close()
-
-
-def _lost(error: Exception) -> Exception:
-    """Turn a plain error of NIXL into the loss of the peer that it is."""
-    return PeerLostError(f"NIXL lost the peer: {error}") if type(error) is TransportError else error
 
 
 class NIXLTransport(PeerTransport):

@@ -33,16 +33,15 @@ from typing import Final
 import numpy as np
 
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import ProtocolError, VersionMismatchError
+from ..errors import ProtocolError
 from ..regions import AddressArray, MemoryKind
 from ..serving import MAX_SIZES_BYTES, decode_sizes, encode_sizes
-from ..streams import encode_frame
+from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, encode_preface, require_preface
 
 PROTOCOL_VERSION = 1
 
 _MAGIC = b"kvferry-nixl"
 _MAX_METADATA_BYTES = 16 << 20
-_MAX_REASON_BYTES = 1 << 10
 _KINDS: Final[tuple[MemoryKind, ...]] = ("host", "cuda")
 
 
@@ -55,14 +54,13 @@ class Kind(IntEnum):
     PING = 6
 
 
-_PREFACE = struct.Struct("<12sI")
 _HELLO = struct.Struct("<12sIIQBII16s")
 
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
     Kind.HELLO: _HELLO.size + 2 * MAX_SIZES_BYTES + _MAX_METADATA_BYTES,
     Kind.READY: 0,
-    Kind.REFUSED: _MAX_REASON_BYTES,
+    Kind.REFUSED: MAX_REASON_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.READING: 0,
     Kind.PING: 0,
@@ -74,7 +72,7 @@ class Preface:
     """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
 
     def encode(self) -> bytes:
-        return encode_frame(Kind.HELLO, _PREFACE.pack(_MAGIC, PROTOCOL_VERSION))
+        return encode_frame(Kind.HELLO, encode_preface(_MAGIC, PROTOCOL_VERSION))
 
 
 @dataclass(frozen=True)
@@ -120,16 +118,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The sender does not become a peer."""
-
-    reason: str
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
-
-
-@dataclass(frozen=True)
 class Reading:
     """The sender's reads go on."""
 
@@ -137,30 +125,12 @@ class Reading:
         return encode_frame(Kind.READING, b"")
 
 
-@dataclass(frozen=True)
-class Ping:
-    """The sender is alive."""
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.PING, b"")
-
-
-Incoming = Preface | Hello | Ready | Refused | Reading | Ping
+Incoming = Preface | Hello | Ready | Reading
 
 
 def decode(kind: int, body: bytes) -> Incoming:
-    """Decode one frame from a peer.
-
-    Raises:
-        ProtocolError: it is malformed. Whatever follows from the same peer means nothing.
-        VersionMismatchError: it is the hello of another version of the protocol.
-    """
-    if kind not in _DECODERS:
-        raise ProtocolError(f"malformed frame: unknown kind {kind}")
-    try:
-        return _DECODERS[kind](body)
-    except struct.error as error:
-        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
+    """Decode one frame of this protocol alone. Raises: see `decode_frame`."""
+    return decode_frame(_DECODERS, kind, body)
 
 
 def _digest(metadata: bytes) -> bytes:
@@ -168,12 +138,7 @@ def _digest(metadata: bytes) -> bytes:
 
 
 def _decode_hello(body: bytes) -> Preface | Hello:
-    magic, version = _PREFACE.unpack_from(body)
-    if magic != _MAGIC:
-        raise ProtocolError("malformed hello: the peer is not a kvferry node with transport 'nixl'")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
-    if len(body) == _PREFACE.size:
+    if len(body) == require_preface(body, _MAGIC, PROTOCOL_VERSION, "nixl"):
         return Preface()
     _, _, num_guards, guard_table, kind, device, num_segments, digest = _HELLO.unpack_from(body)
     middle = _HELLO.size + 8 * num_segments
@@ -200,12 +165,10 @@ def _decode_hello(body: bytes) -> Preface | Hello:
     return Hello(num_guards, guard_table, _KINDS[kind], device, addresses, sizes, metadata)
 
 
-_READY, _READING, _PING = Ready(), Reading(), Ping()
+_READY, _READING = Ready(), Reading()
 
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     Kind.HELLO.value: _decode_hello,
     Kind.READY.value: lambda _: _READY,
-    Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
     Kind.READING.value: lambda _: _READING,
-    Kind.PING.value: lambda _: _PING,
 }

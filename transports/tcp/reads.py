@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import xxhash
 
 from .._movers import Mover, StagingBuffer, Ticket
-from .._slices import SliceLimits, SlicePlan
+from .._slices import SliceLimits, SlicePlan, Turns
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
 from ..regions import AddressArray, Int64Array
@@ -54,6 +53,10 @@ class _Transfer:
     def num_slices(self) -> int:
         """A read of nothing still asks once whether the guard holds."""
         return max(1, len(self.plan))
+
+    @property
+    def wants_slice(self) -> bool:
+        return not self.is_stopped and self.num_fetched < self.num_slices
 
 
 @dataclass(eq=False)
@@ -119,7 +122,7 @@ class Reader:
         # TLS verifies every record, so a second sum would find nothing.
         self._checksums = options.checksums and not lanes[0].is_encrypted
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
+        self._turns: Turns[_Transfer] = Turns(lambda transfer: transfer.wants_slice)
         self._slices: dict[int, _Slice] = {}  # by tag; also of reads that were stopped
         self._tags = itertools.count(1)
 
@@ -131,7 +134,7 @@ class Reader:
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked."""
         transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
-        self._waiting.append(transfer)
+        self._turns.add(transfer)
         self._fetch()
 
     def stop(self, read: Read[Any]) -> bool:
@@ -156,15 +159,13 @@ class Reader:
     # -- fetching --------------------------------------------------------------------------------------
 
     def _fetch(self) -> None:
-        """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
-        while self._waiting and len(self._slices) < self._window_slices:
-            transfer = self._waiting[0]
-            if not transfer.is_stopped and not self._fetch_next(transfer):
+        """Fill the window."""
+        for transfer in self._turns:
+            if len(self._slices) >= self._window_slices:
+                return
+            if not self._fetch_next(transfer):
                 self._mover.scatter_ring.when_free(self, self._fetch)
                 return
-            self._waiting.popleft()
-            if not transfer.is_stopped and transfer.num_fetched < transfer.num_slices:
-                self._waiting.append(transfer)
 
     def _fetch_next(self, transfer: _Transfer) -> bool:
         """Fetch a slice; returns False if there is no buffer for it now."""
@@ -285,6 +286,6 @@ class Reader:
     def close(self) -> None:
         """The connections are closed: nothing is received any more."""
         self._mover.scatter_ring.forget(self)
-        self._waiting.clear()
+        self._turns.clear()
         while self._slices:
             self._give_back(self._slices.popitem()[1])

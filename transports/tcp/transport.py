@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,15 +20,13 @@ from ..endpoint import Peer, PeerTable, Read
 from ..errors import (
     KVTransferError,
     PeerLostError,
-    PeerRefusedError,
     ProtocolError,
-    TransportClosedError,
     VersionMismatchError,
 )
 from ..network import Found, Lookups, listen_on
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
-from ..streams import FrameSocket, StreamBackend
+from ..streams import FrameSocket, KeepAlive, StreamBackend
 from .options import SCHEME, Address, TcpOptions
 from .reads import Reader, limits_of
 from .security import Security
@@ -44,17 +42,10 @@ from .wire import (
     Join,
     Joined,
     Kind,
-    Ping,
-    Refused,
     decode,
 )
 
 logger = logging.getLogger(__name__)
-
-#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
-_TICKS = 3
-
-_PING = Ping().encode()
 
 
 @dataclass(eq=False)
@@ -91,7 +82,7 @@ class Link:
 class TcpBackend(StreamBackend[Link]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
-    message_kind = Kind.MESSAGE
+    message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
 
     def __init__(
         self,
@@ -114,14 +105,15 @@ class TcpBackend(StreamBackend[Link]):
             self.poller.watch(mover, mover.poll)
         self._busy_poll = BusyPoll(options.spin_us * 1e-6)
         self._reading: Peer[Link] | None = None  # the peer of the latest read
-        self._tick_interval_s = options.peer_timeout_s / _TICKS
-        self._last_tick = peers.clock()
-        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+        self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
     # -- connections -----------------------------------------------------------------------------------
 
     def stream_of(self, link: Link) -> FrameSocket | None:
         return link.lanes.get(0)
+
+    def streams_of(self, link: Link) -> Iterable[FrameSocket]:
+        return link.lanes.values()
 
     def listen(self, address: str) -> str:
         """See `Endpoint.listen`. `tcp://host:port`; with port 0 the system chooses, an empty address means the options.
@@ -200,10 +192,8 @@ class TcpBackend(StreamBackend[Link]):
         self._lookups.forget(peer)
         self._links.pop(peer, None)
         self._tokens.pop(link.token, None)
-        is_told = isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError)
-        if peer.incoming and link.remote is None and link.lanes and not is_told:
-            # A peer of another version has learned that from our hello.
-            link.lanes[0].send(Refused(str(error)).encode())
+        if peer.incoming and link.remote is None and link.lanes:
+            self.refuse(link.lanes[0], error)
         for stream in link.streams:
             self.drop(stream)
         if link.reader is not None and link.server is not None:
@@ -239,8 +229,6 @@ class TcpBackend(StreamBackend[Link]):
                 self._on_hello(peer, link, incoming)
             case Join() if peer.incoming:
                 self._on_join(peer, link, incoming)
-            case Refused():
-                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
             case _:
                 raise ProtocolError("a connection begins with one hello each way, or with a join")
 
@@ -316,8 +304,6 @@ class TcpBackend(StreamBackend[Link]):
                 link.reader.on_end(incoming)
             case Joined():
                 self._on_joined(link, incoming)
-            case Ping():
-                pass
             case _:
                 raise ProtocolError("the handshake is over")
 
@@ -391,34 +377,12 @@ class TcpBackend(StreamBackend[Link]):
         reader = self._reading.connection.reader
         return reader is None or reader.num_in_flight <= 1
 
-    def _tick(self) -> None:
-        """Ping the peers to which nothing was sent for a while, and lose those that were silent for too long.
-
-        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
-        """
-        now = self.peers.clock()
-        interval_s, timeout_s = self._tick_interval_s, self._options.peer_timeout_s
-        self.peers.call_at(now + interval_s, self._tick)
-        # While this node itself did not look, no peer was silent.
-        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
-        self._last_tick = now
-        for peer, link in list(self._links.items()):
-            try:
-                for stream in link.joining.values():
-                    stream.last_heard += missed_s
-                    if now - stream.last_heard > max(timeout_s, self._options.handshake_timeout_s):
-                        raise PeerLostError("the peer did not add another connection in time")
-                for stream in link.lanes.values():
-                    stream.last_heard += missed_s
-                    if now - stream.last_heard > timeout_s:
-                        raise PeerLostError(f"the peer was silent for {timeout_s:g} s")
-                    # After half an interval, because the next chance is a whole one later: so a peer never hears nothing
-                    # for longer than half of `peer_timeout_s`.
-                    if now - stream.last_said >= interval_s / 2 and not stream.num_unsent:
-                        stream.send(_PING)
-                        self.watch_room(peer, stream)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
-                self.lose(peer, error)
+    def on_tick(self, peer: Peer[Link], missed_s: float) -> None:
+        patience_s = max(self._options.peer_timeout_s, self._options.handshake_timeout_s)
+        for stream in peer.connection.joining.values():
+            stream.last_heard += missed_s
+            if self.peers.clock() - stream.last_heard > patience_s:
+                raise PeerLostError("the peer did not add another connection in time")
 
     # -- the end ---------------------------------------------------------------------------------------
 

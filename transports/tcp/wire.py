@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import ProtocolError, VersionMismatchError
+from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
 from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
-from ..streams import encode_frame
+from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, require_preface
 
 PROTOCOL_VERSION = 1
 
@@ -45,7 +45,6 @@ MAX_LANES = 16
 TOKEN_BYTES = 16
 
 _MAGIC = b"kvferry-tcp"
-_MAX_REASON_BYTES = 1 << 10
 
 
 class Kind(IntEnum):
@@ -62,7 +61,6 @@ class Kind(IntEnum):
     PING = 9
 
 
-_PREFACE = struct.Struct("<11sI")
 _HELLO = struct.Struct("<11sIII16s")
 _JOIN = struct.Struct("<11sI16sB")
 _JOINED = struct.Struct("<B")
@@ -80,7 +78,7 @@ FRAME_LIMITS: Mapping[int, int] = {
     Kind.HELLO: _HELLO.size + MAX_SIZES_BYTES,
     Kind.JOIN: _JOIN.size,
     Kind.JOINED: _JOINED.size,
-    Kind.REFUSED: _MAX_REASON_BYTES,
+    Kind.REFUSED: MAX_REASON_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.FETCH: _FETCH.size + ROW_BYTES * MAX_ROWS,
     Kind.SLICE: _SLICE.size,
@@ -131,16 +129,6 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The sender does not become a peer."""
-
-    reason: str
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
-
-
-@dataclass(frozen=True)
 class Fetch:
     """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
 
@@ -187,40 +175,16 @@ class End:
         return encode_frame(Kind.END, _END.pack(self.tag, self.checksum, self.is_valid))
 
 
-@dataclass(frozen=True)
-class Ping:
-    """Says that the sender is alive."""
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.PING, b"")
-
-
-Incoming = Hello | Join | Joined | Refused | Fetch | Slice | End | Ping
+Incoming = Hello | Join | Joined | Fetch | Slice | End
 
 
 def decode(kind: int, body: bytes) -> Incoming:
-    """Decode one frame from a peer that is no control message.
-
-    Raises:
-        ProtocolError: it is malformed. Nothing that the same peer sends after it can be trusted.
-        VersionMismatchError: it is a hello or a join of another version of the protocol.
-    """
-    try:
-        return _DECODERS[kind](body)
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
-
-
-def _require_version(body: bytes) -> None:
-    magic, version = _PREFACE.unpack_from(body)
-    if magic != _MAGIC:
-        raise ProtocolError("malformed hello: the peer is not a kvferry node with transport 'tcp'")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+    """Decode one frame of this protocol alone. Raises: see `decode_frame`."""
+    return decode_frame(_DECODERS, kind, body)
 
 
 def _decode_hello(body: bytes) -> Hello:
-    _require_version(body)
+    require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
     _, _, num_guards, max_slice_bytes, token = _HELLO.unpack_from(body)
     if not 0 < max_slice_bytes <= MAX_SLICE_BYTES:
         raise ProtocolError(
@@ -230,7 +194,7 @@ def _decode_hello(body: bytes) -> Hello:
 
 
 def _decode_join(body: bytes) -> Join:
-    _require_version(body)
+    require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
     _, _, token, lane = _JOIN.unpack(body)
     if not 1 <= lane < MAX_LANES:
         raise ProtocolError(f"malformed join: a lane is 1 to {MAX_LANES - 1}, got {lane}")
@@ -248,15 +212,11 @@ def _decode_slice(body: bytes) -> Slice:
     return Slice(tag, num_bytes)
 
 
-_PING = Ping()
-
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     Kind.HELLO.value: _decode_hello,
     Kind.JOIN.value: _decode_join,
     Kind.JOINED.value: lambda body: Joined(*_JOINED.unpack(body)),
-    Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
     Kind.FETCH.value: _decode_fetch,
     Kind.SLICE.value: _decode_slice,
     Kind.END.value: lambda body: End(*_END.unpack(body)),
-    Kind.PING.value: lambda _: _PING,
 }

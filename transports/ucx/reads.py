@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .._movers import StagingBuffer, Ticket
-from .._slices import SliceLimits, SlicePlan
+from .._slices import SliceLimits, SlicePlan, Turns
 from ..endpoint import Read
 from ..errors import ProtocolError
 from ..serving import ServedPool, stale
@@ -47,6 +46,10 @@ class _Transfer:
     def num_slices(self) -> int:
         """A read of nothing still asks once whether the guard holds."""
         return max(1, len(self.plan))
+
+    @property
+    def wants_slice(self) -> bool:
+        return self.read.error is None and self.num_fetched < self.num_slices
 
     @property
     def is_over(self) -> bool:
@@ -102,14 +105,14 @@ class Reader:
         self._activate = activate
         self._fail = fail
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
+        self._turns: Turns[_Transfer] = Turns(lambda transfer: transfer.wants_slice)
         self._slices: dict[int, _Slice] = {}  # by tag
         self._is_closed = False
 
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked."""
         transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
-        self._waiting.append(transfer)
+        self._turns.add(transfer)
         self._fetch()
 
     def stop(self, read: Read[Any]) -> bool:
@@ -127,7 +130,7 @@ class Reader:
     def close(self) -> None:
         """Give the buffers back. The worker is closed, so UCX writes nothing more; copies that were launched still end."""
         self._is_closed = True
-        self._waiting.clear()
+        self._turns.clear()
         self._mover.scatter_ring.forget(self)
         for piece in self._slices.values():
             if piece.buffer is not None and not piece.has_arrived:
@@ -140,16 +143,13 @@ class Reader:
         return len(self._slices)
 
     def _fetch(self) -> None:
-        """Fill the window, one slice of each read in turn, so that a small read does not wait for a large one."""
-        while self._waiting and len(self._slices) < self._window_slices:
-            transfer = self._waiting[0]
-            if transfer.read.error is None:
-                if not self._fetch_next(transfer):
-                    self._mover.scatter_ring.when_free(self, self._resume)
-                    return
-                if transfer.num_fetched < transfer.num_slices:
-                    self._waiting.append(transfer)
-            self._waiting.popleft()
+        """Fill the window."""
+        for transfer in self._turns:
+            if len(self._slices) >= self._window_slices:
+                return
+            if not self._fetch_next(transfer):
+                self._mover.scatter_ring.when_free(self, self._resume)
+                return
 
     def _resume(self) -> None:
         # Another peer's buffer came back in the course of that peer's work, so an error of ours must not become its own.

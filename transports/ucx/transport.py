@@ -24,17 +24,13 @@ from .._slices import SlicePlan
 from ..endpoint import Peer, PeerTable, Read
 from ..errors import (
     KVTransferError,
-    PeerLostError,
-    PeerRefusedError,
     ProtocolError,
     TransferTimeoutError,
-    TransportClosedError,
-    VersionMismatchError,
 )
 from ..network import Found, Lookups, listen_on
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
-from ..streams import FrameSocket, StreamBackend
+from ..streams import FrameSocket, KeepAlive, StreamBackend
 from .library import NUM_HELD, PER_CONNECTION, Context, Worker, require_network
 from .options import SCHEME, Address, UCXOptions
 from .reads import Reader, limits_of
@@ -46,19 +42,12 @@ from .wire import (
     Hello,
     Incoming,
     Kind,
-    Ping,
     Preface,
     Ready,
-    Refused,
     decode,
 )
 
 logger = logging.getLogger(__name__)
-
-#: How often per `peer_timeout_s` a node pings its quiet peers. Idle peers cost nothing else, so this is what they cost.
-_TICKS = 3
-
-_PING = Ping().encode()
 
 
 @dataclass(eq=False)
@@ -118,7 +107,7 @@ Connection = Address | Handshake | Link
 class UCXBackend(StreamBackend[Connection]):
     """One process among its peers. One thread calls it, and all its work is done there."""
 
-    message_kind = Kind.MESSAGE
+    message_kind, ping_kind, refused_kind = Kind.MESSAGE, Kind.PING, Kind.REFUSED
 
     def __init__(self, peers: PeerTable[Connection], options: UCXOptions, served: ServedPool) -> None:
         self._options = options
@@ -139,9 +128,7 @@ class UCXBackend(StreamBackend[Connection]):
         self._active: dict[Peer[Connection], Link] = {}
         self._busy: set[Link] = set()  # those with slices in flight
         self._busy_poll = BusyPoll(options.spin_us * 1e-6)
-        self._tick_interval_s = options.peer_timeout_s / _TICKS
-        self._last_tick = peers.clock()
-        peers.call_at(self._last_tick + self._tick_interval_s, self._tick)
+        self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
     # -- connections -----------------------------------------------------------------------------------
 
@@ -196,9 +183,8 @@ class UCXBackend(StreamBackend[Connection]):
             self._busy.discard(connection)
             with survived("cannot stop polling a worker", self.peers.log):
                 self.poller.unwatch(connection.worker)
-        elif not isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError):
-            # A peer of another version learns that from our preface.
-            connection.channel.send(Refused(str(error)).encode())
+        else:
+            self.refuse(connection.channel, error)
         try:
             super().hang_up(peer, error)
         finally:
@@ -233,8 +219,6 @@ class UCXBackend(StreamBackend[Connection]):
             case Ready() if peer.incoming and handshake.worker is not None and handshake.hello is not None:
                 self._options.require_allowed(incoming.mechanism)
                 self._link(peer, handshake.channel, handshake.worker, handshake.hello, incoming.mechanism)
-            case Refused():
-                raise PeerRefusedError(f"the peer refused: {incoming.reason}")
             case _:
                 raise ProtocolError("a connection begins with a preface and a hello each way, and a ready")
 
@@ -281,8 +265,6 @@ class UCXBackend(StreamBackend[Connection]):
             case Answer():
                 link.reader.on_answer(incoming)
                 self._touched(peer, link)
-            case Ping():
-                pass
             case _:
                 raise ProtocolError("the handshake is over")
 
@@ -387,31 +369,6 @@ class UCXBackend(StreamBackend[Connection]):
                 self.peers.lose(peer, error)
                 return False
         return True
-
-    def _tick(self) -> None:
-        """Ping the peers to which nothing was said for a while, and lose those that were silent for too long.
-
-        One timer for all peers, so that an idle node wakes up once per interval and not once per peer.
-        """
-        now = self.peers.clock()
-        interval_s = self._tick_interval_s
-        self.peers.call_at(now + interval_s, self._tick)
-        # While this node itself did not look, no peer was silent.
-        missed_s = max(0.0, now - self._last_tick - 2 * interval_s)
-        self._last_tick = now
-        for peer, link in list(self._links.items()):
-            channel = link.channel
-            channel.last_heard += missed_s
-            try:
-                if now - channel.last_heard > self._options.peer_timeout_s:
-                    raise PeerLostError(f"the peer was silent for {self._options.peer_timeout_s} s")
-                # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for
-                # longer than half of `peer_timeout_s`.
-                if now - channel.last_said >= interval_s / 2 and not channel.num_unsent:
-                    channel.send(_PING)
-                    self.watch_room(peer, channel)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
-                self.peers.lose(peer, error)
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ..base import MAX_MESSAGE_BYTES
-from ..errors import ProtocolError, VersionMismatchError
+from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
 from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
-from ..streams import encode_frame
+from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, encode_preface, require_preface
 
 PROTOCOL_VERSION = 4
 
@@ -41,7 +41,6 @@ MAX_SLICE_BYTES = 128 << 20
 
 _MAGIC = b"kvferry-ucx"
 _MAX_ADDRESS_BYTES = 64 << 10
-_MAX_REASON_BYTES = 1 << 10
 
 
 class Kind(IntEnum):
@@ -55,7 +54,6 @@ class Kind(IntEnum):
     PING = 8
 
 
-_PREFACE = struct.Struct("<11sI")
 _HELLO = struct.Struct("<11sIII32s")
 _FETCH = struct.Struct("<Qqq")
 _TAG = struct.Struct("<Q")
@@ -64,7 +62,7 @@ _TAG = struct.Struct("<Q")
 FRAME_LIMITS: Mapping[int, int] = {
     Kind.HELLO: _HELLO.size + MAX_SIZES_BYTES + _MAX_ADDRESS_BYTES,
     Kind.READY: 32,
-    Kind.REFUSED: _MAX_REASON_BYTES,
+    Kind.REFUSED: MAX_REASON_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.FETCH: _FETCH.size + ROW_BYTES * MAX_ROWS,
     Kind.SENT: _TAG.size,
@@ -78,7 +76,7 @@ class Preface:
     """Says that this is a node, and its version. The kind is that of a hello: every version can read a hello's version."""
 
     def encode(self) -> bytes:
-        return encode_frame(Kind.HELLO, _PREFACE.pack(_MAGIC, PROTOCOL_VERSION))
+        return encode_frame(Kind.HELLO, encode_preface(_MAGIC, PROTOCOL_VERSION))
 
 
 @dataclass(frozen=True)
@@ -114,16 +112,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The sender does not become a peer."""
-
-    reason: str
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.REFUSED, self.reason.encode()[:_MAX_REASON_BYTES])
-
-
-@dataclass(frozen=True)
 class Fetch:
     """Asks for regions, to be sent under this tag if the guard holds. `rows`: `(num_rows, 2)` offset, num_bytes."""
 
@@ -151,39 +139,16 @@ class Answer:
         return encode_frame(Kind.SENT if self.is_valid else Kind.STALE, _TAG.pack(self.tag))
 
 
-@dataclass(frozen=True)
-class Ping:
-    """Says that the sender is alive."""
-
-    def encode(self) -> bytes:
-        return encode_frame(Kind.PING, b"")
-
-
-Incoming = Preface | Hello | Ready | Refused | Fetch | Answer | Ping
+Incoming = Preface | Hello | Ready | Fetch | Answer
 
 
 def decode(kind: int, body: bytes) -> Incoming:
-    """Decode one frame from a peer that is no control message.
-
-    Raises:
-        ProtocolError: it is malformed. Whatever follows from the same peer means nothing.
-        VersionMismatchError: it is the hello of another version of the protocol.
-    """
-    try:
-        return _DECODERS[kind](body)
-    except KeyError:
-        raise ProtocolError(f"malformed frame: unknown kind {kind}") from None
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError(f"malformed frame of kind {kind}: {error}") from None
+    """Decode one frame of this protocol alone. Raises: see `decode_frame`."""
+    return decode_frame(_DECODERS, kind, body)
 
 
 def _decode_hello(body: bytes) -> Preface | Hello:
-    magic, version = _PREFACE.unpack_from(body)
-    if magic != _MAGIC:
-        raise ProtocolError("malformed hello: the peer is not a kvferry node with transport 'ucx'")
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
-    if len(body) == _PREFACE.size:
+    if len(body) == require_preface(body, _MAGIC, PROTOCOL_VERSION, "ucx"):
         return Preface()
     _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
     end = _HELLO.size + 8 * num_segments
@@ -199,14 +164,10 @@ def _decode_fetch(body: bytes) -> Fetch:
     return Fetch(tag, Guard(index, value), rows)
 
 
-_PING = Ping()
-
 _DECODERS: Mapping[int, Callable[[bytes], Incoming]] = {
     Kind.HELLO.value: _decode_hello,
     Kind.READY.value: lambda body: Ready(body.decode("ascii")),
-    Kind.REFUSED.value: lambda body: Refused(body.decode(errors="replace")),
     Kind.FETCH.value: _decode_fetch,
     Kind.SENT.value: lambda body: Answer(_TAG.unpack(body)[0], True),
     Kind.STALE.value: lambda body: Answer(_TAG.unpack(body)[0], False),
-    Kind.PING.value: lambda _: _PING,
 }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._movers import StagingBuffer, Ticket
-from .._slices import SliceLimits, SlicePlan
+from .._slices import SliceLimits, SlicePlan, Turns
 from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
 from ..regions import AddressArray, Int64Array
@@ -69,7 +69,7 @@ class Reader:
         self._channel = channel
         self._end_read = end_read
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: deque[_Transfer] = deque()  # those with slices that were not fetched yet
+        self._turns: Turns[_Transfer] = Turns(self._wants_slice)
         # Slices that wait for a staging buffer; only pools on a GPU have any. The window bounds them.
         self._unplaced: deque[tuple[_Transfer, Slice]] = deque()
         # (transfer_id, index) of what was fetched and has not come, also of reads that were stopped.
@@ -79,7 +79,7 @@ class Reader:
         """Begin a read whose regions were checked."""
         transfer = self._transfers[read.transfer_id] = _Transfer(read, plan)
         if len(plan):
-            self._waiting.append(transfer)
+            self._turns.add(transfer)
             self._fetch()
         else:
             self._send_fetch(transfer, 0)
@@ -105,25 +105,21 @@ class Reader:
         self._mover.scatter_ring.forget(self)
 
     def _fetch(self) -> None:
-        """Fill the window once half of it is free, one slice of each read in turn.
+        """Fill the window once half of it is free.
 
-        Slices that are fetched together are answered together, so fewer threads have to wake up. The reads take turns so
-        that a small one does not wait for a large one.
+        Slices that are fetched together are answered together, so fewer threads have to wake up.
         """
         if len(self._in_flight) > self._window_slices // 2:
             return
-        while self._waiting and len(self._in_flight) < self._window_slices:
-            transfer = self._waiting.popleft()
-            if (
-                transfer.read.transfer_id not in self._transfers
-                or transfer.read.error is not None
-                or transfer.failure is not None
-            ):
-                continue
+        for transfer in self._turns:
+            if len(self._in_flight) >= self._window_slices:
+                return
             self._send_fetch(transfer, transfer.num_fetched)
             transfer.num_fetched += 1
-            if transfer.num_fetched < len(transfer.plan):
-                self._waiting.append(transfer)
+
+    def _wants_slice(self, transfer: _Transfer) -> bool:
+        is_wanted = transfer.read.transfer_id in self._transfers and transfer.read.error is None
+        return is_wanted and transfer.failure is None and transfer.num_fetched < len(transfer.plan)
 
     def _send_fetch(self, transfer: _Transfer, index: int) -> None:
         """Fetch a slice; the one after the last is empty, and asks only whether the guard holds."""
