@@ -39,6 +39,7 @@ gather_regions = _functions.gather_regions
 scatter_regions = _functions.scatter_regions
 read_regions_of = _functions.read_regions_of
 locate_regions = _functions.locate_regions
+sum_words = _functions.sum_words
 load_word = _functions.load_word
 store_word = _functions.store_word
 signal_function = _functions.signal_function

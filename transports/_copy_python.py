@@ -98,6 +98,11 @@ def locate_regions(addresses: Words, offsets: Words, lengths: Words, ends: Words
     return len(inside) if inside.all() else int(np.argmin(inside))
 
 
+def sum_words(words: Words, /) -> int:
+    """Add up words, modulo 2**64, as a signed number. For a few words numpy takes ten times as long."""
+    return int(words.view(np.int64).sum())
+
+
 def load_word(address: int, /) -> int:
     """Load the aligned 64-bit word at `address`, after every load that came before."""
     return ctypes.c_int64.from_address(address).value

@@ -297,6 +297,17 @@ static PyObject *locate_regions(PyObject *self, PyObject *args) {
     return PyLong_FromSsize_t(i);
 }
 
+/* The sum, modulo 2**64, as a signed number: what numpy's would be. */
+static PyObject *sum_words(PyObject *self, PyObject *array) {
+    (void)self;
+    words_t words = {0};
+    if (acquire_words(&words, array, 0) < 0) return NULL;
+    uint64_t sum = 0;
+    for (Py_ssize_t i = 0; i < words.count; i++) sum += word_at(&words, 0, i);
+    release_words(&words);
+    return PyLong_FromLongLong((int64_t)sum);
+}
+
 static PyObject *load_word(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long address;
@@ -337,6 +348,7 @@ static PyMethodDef methods[] = {
     {"scatter_regions", scatter_regions, METH_VARARGS, "Copy regions from where they lie end to end."},
     {"read_regions_of", read_regions_of, METH_VARARGS, "Read regions of another process, without the GIL."},
     {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to the first that is not in the pool."},
+    {"sum_words", sum_words, METH_O, "Add up an array of 64-bit integers."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
     {"signal_function", signal_function, METH_NOARGS, "The address of a C function that writes to an eventfd."},

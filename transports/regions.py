@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ._copy import locate_regions
+from ._copy import locate_regions, sum_words
 from .errors import RegionError
 
 #: Main memory, or memory of a GPU.
@@ -122,4 +122,4 @@ class RegionPairs:
     @property
     def num_bytes(self) -> int:
         """Total size in bytes."""
-        return int(self.table[:, 2].sum())
+        return sum_words(self.lengths)

@@ -136,6 +136,14 @@ def test_unmapped_memory_is_an_error(read: object) -> None:
         read(2**30, *arguments)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("add", [_copy.sum_words, _copy_python.sum_words], ids=["chosen", "python"])
+def test_words_are_added_up_as_numpy_does(add: object) -> None:
+    table = np.array([[5, 2**62, -1], [7, 2**62, -(2**40)]])
+    for column in (*table.T, table.ravel(), table[:0, 0]):
+        assert add(column) == int(column.sum())  # type: ignore[operator]
+    assert add(words(3, 4)) == 7  # type: ignore[operator]
+
+
 def test_words_are_stored_and_loaded() -> None:
     table = np.zeros(3, dtype=np.int64)
     address = table.ctypes.data + 8

@@ -7,7 +7,6 @@ the last piece checks the guard.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .._copy import sum_words
 from .._outside import typed
 from ..errors import KVTransferError, TransferTimeoutError
 from ..regions import Guard
@@ -33,9 +33,8 @@ Int64Array = npt.NDArray[np.int64]
 AddressArray = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Regions to copy in one go, and how: addresses and bytes, each `(num_regions,)` and contiguous."""
+class Piece(NamedTuple):
+    """Regions to copy in one go, and how: addresses and bytes, each `(num_regions,)`."""
 
     dst_addresses: AddressArray
     src_addresses: AddressArray
@@ -59,8 +58,9 @@ def cut(
     piece_bytes: int = PIECE_BYTES,
 ) -> list[Piece]:
     """Cut regions into pieces of at most twice `piece_bytes`, in order; at least one piece."""
-    lengths = np.ascontiguousarray(lengths)
-    if int(lengths.sum()) <= piece_bytes:
+    # A copy, because another thread reads it later: the lengths were checked, and the caller's table may change.
+    lengths = lengths.copy()
+    if sum_words(lengths) <= piece_bytes:
         return [Piece(dst_addresses, src_addresses, lengths, mechanism)]
     num_parts = -(-lengths // piece_bytes)
     region = np.repeat(np.arange(len(lengths)), num_parts)
@@ -83,6 +83,7 @@ class CopyJob:
     """What one read copies. The copier's lock guards what changes.
 
     Attributes:
+        pieces: At least one. Those that need another mechanism than a plain copy come last.
         deadline: In `time.monotonic` seconds.
         num_taken: Pieces that a thread has begun; always the first ones.
         num_in_flight: Pieces that are being copied now.
@@ -98,14 +99,10 @@ class CopyJob:
     num_in_flight: int = 0
     error: KVTransferError | None = None
 
-    @functools.cached_property
+    @property
     def mechanism(self) -> str:
         """What moves the bytes. If some of them need another mechanism than a plain copy, that one."""
-        return next((piece.mechanism for piece in self.pieces if piece.mechanism != MAPPED), MAPPED)
-
-    @functools.cached_property
-    def num_bytes(self) -> int:
-        return sum(int(piece.lengths.sum()) for piece in self.pieces)
+        return self.pieces[-1].mechanism
 
 
 class Ended(NamedTuple):
@@ -149,16 +146,26 @@ class Copier:
         Returns:
             Whether it has ended: then it can be taken, and `on_ended` is not called.
         """
+        # A small job does not overtake a longer one: its owner would wait for the same memory bus all the same.
+        if not self._waiting and self._is_small(job):
+            # Without the lock, which costs as much as a small copy: only this thread adds jobs and cancels them, so until
+            # the end is queued no other thread sees this one.
+            job.error = self._copy(job, job.pieces[0])
+            self._end(job)
+            return True
         with self._changed:
-            # A small job does not overtake a longer one: its owner would wait for the same memory bus all the same.
-            is_next = not self._waiting
             self._waiting.append(job)
-            if not is_next or job.mechanism != MAPPED or job.num_bytes > self._inline_bytes:
-                # One thread is enough: if it finds a second piece to copy, it wakes the next thread.
-                self._changed.notify()
-                return False
-            taken = self._take_piece()
-        return self._run(*taken)
+            # One thread is enough: if it finds a second piece to copy, it wakes the next thread.
+            self._changed.notify()
+        return False
+
+    def _is_small(self, job: CopyJob) -> bool:
+        piece = job.pieces[0]
+        return (
+            len(job.pieces) == 1
+            and piece.mechanism == MAPPED
+            and sum_words(piece.lengths) <= self._inline_bytes
+        )
 
     def cancel(self, job: CopyJob, error: KVTransferError) -> None:
         """End a job with `error`: now if no piece is being copied, otherwise after the pieces in flight.

@@ -122,9 +122,9 @@ class SharedMemoryBackend(StreamBackend[Contact]):
     def start_read(self, read: Read[Contact]) -> None:
         memory = _established(read.peer).memory
         require_guard(read.guard, memory.num_guards)
-        local = self._shared.pool.addresses(read.pairs.local_offsets, read.pairs.lengths)
-        pieces = memory.pieces(local, read.pairs)
-        job = CopyJob(read.transfer_id, memory, pieces, read.guard, read.deadline)
+        pairs = read.pairs
+        local = self._shared.pool.addresses(pairs.local_offsets, pairs.lengths)
+        job = CopyJob(read.transfer_id, memory, memory.pieces(local, pairs), read.guard, read.deadline)
         read.mechanism = job.mechanism
         self._jobs[read.transfer_id] = job
         if self._copier.submit(job):
