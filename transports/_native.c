@@ -41,9 +41,20 @@ static void fence_stores(void) {
 
 #define PREFETCH_AHEAD 512
 
+/* Whether to fetch the source past the second-level cache (NTA), as was measured to be best on Zen 4. Intel's processors
+ * take 1.3 times as long with that hint (Emerald Rapids), because it replaces what their own prefetchers do. */
+static int fetches_past_l2;
+
+static inline void prefetch(const char *from) {
+    if (fetches_past_l2)
+        _mm_prefetch(from, _MM_HINT_NTA);
+    else
+        _mm_prefetch(from, _MM_HINT_T0);
+}
+
 /* The processor cannot predict where the next region begins, and would stall on its first cache lines. */
 static void prefetch_head(const char *from, size_t length) {
-    for (size_t at = 0; at < 1024 && at < length; at += 64) _mm_prefetch(from + at, _MM_HINT_NTA);
+    for (size_t at = 0; at < 1024 && at < length; at += 64) prefetch(from + at);
 }
 
 /* Copies the bytes before the first 64-byte boundary of the destination; returns how many. */
@@ -56,7 +67,7 @@ static size_t copy_head(char *to, const char *from) {
 static void stream_sse2(char *to, const char *from, size_t length) {
     size_t at = copy_head(to, from);
     for (; at + 64 <= length; at += 64) {
-        _mm_prefetch(from + at + PREFETCH_AHEAD, _MM_HINT_NTA);
+        prefetch(from + at + PREFETCH_AHEAD);
         for (size_t lane = 0; lane < 64; lane += 16)
             _mm_stream_si128((__m128i *)(to + at + lane), _mm_loadu_si128((const __m128i *)(from + at + lane)));
     }
@@ -66,8 +77,8 @@ static void stream_sse2(char *to, const char *from, size_t length) {
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t length) {
     size_t at = copy_head(to, from);
     for (; at + 128 <= length; at += 128) {
-        _mm_prefetch(from + at + PREFETCH_AHEAD, _MM_HINT_NTA);
-        _mm_prefetch(from + at + PREFETCH_AHEAD + 64, _MM_HINT_NTA);
+        prefetch(from + at + PREFETCH_AHEAD);
+        prefetch(from + at + PREFETCH_AHEAD + 64);
         __m256i a = _mm256_loadu_si256((const __m256i *)(from + at));
         __m256i b = _mm256_loadu_si256((const __m256i *)(from + at + 32));
         __m256i c = _mm256_loadu_si256((const __m256i *)(from + at + 64));
@@ -83,7 +94,7 @@ __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *fr
 __attribute__((target("avx512f"))) static void stream_avx512(char *to, const char *from, size_t length) {
     size_t at = copy_head(to, from);
     for (; at + 256 <= length; at += 256) {
-        for (size_t lane = 0; lane < 256; lane += 64) _mm_prefetch(from + at + PREFETCH_AHEAD + lane, _MM_HINT_NTA);
+        for (size_t lane = 0; lane < 256; lane += 64) prefetch(from + at + PREFETCH_AHEAD + lane);
         __m512i a = _mm512_loadu_si512(from + at);
         __m512i b = _mm512_loadu_si512(from + at + 64);
         __m512i c = _mm512_loadu_si512(from + at + 128);
@@ -98,6 +109,7 @@ __attribute__((target("avx512f"))) static void stream_avx512(char *to, const cha
 
 static copy_function best_stream(void) {
     __builtin_cpu_init();
+    fetches_past_l2 = !__builtin_cpu_is("intel");
     if (__builtin_cpu_supports("avx512f")) return stream_avx512;
     if (__builtin_cpu_supports("avx2")) return stream_avx2;
     return stream_sse2;
