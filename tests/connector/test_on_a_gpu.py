@@ -5,10 +5,12 @@ A GPU executes work after the program has launched it. Until then no block may b
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,11 +21,24 @@ from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.registration import describe_caches
-from kvferry.connector.testing import CacheShape, engine_config
+from kvferry.connector.testing import (
+    PER_LAYER,
+    UNIFORM,
+    CacheShape,
+    MakeNode,
+    Request,
+    compute,
+    engine_config,
+    fetch,
+    node_maker,
+    settle,
+)
 from kvferry.connector.worker_half import RunningHandoffs
+from kvferry.transports.auto import transport as auto_transport
 from kvferry.transports.regions import Pool
 from kvferry.transports.shm import SharedMemoryTransport
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
+from tests.support.gpu_pools import GpuPools
 
 SHAPE = CacheShape(num_layers=1)
 POOL = SHAPE.kv_cache_config()
@@ -179,3 +194,54 @@ def test_a_node_that_shuts_down_does_not_wait_for_its_gpu(producer: Side, consum
 
 def test_a_cpu_is_never_behind() -> None:
     assert mark_computed(torch.device("cpu"))()
+
+
+# -- between nodes, over each transport ---------------------------------------------------------------
+
+UCX = pytest.param("ucx", marks=pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed"))
+
+
+@pytest.fixture
+def make_node(
+    gpu_pools: GpuPools, connector: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    """Make nodes with `connector`. `"auto, elsewhere"` is `auto` with each node on a host of its own."""
+    name, _, is_elsewhere = connector.partition(", ")
+    if is_elsewhere:
+        hosts = itertools.count()
+        monkeypatch.setattr(auto_transport, "this_host", lambda: f"host-{next(hosts)}")
+    with node_maker({"kv_connector": name}) as make:
+        yield make
+
+
+@pytest.mark.parametrize("connector", ["shm", "zeromq", "tcp", UCX, "auto", "auto, elsewhere"])
+def test_both_layouts_are_handed_over_from_gpu_to_gpu(make_node: MakeNode, connector: str) -> None:
+    nodes = [make_node(UNIFORM), make_node(PER_LAYER), make_node(replace(PER_LAYER, block_size=8))]
+    for number, (producer, consumer) in enumerate(itertools.permutations(nodes, 2)):
+        params = compute(producer, Request(f"p{number}", 18, first_token_id=100 * number))
+        fetch(consumer, producer, Request(f"d{number}", 18, params, first_token_id=100 * number))
+    settle(*nodes)
+    mechanisms = {record.mechanism for node in nodes for record in node.stats.transfers}
+    if connector in ("shm", "auto"):
+        assert mechanisms == {"cuda_ipc"}
+    else:
+        assert all(mechanism.endswith("+staged") for mechanism in mechanisms)
+
+
+@pytest.mark.parametrize("connector", ["zeromq", "tcp", UCX, "auto"])
+def test_a_gpu_and_a_cpu_hand_over_to_each_other(
+    make_node: MakeNode, gpu_pools: GpuPools, connector: str
+) -> None:
+    gpu = make_node(PER_LAYER)
+    gpu_pools.is_on = False
+    cpu = make_node(UNIFORM)
+    for number, (producer, consumer) in enumerate([(gpu, cpu), (cpu, gpu)]):
+        params = compute(producer, Request(f"p{number}", 18, first_token_id=100 * number))
+        fetch(consumer, producer, Request(f"d{number}", 18, params, first_token_id=100 * number))
+    settle(gpu, cpu)
+    assert [
+        record.mechanism.endswith("+staged") for node in (cpu, gpu) for record in node.stats.transfers
+    ] == [
+        False,
+        True,
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,10 +26,18 @@ WISH = {"do_remote_decode": True, "overlap": True}
 MakeNode = Callable[..., ModelFreeNode]
 
 
-@pytest.fixture(params=["inproc", "shm", "zeromq", "tcp", "auto", "MultiConnector"])
+CONNECTORS = ["inproc", "shm", "zeromq", "tcp", "auto", "MultiConnector"]
+
+UCX = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
+ON_GPUS = ["auto on GPUs", "zeromq on GPUs", "tcp on GPUs", pytest.param("ucx on GPUs", marks=UCX)]
+
+
+@pytest.fixture(params=CONNECTORS)
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
     """Make nodes with one connector, or with shm and zeromq in a `MultiConnector`."""
-    name = request.param
+    name, _, are_on_gpus = request.param.partition(" ")
+    if are_on_gpus:
+        request.getfixturevalue("gpu_pools")
     with ExitStack() as stack:
 
         def make(shape: CacheShape = SHAPE, **options: Any) -> ModelFreeNode:
@@ -91,6 +100,7 @@ def is_loaded(consumer: ModelFreeNode) -> bool:
     return consumer.num_reports("d", "recving") == 1
 
 
+@pytest.mark.parametrize("make_node", [*CONNECTORS, *ON_GPUS], indirect=True)
 def test_each_chunk_arrives_before_the_next_is_computed(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)
@@ -124,6 +134,7 @@ def test_nodes_with_other_block_sizes_overlap_too(make_node: MakeNode) -> None:
     assert torch.equal(ours, prefill.expected.transpose(1, 2).flatten(2, 3)[:, :, :NUM_TOKENS])
 
 
+@pytest.mark.parametrize("make_node", [*CONNECTORS, *ON_GPUS], indirect=True)
 def test_a_prefill_that_is_preempted_is_never_read_again(make_node: MakeNode) -> None:
     producer, consumer = make_node(), make_node()
     prefill = Prefill.begin(producer)

@@ -26,6 +26,7 @@ from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats
 from kvferry.connector.testing import Request, Step, engine_config
 from kvferry.connector.worker_half import new_epoch
+from tests.support.gpu_pools import GpuPools
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 4, 8, 32
@@ -289,6 +290,14 @@ def test_every_head_of_every_token_arrives_once(
 @pytest.mark.parametrize("connector", ["zeromq", "tcp", UCX])
 def test_several_ranks_hand_over_through_a_network(connector: str, pair: str, make_node: MakeNode) -> None:
     theirs, ours = PAIRS[pair]
+    hand_over(make_node(connector, theirs), make_node(connector, ours))
+
+
+@pytest.mark.parametrize("connector", ["shm", "zeromq", "tcp", UCX, "auto"])
+def test_two_ranks_on_gpus_hand_over_to_one_with_another_layout(
+    gpu_pools: GpuPools, connector: str, make_node: MakeNode
+) -> None:
+    theirs, ours = PAIRS["orders"]
     hand_over(make_node(connector, theirs), make_node(connector, ours))
 
 
