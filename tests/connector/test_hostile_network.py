@@ -12,6 +12,7 @@ import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.transports.testing import HostileProxy, NetworkFault
+from tests.support.gpu_pools import GpuPools
 
 NUM_LOADS = 8
 #: On a busy machine some loads time out even without faults.
@@ -97,6 +98,17 @@ def hostile_network(connector: str, faults: Sequence[NetworkFault], seed: int) -
 def test_bytes_are_right_or_the_load_fails_and_loads_succeed_again_without_faults(
     connector: str, faults: Sequence[NetworkFault]
 ) -> None:
+    survives(connector, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["ZeroMQConnector", "TcpConnector"])
+def test_the_same_holds_between_gpus(gpu_pools: GpuPools, connector: str) -> None:
+    """Afterwards every copy has ended, and every staging buffer is back."""
+    survives(connector, EVERY_FAULT)
+
+
+def survives(connector: str, faults: Sequence[NetworkFault]) -> None:
     with hostile_network(connector, faults, seed=1) as network:
         for number in range(NUM_LOADS):
             network.load(number)

@@ -35,9 +35,13 @@ def recorded_movers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaMover]
     yield made
     for mover in made:
         assert not mover.has_open_tickets
-        for ring in (mover.gather_ring, mover.scatter_ring):
-            assert isinstance(ring, PinnedRing)
-            assert ring.num_free == ring.num_buffers, "a staging buffer was not given back"
+        assert has_all_buffers(mover), "a staging buffer was not given back"
+
+
+def has_all_buffers(mover: CudaMover) -> bool:
+    """Return whether no staging buffer of a mover is in use."""
+    rings = (mover.gather_ring, mover.scatter_ring)
+    return all(isinstance(ring, PinnedRing) and ring.num_free == ring.num_buffers for ring in rings)
 
 
 class GpuPools:
@@ -60,6 +64,10 @@ class GpuPools:
         for transport in (HostTransport, SharedMemoryTransport, AutoTransport):
             monkeypatch.setattr(transport, "_allocate", self._allocate_instead_of(transport._allocate))
         monkeypatch.setattr(worker_half, "describe_caches", self._describe_caches)
+
+    def are_idle(self) -> bool:
+        """Return whether no copy is under way and every staging buffer is back."""
+        return all(not mover.has_open_tickets and has_all_buffers(mover) for mover in self.movers)
 
     def _allocate_instead_of(self, allocate: Any) -> Any:
         def allocate_here(transport: Any, num_bytes: int) -> Arena:

@@ -14,6 +14,7 @@ import zmq
 from kvferry.transports.testing import World
 from kvferry.transports.zeromq import ZeroMQTransport
 from kvferry.transports.zeromq.options import Address
+from tests.support.gpu_pools import GpuPools, pools_on_a_gpu
 
 
 @pytest.fixture
@@ -21,6 +22,13 @@ def socket_dir() -> Iterator[Path]:
     """A folder with a short path, because socket paths have at most 107 bytes and `tmp_path` may be long."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def gpu_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuPools]:
+    """Have the transports of a test allocate memory of a GPU. They must be closed before this fixture ends."""
+    with pools_on_a_gpu(monkeypatch) as pools:
+        yield pools
 
 
 class Raw:

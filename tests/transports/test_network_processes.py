@@ -20,6 +20,7 @@ import pytest
 from kvferry.transports import Connected, Event, Guard, PeerLost, Pool, RegionPairs, TransferEnded
 from kvferry.transports.errors import PeerLostError
 from kvferry.transports.registry import create_transport
+from tests.support.gpu_pools import GpuPools
 
 PEER = Path(__file__).parent / "children" / "network_peer.py"
 POOL_BYTES = 24 << 20
@@ -34,6 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nixl-tcp": ("nixl", {"refuse_tcp": False, "tls": "tcp"}, "nixl:UCX:tcp"),
     "nixl-shared": ("nixl", {"agents": "shared"}, "nixl:UCX:^tcp"),
 }
+
+#: The pools of these are on a GPU. The rings have room for two slices.
+TIGHT = {"slice_bytes": 1 << 20, "staging_bytes": 4 << 20, "peer_timeout_s": 1.0}
+CASES |= {f"{scheme}, staged": (scheme, TIGHT, "+staged") for scheme in ("zeromq", "tcp", "ucx")}
 
 #: `peer_timeout_s` is 2 s of time in which this node handles events. The rest is a reserve for busy machines.
 NOTICED_S = 4.0
@@ -87,7 +92,7 @@ class Node:
         transfer_id = self.start_read(peer_id)
         self.until(lambda: self.ends()[-1:] != [] and self.ends()[-1].transfer_id == transfer_id)
         assert self.ends()[-1].error is None
-        assert np.array_equal(memory, (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8))
+        assert np.array_equal(memory, np.resize((np.arange(251) * 7 % 251).astype(np.uint8), POOL_BYTES))
         return self.ends()[-1]
 
 
@@ -109,8 +114,8 @@ def start(case: str) -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
     scheme, options, _ = CASES[case]
 
-    def start_one(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(PEER), scheme, json.dumps(options), *arguments]
+    def start_one(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, str(PEER), scheme, json.dumps({**options, **more}), *arguments]
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 
@@ -226,3 +231,51 @@ def test_owners_that_are_killed_one_after_the_other_leave_nothing(node: Node, st
         process.kill()
         node.seen.clear()
         node.until(lambda: node.saw(PeerLost), NOTICED_S)
+
+
+class TestPoolsOnGpus:
+    """Both processes have their pools on a GPU. Whatever ends one, the other has all its staging buffers back."""
+
+    @pytest.fixture(params=["zeromq", "tcp", UCX])
+    def case(self, request: pytest.FixtureRequest) -> str:
+        return f"{request.param}, staged"
+
+    @pytest.fixture
+    def node(self, gpu_pools: GpuPools, case: str) -> Iterator[Node]:
+        node = Node(case)
+        node.transport.guards.set(HELD.index, HELD.value)
+        yield node
+        node.transport.close()
+
+    def test_an_owner_dies_between_gather_and_send(
+        self, node: Node, start: Start, gpu_pools: GpuPools
+    ) -> None:
+        memory = np.frombuffer(node.arena.buffer, dtype=np.uint8)
+        memory[:] = 5
+        node.start_read(node.connect(said(start("serve", on_gpu="copied"))))
+        node.until(lambda: node.saw(PeerLost), NOTICED_S)
+        (ended,) = node.ends()
+        assert isinstance(ended.error, PeerLostError)
+        assert (memory == 5).all(), "nothing was sent"
+        node.until(gpu_pools.are_idle, NOTICED_S)
+
+    def test_a_reader_dies_between_receive_and_scatter(
+        self, node: Node, start: Start, gpu_pools: GpuPools
+    ) -> None:
+        start("read", node.endpoint.listen(""), on_gpu="launched")
+        node.until(lambda: node.saw(PeerLost))
+        node.until(gpu_pools.are_idle, NOTICED_S)
+
+    def test_a_peer_freezes_that_reads_and_is_read(
+        self, node: Node, start: Start, gpu_pools: GpuPools
+    ) -> None:
+        process = start("read", node.endpoint.listen(""), on_gpu="never")
+        node.until(lambda: node.saw(Connected))
+        (peer_id,) = (event.peer_id for event in node.seen if isinstance(event, Connected))
+        ids = [node.start_read(peer_id) for _ in range(4)]
+        node.until(lambda: len(node.ends()) >= 1)
+        process.send_signal(signal.SIGSTOP)
+        node.until(lambda: node.saw(PeerLost), NOTICED_S)
+        assert sorted(event.transfer_id for event in node.ends()) == ids
+        node.until(gpu_pools.are_idle, NOTICED_S)
+        node.read_whole(node.connect(said(start("serve", on_gpu="never"))))

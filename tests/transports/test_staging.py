@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
-from kvferry.transports._cuda_mover import CudaMover, PinnedRing
+from kvferry.transports._cuda_mover import CudaMover
 from kvferry.transports.base import Arena, PeerLost, Transport
 from kvferry.transports.errors import (
     ConfigurationError,
@@ -26,11 +26,13 @@ from kvferry.transports.errors import (
     TransportError,
 )
 from kvferry.transports.regions import Guard, RegionPairs
-from kvferry.transports.testing import TransportConformance, World, pairs_of
+from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.testing import HostileProxy, TransportConformance, World, pairs_of
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
 from kvferry.transports.ucx import UCXTransport
 from kvferry.transports.zeromq import ZeroMQTransport
+from tests.support.gpu_pools import has_all_buffers, recorded_movers
 
 PAGE = 4096
 POOL_BYTES = 8 << 20
@@ -63,6 +65,15 @@ class ZeroMQOnGpu(ZeroMQTransport):
         return self.driver.allocate(num_bytes)
 
 
+class TcpOnGpu(TcpTransport):
+    """Likewise."""
+
+    driver: CudaDriverStandIn
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self.driver.allocate(num_bytes)
+
+
 class UCXOnGpu(UCXTransport):
     """Likewise."""
 
@@ -72,8 +83,9 @@ class UCXOnGpu(UCXTransport):
         return self.driver.allocate(num_bytes)
 
 
-KINDS: dict[str, tuple[type[Transport], type[ZeroMQOnGpu | UCXOnGpu]]] = {
+KINDS: dict[str, tuple[type[Transport], type[ZeroMQOnGpu | TcpOnGpu | UCXOnGpu]]] = {
     "zeromq": (ZeroMQTransport, ZeroMQOnGpu),
+    "tcp": (TcpTransport, TcpOnGpu),
     "ucx": (UCXTransport, UCXOnGpu),
 }
 
@@ -113,7 +125,7 @@ class TestUCXWithATightRing(TransportConformance):
         return lambda options: make("ucx", driver, {**TIGHT, **options})
 
 
-@pytest.fixture(params=["zeromq", "ucx"])
+@pytest.fixture(params=list(KINDS))
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -159,20 +171,8 @@ def test_pools_of_any_kind_can_pair_and_the_mechanism_names_staging(
 @pytest.fixture(autouse=True)
 def movers(monkeypatch: pytest.MonkeyPatch, driver: CudaDriverStandIn) -> Iterator[list[CudaMover]]:
     """All movers of the test. At its end every ticket has ended and every buffer is back."""
-    made: list[CudaMover] = []
-    create = CudaMover.__init__
-
-    def recorded(self: CudaMover, *args: Any) -> None:
-        create(self, *args)
-        made.append(self)
-
-    monkeypatch.setattr(CudaMover, "__init__", recorded)
-    yield made
-    for mover in made:
-        assert not mover.has_open_tickets
-        for ring in (mover.gather_ring, mover.scatter_ring):
-            assert isinstance(ring, PinnedRing)
-            assert ring.num_free == ring.num_buffers, "a staging buffer was not given back"
+    with recorded_movers(monkeypatch) as made:
+        yield made
 
 
 def start(link: Link, pairs: RegionPairs, *, timeout_s: float = DEADLINE_S) -> int:
@@ -223,6 +223,25 @@ def test_a_guard_that_is_cleared_while_the_owner_copies_makes_the_read_stale(
     assert isinstance(consumer.ends_of(transfer_id)[0].error, StaleRegionError)
 
 
+def test_a_link_that_is_cut_while_both_sides_copy(
+    make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover]
+) -> None:
+    """Each side gets its buffers back as soon as its copies have ended."""
+    first, second = make_node(True), make_node(True)
+    listening = urlsplit(first.endpoint.listen(""))
+    with HostileProxy(listening.port or 0, ["cut"], seed=0, rate=0.0) as proxy:
+        link = world.link(first, second, listening._replace(netloc=f"127.0.0.1:{proxy.port}").geturl())
+        driver.is_paused = True
+        reads = [(second, start(link, EVERYTHING))]
+        reads.append((first, first.endpoint.start_read(link.consumer_id, EVERYTHING, HELD, timeout_s=20)))
+        world.serve(lambda: all(mover.has_open_tickets for mover in movers))
+    world.serve(lambda: bool(first.of_type(PeerLost) and second.of_type(PeerLost)))
+    for node, read in reads:
+        assert isinstance(node.ends_of(read)[0].error, PeerLostError)
+    driver.is_paused = False
+    world.serve(lambda: all(not mover.has_open_tickets and has_all_buffers(mover) for mover in movers))
+
+
 @pytest.mark.parametrize("how", ["timeout", "disconnect", "peer lost"])
 def test_a_read_that_is_stopped_ends_with_its_copies(
     make_node: MakeNode, world: World, driver: CudaDriverStandIn, movers: list[CudaMover], how: str
@@ -231,13 +250,13 @@ def test_a_read_that_is_stopped_ends_with_its_copies(
     producer.fill(1)
     link = world.link(producer, consumer)
     driver.is_paused = True
-    transfer_id = start(link, SCATTERED, timeout_s=0.5 if how == "timeout" else DEADLINE_S)
+    transfer_id = start(link, SCATTERED, timeout_s=0.1 if how == "timeout" else DEADLINE_S)
     world.serve(lambda: movers[0].has_open_tickets)
     if how == "disconnect":
         consumer.endpoint.disconnect(link.producer_id)
     elif how == "peer lost":
         producer.endpoint.close()
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 0.4
     world.serve(lambda: time.monotonic() > until, consumer)
     assert not ended(consumer, transfer_id), "a copy still writes into the pool"
     assert not consumer.of_type(PeerLost), "a peer is lost after the ends of its reads"

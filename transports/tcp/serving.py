@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -18,8 +17,6 @@ from .iovec import Pieces
 from .stream import Answer, TcpStream
 from .wire import End, Fetch, Slice
 
-logger = logging.getLogger(__name__)
-
 #: A peer that fetches more than this before it receives does not follow the protocol: its window is smaller.
 _MAX_WAITING: Final = 128
 
@@ -33,15 +30,22 @@ class Server:
     Args:
         max_slice_bytes: The most bytes per slice, which our hello states.
         resume: Called with a connection to which something was queued outside of its own turn.
+        fail: Called with what ended the connection, if a copy fails after `answer` has returned.
     """
 
     def __init__(
-        self, served: ServedPool, mover: Mover, max_slice_bytes: int, resume: Callable[[TcpStream], None]
+        self,
+        served: ServedPool,
+        mover: Mover,
+        max_slice_bytes: int,
+        resume: Callable[[TcpStream], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self._served = served
         self._mover = mover
         self._max_slice_bytes = max_slice_bytes
         self._resume = resume
+        self._fail = fail
         self._waiting: deque[_Answer] = deque()  # those that need a staging buffer
         self._is_closed = False
         self.num_waiting = 0  # answers that have not ended
@@ -120,9 +124,12 @@ class _Answer(Answer):
                 self._give_back()
                 return
             if ticket.error is not None:
-                logger.warning("cannot serve a slice: %s", ticket.error)
+                # The guard may hold, so an end that denies it would send the reader after the wrong cause.
+                self._give_back()
+                self._server._fail(ticket.error)
+                return
             # After the copy: what is sent from here on is the copy, whatever happens to the pool.
-            if ticket.error is not None or not self._holds():
+            if not self._holds():
                 self.send_only_end(is_held=False)
             self._addresses = np.array([buffer.address], dtype=np.uint64)
             self._lengths = np.array([self.fetch.num_bytes], dtype=np.int64)

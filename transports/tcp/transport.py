@@ -240,7 +240,11 @@ class TcpBackend(StreamBackend[Link]):
             self._options, self._mover, link.lanes, partial(self._post, peer), self.peers.end_read
         )
         link.server = Server(
-            self._served, self._mover, self._max_slice_bytes, partial(self.watch_and_flush, peer)
+            self._served,
+            self._mover,
+            self._max_slice_bytes,
+            partial(self.watch_and_flush, peer),
+            partial(self.lose, peer),
         )
         self._equip(link, 0, main)
         if peer.incoming:

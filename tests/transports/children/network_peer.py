@@ -4,7 +4,9 @@
     network_peer.py SCHEME OPTIONS connect ADDRESS    connect; print "connected"
     network_peer.py SCHEME OPTIONS read ADDRESS       connect; print "connected"; read the pool again and again
 
-OPTIONS are the transport's, as JSON.
+OPTIONS are the transport's, as JSON. With `on_gpu` among them the pool is on a stand-in's GPU. Then the value says when the
+process kills itself: `"launched"` when the first copies are launched; `"copied"` after the first copy, before the transport
+learns of it; `"never"`.
 
 It has a pool of `POOL_BYTES` whose byte i is `i * 7 % 251`. Guard 3 holds 9. It ends when its standard input ends.
 """
@@ -12,22 +14,30 @@ It has a pool of `POOL_BYTES` whose byte i is `i * 7 % 251`. Guard 3 holds 9. It
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
 from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
 from kvferry.transports.registry import create_transport
+from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
 
 POOL_BYTES = 24 << 20
 
 
 def main() -> None:
-    _, scheme, options, task, *address = sys.argv
-    transport = create_transport(scheme, json.loads(options))
-    arena = transport.allocate(POOL_BYTES)
-    np.frombuffer(arena.buffer, dtype=np.uint8)[:] = (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8)
+    _, scheme, text, task, *address = sys.argv
+    options = json.loads(text)
+    dies = options.pop("on_gpu", "")
+    transport = create_transport(scheme, options)
+    arena = allocate_on_gpu(dies) if dies else transport.allocate(POOL_BYTES)
+    np.frombuffer(arena.buffer, dtype=np.uint8)[:] = np.resize(
+        (np.arange(251) * 7 % 251).astype(np.uint8), POOL_BYTES
+    )
     endpoint = transport.register(Pool([arena.segment]))
     transport.guards.set(3, 9)
     peer_id = 0
@@ -47,6 +57,20 @@ def main() -> None:
             if task == "read":
                 endpoint.start_read(peer_id, whole, Guard(3, 9), timeout_s=30)
     transport.close()
+
+
+def allocate_on_gpu(dies: str) -> Any:
+    driver: Any = CudaDriverStandIn()
+    sys.modules["cuda.bindings.driver"] = driver
+    if dies == "launched":
+        driver._launch = die
+    elif dies == "copied":
+        driver.on_copied = die
+    return driver.allocate(POOL_BYTES)
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
