@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class SliceLimits:
     def max_bytes(self) -> int:
         """No slice has more bytes than this."""
         return 2 * self.slice_bytes
+
+    def within(self, max_bytes: int) -> Self:
+        """Return these limits, lowered if necessary, so that no slice has more than `max_bytes` bytes."""
+        return replace(self, slice_bytes=min(self.slice_bytes, max_bytes // 2))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ._memory import WordTable, private_arena, require_guard, require_host
 from ._movers import HostMover, Mover
 from ._options import parse_options, require_valid
 from ._outside import outside
+from ._slices import SliceLimits
 from .base import MAX_MESSAGE_BYTES, Arena, Endpoint
 from .checked import integer, seconds
 from .endpoint import Backend, C, HandshakeLimits, PeerEndpoint, PeerTable, PeerTransport, Read
@@ -28,6 +29,10 @@ from .regions import AddressArray, Guard, Int64Array, Pool, Segment
 
 _MAX_SEGMENTS: Final = 65536
 _MAX_POOL_BYTES: Final = 1 << 60
+
+#: What every node serves in one slice: twice the lowest `slice_bytes`. A peer that states less would make us cut a read
+#: into millions of slices.
+_MIN_SLICE_BYTES: Final = 128 << 10
 
 #: The most bytes of encoded segment sizes, for limits of frames.
 MAX_SIZES_BYTES: Final = 8 * _MAX_SEGMENTS
@@ -69,6 +74,17 @@ class ServedPool:
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the segments, in bytes."""
         return tuple(segment.num_bytes for segment in self.pool.segments)
+
+    def max_slice_bytes(self, limits: SliceLimits, most: int) -> int:
+        """Return the most bytes that are served per slice; our hello states it, and the peer's slices keep to it.
+
+        A staging buffer holds one slice of ours, and those of a peer may be larger.
+
+        Args:
+            limits: How reads of ours are cut.
+            most: The most bytes that the protocol allows.
+        """
+        return limits.max_bytes if self.mover.needs_staging else most
 
     def require_read(self, remote: PeerPool, read: Read[C]) -> AddressArray:
         """Check everything about a read of ours that can be checked before it starts.
@@ -116,6 +132,31 @@ class ServedPool:
             raise ProtocolError(f"the peer sent {len(data)} bytes for regions of {lengths.sum()}")
         if data:
             self.mover.start_scatter(targets, np.frombuffer(data, dtype=np.uint8).ctypes.data, lengths)
+
+
+def require_slice(num_bytes: int, max_slice_bytes: int) -> None:
+    """Check the size of a slice that a peer fetches.
+
+    Raises:
+        ProtocolError: it is larger than our hello allows.
+    """
+    if num_bytes > max_slice_bytes:
+        raise ProtocolError(
+            f"the peer fetches a slice of {num_bytes} bytes, and our hello allows {max_slice_bytes}"
+        )
+
+
+def decode_max_slice_bytes(max_slice_bytes: int, most: int) -> int:
+    """Check the most bytes per slice that a peer's hello states, and return them.
+
+    Raises:
+        ProtocolError: the protocol has a lower limit, or reads would be cut into more slices than any node needs.
+    """
+    if not _MIN_SLICE_BYTES <= max_slice_bytes <= most:
+        raise ProtocolError(
+            f"malformed hello: max_slice_bytes is {_MIN_SLICE_BYTES} to {most}, got {max_slice_bytes}"
+        )
+    return max_slice_bytes
 
 
 def stale(guard: Guard) -> StaleRegionError:

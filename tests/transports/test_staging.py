@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from kvferry.transports._cuda_mover import CudaMover
+from kvferry.transports._slices import SliceLimits
 from kvferry.transports.base import Arena, PeerLost, Transport
 from kvferry.transports.errors import (
     ConfigurationError,
     KVTransferError,
     PeerLostError,
+    ProtocolError,
     StaleRegionError,
     TransferTimeoutError,
     TransportClosedError,
@@ -304,6 +306,34 @@ def test_reads_of_several_peers_share_a_ring_that_is_too_small_for_one(
     for node, read in reads:
         assert node.ends_of(read)[0].error is None
         assert np.array_equal(node.memory(), producer.memory())
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(TIGHT, {}), ({}, TIGHT)])
+def test_nodes_with_other_slice_bytes_can_pair(
+    make_node: MakeNode, world: World, theirs: Mapping[str, object], ours: Mapping[str, object]
+) -> None:
+    """The owner's staging buffers hold its own slices; a reader with larger ones cuts its reads accordingly."""
+    producer, consumer = make_node(True, **theirs), make_node(True, **ours)
+    producer.fill(1)
+    assert world.read(world.link(producer, consumer), EVERYTHING, HELD).error is None
+    assert np.array_equal(consumer.memory(), producer.memory())
+
+
+def test_a_peer_that_fetches_more_than_a_staging_buffer_holds_is_dropped(
+    make_node: MakeNode, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = make_node(True, **TIGHT)
+    good = world.link(producer, make_node(False))
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceLimits, "within", lambda limits, max_bytes: limits)  # it ignores our hello
+        bad = world.link(producer, make_node(False))
+        world.read(bad, EVERYTHING, HELD)
+    world.serve(lambda: bool(producer.of_type(PeerLost)))
+    (lost,) = producer.of_type(PeerLost)
+    assert lost.peer_id == bad.consumer_id
+    assert isinstance(lost.error, ProtocolError)
+    assert "our hello allows 524288" in str(lost.error)
+    assert world.read(good, EVERYTHING, HELD).error is None
 
 
 def test_two_nodes_that_read_from_each_other_do_not_fill_each_others_rings(

@@ -45,7 +45,7 @@ from kvferry.transports.testing.harness import Node
 POOL_BYTES = 1 << 20
 HELLO = Hello(4, (POOL_BYTES,), MAX_SLICE_BYTES, bytes(16))
 FRAMES = [
-    Hello(4, (4096, 1), 100, b"0123456789abcdef"),
+    Hello(4, (4096, 1), 128 << 10, b"0123456789abcdef"),
     Join(b"0123456789abcdef", 15),
     Joined(3),
     Slice(2**64 - 1, 2**40),

@@ -35,7 +35,7 @@ needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not i
 PREFACE = Preface().encode()
 
 FRAMES = [
-    Hello(4, (4096, 1), b"address", "ucx:tcp"),
+    Hello(4, (4096, 1), b"address", "ucx:tcp", 128 << 10),
     Ready("ucx:tcp"),
     Answer(2**64 - 1, True),
     Answer(1, False),

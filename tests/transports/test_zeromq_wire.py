@@ -70,8 +70,13 @@ def test_a_fetch_is_bounded(rows: list[tuple[int, int]]) -> None:
         decode(frames(fetch.head(), fetch.body()))
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (-1, 5), (2**62,), (1,) * 65537])
-def test_a_hello_is_bounded(sizes: tuple[int, ...]) -> None:
-    hello = Hello(1, sizes)
+@pytest.mark.parametrize(
+    "hello",
+    [
+        *(Hello(1, sizes) for sizes in [(), (0,), (-1, 5), (2**62,), (1,) * 65537]),
+        *(Hello(1, (4096,), max_slice_bytes) for max_slice_bytes in (0, 1000, (8 << 20) + 1)),
+    ],
+)
+def test_a_hello_is_bounded(hello: Hello) -> None:
     with pytest.raises(ProtocolError):
         decode(frames(hello.head(), hello.body()))

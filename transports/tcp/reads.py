@@ -23,12 +23,9 @@ from .stream import TcpStream, discarded
 from .wire import MAX_ROWS, End, Fetch, Slice
 
 
-def limits_of(options: TcpOptions, max_slice_bytes: int) -> SliceLimits:
-    """Return how reads are cut, from a peer that sends at most `max_slice_bytes` in a slice.
-
-    A slice has fewer than twice `slice_bytes`, so half of what the peer sends is safe.
-    """
-    return SliceLimits(max(1, min(options.slice_bytes, max_slice_bytes // 2)), MAX_ROWS)
+def limits_of(options: TcpOptions) -> SliceLimits:
+    """Return how reads are cut, from a peer that serves slices of any size."""
+    return SliceLimits(options.slice_bytes, MAX_ROWS)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import xxhash
 from .._movers import Mover, StagingBuffer
 from ..errors import ProtocolError
 from ..regions import AddressArray, Int64Array
-from ..serving import ServedPool, encode_rows
+from ..serving import ServedPool, encode_rows, require_slice
 from .iovec import Pieces
 from .stream import Answer, TcpStream
 from .wire import End, Fetch, Slice
@@ -62,10 +62,7 @@ class Server:
             raise ProtocolError(
                 f"the peer does not receive what it fetches: {self.num_waiting} slices wait for it"
             )
-        if fetch.num_bytes > self._max_slice_bytes:
-            raise ProtocolError(
-                f"the peer fetches a slice of {fetch.num_bytes} bytes, and our hello allows {self._max_slice_bytes}"
-            )
+        require_slice(fetch.num_bytes, self._max_slice_bytes)
         self.num_waiting += 1
         answer = _Answer(self, stream, fetch, addresses)
         # Looked at before the copy only to save its cost: what counts is the check in `end`.

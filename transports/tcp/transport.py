@@ -90,14 +90,13 @@ class TcpBackend(StreamBackend[Link]):
         options: TcpOptions,
         security: Security,
         served: ServedPool,
-        max_slice_bytes: int,
     ) -> None:
         super().__init__(peers)
         self._options = options
         self._security = security
         self._served = served
         self._mover = mover = served.mover
-        self._max_slice_bytes = max_slice_bytes
+        self._max_slice_bytes = served.max_slice_bytes(limits_of(options), MAX_SLICE_BYTES)
         self._lookups = Lookups(peers, self.poller, self._dial)
         self._links: dict[Peer[Link], Link] = {}  # the connected peers
         self._tokens: dict[bytes, Peer[Link]] = {}  # the connected peers that connected to us
@@ -336,7 +335,7 @@ class TcpBackend(StreamBackend[Link]):
         assert link.reader is not None
         targets = self._served.require_read(link.pool, read)
         read.mechanism = f"{SCHEME}{'+tls' if link.lanes[0].is_encrypted else ''}{self._mover.suffix}"
-        limits = limits_of(self._options, link.remote.max_slice_bytes)
+        limits = limits_of(self._options).within(link.remote.max_slice_bytes)
         link.reader.start(read, SlicePlan.of(read.pairs, targets, limits))
         self._reading = read.peer
         # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
@@ -422,14 +421,8 @@ class TcpTransport(HostTransport):
         self._security = Security(self.options)
 
     def make_mover(self, pool: Pool) -> Mover:
-        options = self.options
-        return mover_for(pool, limits_of(options, MAX_SLICE_BYTES).max_bytes, options.staging_bytes)
+        return mover_for(pool, limits_of(self.options).max_bytes, self.options.staging_bytes)
 
     def make_backend(self, peers: PeerTable[Link], served: ServedPool) -> TcpBackend:
-        options, mover = self.options, served.mover
-        warn_if_few(SCHEME, 0, options.max_connecting, options.connections)
-        # A staging buffer holds one slice of ours, and those of a peer may be larger.
-        max_slice_bytes = MAX_SLICE_BYTES
-        if mover.needs_staging:
-            max_slice_bytes = limits_of(options, MAX_SLICE_BYTES).max_bytes
-        return TcpBackend(peers, options, self._security, served, max_slice_bytes)
+        warn_if_few(SCHEME, 0, self.options.max_connecting, self.options.connections)
+        return TcpBackend(peers, self.options, self._security, served)

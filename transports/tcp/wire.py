@@ -32,7 +32,15 @@ from enum import IntEnum
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
-from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..serving import (
+    MAX_SIZES_BYTES,
+    ROW_BYTES,
+    decode_max_slice_bytes,
+    decode_rows,
+    decode_sizes,
+    encode_rows,
+    encode_sizes,
+)
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, require_preface
 
 PROTOCOL_VERSION = 1
@@ -186,10 +194,7 @@ def decode(kind: int, body: bytes) -> Incoming:
 def _decode_hello(body: bytes) -> Hello:
     require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
     _, _, num_guards, max_slice_bytes, token = _HELLO.unpack_from(body)
-    if not 0 < max_slice_bytes <= MAX_SLICE_BYTES:
-        raise ProtocolError(
-            f"malformed hello: max_slice_bytes is 1 to {MAX_SLICE_BYTES}, got {max_slice_bytes}"
-        )
+    max_slice_bytes = decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES)
     return Hello(num_guards, decode_sizes(body[_HELLO.size :]), max_slice_bytes, token)
 
 

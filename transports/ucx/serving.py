@@ -12,7 +12,7 @@ from typing import Final
 from .._movers import StagingBuffer, Ticket
 from ..errors import ProtocolError
 from ..regions import AddressArray, Guard, Int64Array
-from ..serving import ServedPool
+from ..serving import ServedPool, require_slice
 from ..streams import FrameSocket
 from .library import Operation, Worker
 from .wire import Answer, Fetch
@@ -48,6 +48,7 @@ class Server:
     """Answers the fetches of one peer.
 
     Args:
+        max_slice_bytes: The most bytes per slice, which our hello states.
         activate: Called when a send was posted to the worker, if that is after `answer` has returned.
         fail: Called with what ended the connection, if something fails after `answer` has returned.
     """
@@ -57,6 +58,7 @@ class Server:
         served: ServedPool,
         worker: Worker,
         channel: FrameSocket,
+        max_slice_bytes: int,
         activate: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
@@ -64,6 +66,7 @@ class Server:
         self._mover = served.mover
         self._worker = worker
         self._channel = channel
+        self._max_slice_bytes = max_slice_bytes
         self._activate = activate
         self._fail = fail
         self._outgoing: list[_Outgoing] = []
@@ -84,6 +87,7 @@ class Server:
                 was sent.
         """
         addresses = self._served.locate(fetch.rows, fetch.guard)
+        require_slice(fetch.num_bytes, self._max_slice_bytes)
         if sum(outgoing.num_bytes for outgoing in self._outgoing) > _MAX_SERVED_BYTES:
             raise ProtocolError(
                 f"the peer does not receive what it fetches: over {_MAX_SERVED_BYTES} bytes are in flight"

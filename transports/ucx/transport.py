@@ -20,7 +20,7 @@ from .._busy_poll import BusyPoll
 from .._descriptors import Reserve, warn_if_few
 from .._movers import MAX_WAIT_S, Mover, mover_for
 from .._outside import survived
-from .._slices import SlicePlan
+from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerTable, Read
 from ..errors import (
     KVTransferError,
@@ -37,6 +37,7 @@ from .reads import Reader, limits_of
 from .serving import Server
 from .wire import (
     FRAME_LIMITS,
+    MAX_SLICE_BYTES,
     Answer,
     Fetch,
     Hello,
@@ -72,12 +73,14 @@ class Link:
 
     Attributes:
         channel: The control connection.
+        limits: How reads from the peer are cut.
         mechanism: What the peer says that it sends by.
     """
 
     channel: FrameSocket
     worker: Worker
     remote: PeerPool
+    limits: SliceLimits
     mechanism: str
     reader: Reader
     server: Server
@@ -114,6 +117,7 @@ class UCXBackend(StreamBackend[Connection]):
         self._served = served
         self._mover = served.mover
         self._limits = limits_of(options)
+        self._max_slice_bytes = served.max_slice_bytes(self._limits, MAX_SLICE_BYTES)
         with ExitStack() as opened:
             self._reserve = Reserve(NUM_HELD)
             opened.callback(self._reserve.close)
@@ -238,7 +242,10 @@ class UCXBackend(StreamBackend[Connection]):
     def _hello(self, worker: Worker, mechanism: str) -> bytes:
         """Return our hello, as a frame."""
         served = self._served
-        return Hello(served.guards.num_guards, served.sizes, worker.address, mechanism).encode()
+        hello = Hello(
+            served.guards.num_guards, served.sizes, worker.address, mechanism, self._max_slice_bytes
+        )
+        return hello.encode()
 
     def _link(
         self, peer: Peer[Connection], channel: FrameSocket, worker: Worker, hello: Hello, mechanism: str
@@ -246,9 +253,10 @@ class UCXBackend(StreamBackend[Connection]):
         """The handshake is over: the peer can be used."""
         served, activate, fail = self._served, partial(self._activate, peer), partial(self.peers.lose, peer)
         reader = Reader(self._options, served, worker, channel, self.peers.end_read, activate, fail)
-        server = Server(served, worker, channel, activate, fail)
+        server = Server(served, worker, channel, self._max_slice_bytes, activate, fail)
         remote = PeerPool.of(hello.num_guards, hello.num_bytes)
-        link = Link(channel, worker, remote, mechanism, reader, server)
+        limits = self._limits.within(hello.max_slice_bytes)
+        link = Link(channel, worker, remote, limits, mechanism, reader, server)
         self.poller.watch(worker, partial(self._activate, peer))
         peer.connection = self._links[peer] = link
         # The worker has never been armed, so its descriptor reports nothing yet.
@@ -275,7 +283,7 @@ class UCXBackend(StreamBackend[Connection]):
         link = self._links[peer]
         targets = self._served.require_read(link.remote, read)
         read.mechanism = link.mechanism + self._mover.suffix
-        link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
         self._touched(peer, link)
         # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
         # The period starts when the fetch has left: preparing it takes as long as a good part of the period.

@@ -5,7 +5,7 @@ Frames are those of `streams`; everything is little-endian.
 | kind | body |
 |---|---|
 | hello, as a preface | magic, version: u32 |
-| hello | magic, version: u32, num_guards: u32, num_segments: u32, mechanism: 32 bytes; segment sizes: i64 each; UCX address |
+| hello | magic, version: u32, num_guards: u32, max_slice_bytes: u32, num_segments: u32, mechanism: 32 bytes; segment sizes: i64 each; UCX address |
 | ready | mechanism |
 | refused | the reason, as text |
 | message | one control message |
@@ -30,10 +30,18 @@ from enum import IntEnum
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
-from ..serving import MAX_SIZES_BYTES, ROW_BYTES, decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..serving import (
+    MAX_SIZES_BYTES,
+    ROW_BYTES,
+    decode_max_slice_bytes,
+    decode_rows,
+    decode_sizes,
+    encode_rows,
+    encode_sizes,
+)
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, encode_preface, require_preface
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -54,7 +62,7 @@ class Kind(IntEnum):
     PING = 8
 
 
-_HELLO = struct.Struct("<11sIII32s")
+_HELLO = struct.Struct("<11sIIII32s")
 _FETCH = struct.Struct("<Qqq")
 _TAG = struct.Struct("<Q")
 
@@ -87,17 +95,20 @@ class Hello:
         num_bytes: Sizes of its pool's segments.
         address: Of its UCX worker.
         mechanism: What it sends to us by; empty in the hello of the side that connected.
+        max_slice_bytes: The most bytes that it sends in one slice.
     """
 
     num_guards: int
     num_bytes: tuple[int, ...]
     address: bytes
     mechanism: str
+    max_slice_bytes: int = MAX_SLICE_BYTES
 
     def encode(self) -> bytes:
         sizes = encode_sizes(self.num_bytes)
         mechanism = self.mechanism.encode()[:32]
-        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.num_guards, len(self.num_bytes), mechanism)
+        counts = (self.num_guards, self.max_slice_bytes, len(self.num_bytes))
+        head = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, *counts, mechanism)
         return encode_frame(Kind.HELLO, head + sizes + self.address)
 
 
@@ -150,12 +161,13 @@ def decode(kind: int, body: bytes) -> Incoming:
 def _decode_hello(body: bytes) -> Preface | Hello:
     if len(body) == require_preface(body, _MAGIC, PROTOCOL_VERSION, "ucx"):
         return Preface()
-    _, _, num_guards, num_segments, mechanism = _HELLO.unpack_from(body)
+    _, _, num_guards, max_slice_bytes, num_segments, mechanism = _HELLO.unpack_from(body)
     end = _HELLO.size + 8 * num_segments
     if not 0 < len(body) - end <= _MAX_ADDRESS_BYTES:
         raise ProtocolError(f"malformed hello: {num_segments} segments in {len(body)} bytes")
     sizes = decode_sizes(body[_HELLO.size : end])
-    return Hello(num_guards, sizes, body[end:], mechanism.rstrip(b"\0").decode("ascii"))
+    max_slice_bytes = decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES)
+    return Hello(num_guards, sizes, body[end:], mechanism.rstrip(b"\0").decode("ascii"), max_slice_bytes)
 
 
 def _decode_fetch(body: bytes) -> Fetch:

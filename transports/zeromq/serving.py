@@ -12,7 +12,7 @@ import xxhash
 from .._movers import StagingBuffer, Ticket
 from ..errors import ProtocolError
 from ..regions import AddressArray
-from ..serving import ServedPool
+from ..serving import ServedPool, require_slice
 from .channel import Channel
 from .frames import Frame
 from .wire import Fetch, Slice, Stale
@@ -29,11 +29,15 @@ class Server:
     """Answers the fetches of one peer.
 
     Args:
+        max_slice_bytes: The most bytes per slice, which our hello states.
         fail: Called with what ended the connection, if a copy fails after `answer` has returned.
     """
 
-    def __init__(self, served: ServedPool, channel: Channel, fail: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, served: ServedPool, channel: Channel, max_slice_bytes: int, fail: Callable[[Exception], None]
+    ) -> None:
         self._served = served
+        self._max_slice_bytes = max_slice_bytes
         self._mover = served.mover
         self._channel = channel
         self._fail = fail
@@ -50,6 +54,7 @@ class Server:
                 Nothing was sent.
         """
         addresses, lengths = self._served.locate(fetch.rows, fetch.guard), fetch.rows[:, 1]
+        require_slice(fetch.num_bytes, self._max_slice_bytes)
         queued_bytes = self._channel.queued_bytes + self._staged_bytes
         if queued_bytes > _MAX_QUEUED_BYTES:
             raise ProtocolError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._movers import MAX_WAIT_S, Mover, mover_for
-from .._slices import SlicePlan
+from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Backend, Peer, PeerTable, Read
 from ..errors import BackpressureError, KVTransferError, ProtocolError, VersionMismatchError
 from ..network import Found, Lookups
@@ -22,7 +22,7 @@ from .reads import Reader, limits_of
 from .security import Security
 from .serving import Server
 from .sockets import Sockets
-from .wire import Fetch, Hello, Incoming, Message, Slice, Stale, decode
+from .wire import MAX_SLICE_BYTES, Fetch, Hello, Incoming, Message, Slice, Stale, decode
 
 
 @dataclass(eq=False)
@@ -39,10 +39,15 @@ class Handshake:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """The connection to a peer whose handshake is over."""
+    """The connection to a peer whose handshake is over.
+
+    Attributes:
+        limits: How reads from the peer are cut.
+    """
 
     channel: Channel
     remote: PeerPool
+    limits: SliceLimits
     reader: Reader
     server: Server
 
@@ -63,7 +68,8 @@ class ZeroMQBackend(Backend[Connection]):
         self._served = served
         self._mover = served.mover
         self._limits = limits_of(options)
-        self._hello = Hello(served.guards.num_guards, served.sizes)
+        max_slice_bytes = served.max_slice_bytes(self._limits, MAX_SLICE_BYTES)
+        self._hello = Hello(served.guards.num_guards, served.sizes, max_slice_bytes)
         with ExitStack() as opened:
             self._poller = Poller()
             opened.callback(self._poller.close)
@@ -173,8 +179,11 @@ class ZeroMQBackend(Backend[Connection]):
             raise ProtocolError("a connection begins with one hello")
         channel = handshake.channel
         reader = Reader(self._options, self._served, channel, self._peers.end_read)
-        server = Server(self._served, channel, partial(self._peers.lose, peer))
-        peer.connection = Link(channel, PeerPool.of(hello.num_guards, hello.num_bytes), reader, server)
+        fail = partial(self._peers.lose, peer)
+        server = Server(self._served, channel, self._hello.max_slice_bytes, fail)
+        remote = PeerPool.of(hello.num_guards, hello.num_bytes)
+        limits = self._limits.within(hello.max_slice_bytes)
+        peer.connection = Link(channel, remote, limits, reader, server)
         if peer.incoming:
             channel.send([self._hello.head(), self._hello.body()])
         self._peers.connected(peer)
@@ -198,7 +207,7 @@ class ZeroMQBackend(Backend[Connection]):
         link = _link(read.peer)
         targets = self._served.require_read(link.remote, read)
         read.mechanism = link.channel.mechanism + self._served.mover.suffix
-        link.reader.start(read, SlicePlan.of(read.pairs, targets, self._limits))
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
 
     def stop_read(self, read: Read[Connection]) -> bool:
         return _link(read.peer).reader.stop(read)

@@ -4,7 +4,7 @@ A message has a head and a body, which are one frame each. Only the body of a sl
 
 | kind | head, little-endian | body |
 |---|---|---|
-| hello | kind, magic, version, num_guards | segment sizes of the pool, int64 |
+| hello | kind, magic, version, num_guards, max_slice_bytes | segment sizes of the pool, int64 |
 | message | kind | one control message |
 | fetch | kind, transfer_id, index, guard index, guard value, with_checksum, is_whole | (remote offset, num_bytes) int64 rows |
 | slice | kind, transfer_id, index, is_settled, checksum | the bytes of the rows, all in one frame or each row in its own |
@@ -25,10 +25,10 @@ from enum import IntEnum
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array
-from ..serving import decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..serving import decode_max_slice_bytes, decode_rows, decode_sizes, encode_rows, encode_sizes
 from .frames import Frame
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: Limits of one fetch. A slice has fewer than `slice_bytes` (at most 4 MiB) before its last region, which has at most
 #: as many.
@@ -47,7 +47,7 @@ class _Kind(IntEnum):
 
 
 _GREETING = struct.Struct("<B14sI")
-_HELLO = struct.Struct("<B14sII")
+_HELLO = struct.Struct("<B14sIII")
 _MESSAGE = struct.Struct("<B")
 _FETCH = struct.Struct("<BQIqq??")
 _SLICE = struct.Struct("<BQI?Q")
@@ -60,13 +60,15 @@ class Hello:
 
     Attributes:
         num_bytes: Sizes of the segments of its pool.
+        max_slice_bytes: The most bytes that it sends in one slice.
     """
 
     num_guards: int
     num_bytes: tuple[int, ...]
+    max_slice_bytes: int = MAX_SLICE_BYTES
 
     def head(self) -> bytes:
-        return _HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, self.num_guards)
+        return _HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, self.num_guards, self.max_slice_bytes)
 
     def body(self) -> bytes:
         return encode_sizes(self.num_bytes)
@@ -173,8 +175,8 @@ def _decode_hello(head: bytes, body: bytes) -> Hello:
         raise ProtocolError("malformed hello: the peer is not a kvferry node")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
-    *_, num_guards = _HELLO.unpack(head)
-    return Hello(num_guards, decode_sizes(body))
+    *_, num_guards, max_slice_bytes = _HELLO.unpack(head)
+    return Hello(num_guards, decode_sizes(body), decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES))
 
 
 def _decode_message(head: bytes, body: bytes) -> Message:
