@@ -128,7 +128,7 @@ class TestAddresses:
         assert AutoAddress.parse(str(address)) == address
 
     @pytest.mark.parametrize(
-        "text", ["", "shm://@x", "auto://host", "auto://host;shm://@x;", "auto://a;b;c;d"]
+        "text", ["", "shm://@x", "auto://host", "auto://host;shm://@x;", "auto://;b;c", "auto://a;b;c;d"]
     )
     def test_malformed_ones_are_refused(self, text: str) -> None:
         with pytest.raises(ConfigurationError, match="not an auto address"):

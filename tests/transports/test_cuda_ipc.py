@@ -289,6 +289,25 @@ def test_auto_stages_where_two_gpus_of_a_host_have_no_peer_access(
     assert "PEER_ACCESS_UNSUPPORTED" in route.reason
 
 
+@pytest.mark.parametrize("refused_by", ["attribute", "cuIpcGetMemHandle"])
+def test_auto_stages_memory_that_cuda_does_not_export(
+    driver: CudaDriverStandIn, world: World, caplog: pytest.LogCaptureFixture, refused_by: str
+) -> None:
+    hidden = driver.allocate(PAGE, is_exportable=refused_by != "attribute")
+    if refused_by != "attribute":
+        driver.failures[refused_by] = CUresult.CUDA_ERROR_MAP_FAILED
+    first = world.add(AutoTransport({"network": "zeromq"}), [hidden])
+    assert "peers on this host are served over zeromq" in caplog.text
+    assert "unset expandable_segments" in caplog.text
+    second = world.add(AutoTransport({"network": "zeromq"}), [driver.allocate(PAGE)])
+    routes = [read_staged(world.link(*nodes), world) for nodes in [(first, second), (second, first)]]
+    why = "pool cannot be mapped by other processes"
+    assert routes == [
+        Route("zeromq", f"on this host, but its {why}"),
+        Route("zeromq", f"on this host, but this {why}"),
+    ]
+
+
 def test_auto_stages_between_a_gpu_and_main_memory(driver: CudaDriverStandIn, world: World) -> None:
     producer = world.add(AutoTransport({"network": "zeromq"}), [driver.allocate(PAGE)])
     transport = AutoTransport({"network": "zeromq"})

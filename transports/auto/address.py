@@ -28,7 +28,7 @@ class AutoAddress:
 
     Attributes:
         host: See `this_host`.
-        local: The process's address in shared memory.
+        local: The process's address in shared memory; empty if other processes cannot map its pool.
         network: Its address for other hosts.
     """
 
@@ -48,7 +48,7 @@ class AutoAddress:
         """
         scheme, _, rest = text.partition("://")
         parts = [unquote(part) for part in rest.split(";")]
-        if scheme != SCHEME or len(parts) != 3 or not all(parts):
+        if scheme != SCHEME or len(parts) != 3 or not (parts[0] and parts[2]):
             raise ConfigurationError(
                 f"not an auto address: {text!r}; they look like auto://host;shm://…;zeromq://…",
                 key="address",

@@ -37,6 +37,7 @@ from ..errors import (
 from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport
+from ..shm.cuda import NotExportableError
 from ..shm.transport import SharedMemoryEndpoint
 from .address import SCHEME, AutoAddress, this_host
 
@@ -123,8 +124,12 @@ class AutoTransport(PeerTransport):
         return self._local.allocate(num_bytes)
 
     def _open(self, pool: Pool) -> Endpoint:
-        local = self._local.register(pool)
-        assert isinstance(local, SharedMemoryEndpoint)
+        try:
+            local = self._local.register(pool)
+            assert isinstance(local, SharedMemoryEndpoint)
+        except NotExportableError as error:
+            logger.warning("peers on this host are served over %s: %s", self._network.scheme, error)
+            local = None
         return AutoEndpoint(local, self._network.register(pool))
 
     def _free(self) -> None:
@@ -177,15 +182,18 @@ class AutoEndpoint(Endpoint):
     Peers and transfers have ids of ours, because the children number theirs independently. The children keep all promises
     about the order of events, so passing each event on under our id keeps them as well. Only the loss of a peer that is
     then tried over the network is dropped.
+
+    Args:
+        local: None if other processes cannot map the pool. Then all peers are served over the network.
     """
 
     scheme = SCHEME
 
-    def __init__(self, local: SharedMemoryEndpoint, network: Endpoint) -> None:
+    def __init__(self, local: SharedMemoryEndpoint | None, network: Endpoint) -> None:
         self._local = local
         self._network = network
         self._host = this_host()
-        self._waker = _Waker(local.fileno(), network.wake)
+        self._waker = _Waker(local.fileno(), network.wake) if local is not None else None
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
         # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
@@ -212,20 +220,26 @@ class AutoEndpoint(Endpoint):
             wanted = AutoAddress.parse(address)
         self._require_open()
         network = self._network.listen(wanted.network)
-        return str(AutoAddress(self._host, self._local.listen(wanted.local), network))
+        local = self._local.listen(wanted.local) if self._local is not None else ""
+        return str(AutoAddress(self._host, local, network))
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         there = AutoAddress.parse(address)
         deadline = time.monotonic() + timeout_s
-        if there.host == self._host:
+        if there.host == self._host and there.local and self._local is not None:
             their_id = self._local.start_connect(there.local, timeout_s=min(timeout_s, _LOCAL_CONNECT_S))
             peer = _Peer(next(self._ids), self._local, their_id, "on this host", there.network, deadline)
         else:
             their_id = self._network.start_connect(there.network, timeout_s=timeout_s)
-            peer = _Peer(next(self._ids), self._network, their_id, "on another host")
+            peer = _Peer(next(self._ids), self._network, their_id, self._reason_for_network(there))
         self._add(peer)
         return peer.peer_id
+
+    def _reason_for_network(self, there: AutoAddress) -> str:
+        if there.host != self._host:
+            return "on another host"
+        return f"on this host, but {'this' if self._local is None else 'its'} pool cannot be mapped by other processes"
 
     def _add(self, peer: _Peer) -> None:
         self._peers[peer.peer_id] = self._peers_of[peer.child, peer.their_id] = peer
@@ -268,7 +282,7 @@ class AutoEndpoint(Endpoint):
         until = time.monotonic() + timeout_s
         self._poll_local()
         while True:
-            wait_until = min(until, self._local.next_deadline())
+            wait_until = until if self._local is None else min(until, self._local.next_deadline())
             left_s = 0.0 if self._events else max(0.0, wait_until - time.monotonic())
             # One thread can wait for one of the two. The waker ends this wait if shared memory has something to do.
             self._events += self._translated(self._network, self._network.wait_events(left_s))
@@ -280,6 +294,8 @@ class AutoEndpoint(Endpoint):
 
     def _poll_local(self) -> None:
         """Take everything from shared memory: the waker reports what is new, but not what is left."""
+        if self._local is None:
+            return
         self._events += self._translated(self._local, self._local.wait_events(0))
         poll = select.poll()
         poll.register(self._local, select.POLLIN)
@@ -328,8 +344,9 @@ class AutoEndpoint(Endpoint):
         if self._is_closed:
             return
         self._is_closed = True
-        self._waker.close()
-        self._local.close()
+        if self._local is not None and self._waker is not None:
+            self._waker.close()
+            self._local.close()
         self._network.close()
         self._peers.clear()
         self._peers_of.clear()

@@ -25,6 +25,10 @@ _SHORTEST_REST_S = 20e-6
 _LONGEST_REST_S = 1e-3
 
 
+class NotExportableError(ConfigurationError):
+    """Other processes cannot map a pool on a GPU. Transports that stage it can serve it."""
+
+
 class CudaDevice:
     """The GPU that holds a pool. Any thread may call it until `close`. It copies on a stream of its own.
 
@@ -50,17 +54,19 @@ class CudaDevice:
             Where it begins, and the handle for the others.
 
         Raises:
-            ConfigurationError: it is on another GPU, or other processes cannot map it.
+            ConfigurationError: it is on another GPU.
+            NotExportableError: other processes cannot map it.
         """
         try:
             with self._gpu.current():
-                is_here = self._driver.attribute("DEVICE_ORDINAL", address) == self._gpu.ordinal
-                if not is_here or not self._driver.attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
-                    raise ConfigurationError(_NOT_EXPORTABLE if is_here else _TWO_GPUS, key="device")
+                if self._driver.attribute("DEVICE_ORDINAL", address) != self._gpu.ordinal:
+                    raise ConfigurationError(_TWO_GPUS, key="device")
+                if not self._driver.attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
+                    raise NotExportableError(_NOT_EXPORTABLE, key="device")
                 base, _ = self._driver.call("cuMemGetAddressRange", address)
                 handle = self._driver.call("cuIpcGetMemHandle", base)
         except TransportError as error:
-            raise ConfigurationError(f"{_NOT_EXPORTABLE}: {error}", key="device") from error
+            raise NotExportableError(f"{_NOT_EXPORTABLE}: {error}", key="device") from error
         return int(base), ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
