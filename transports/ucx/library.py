@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import select
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,6 +26,7 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
+from . import nixl_ucx
 from .options import REMEDY, SCHEME, UCXOptions
 
 _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; either works without CUDA"
@@ -82,29 +84,41 @@ class _Library:
 
     def __init__(self) -> None:
         self.core, self.array = _import_ucxx()
-        self.ucp = ctypes.CDLL("libucp.so.0", mode=os.RTLD_NOLOAD)
+        self.ucp = ctypes.CDLL(nixl_ucx.SONAME, mode=os.RTLD_NOLOAD)
         self.ucp.ucp_ep_query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
         self.ucp.ucp_worker_get_efd.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
         for destroy in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup):
             destroy.argtypes = (ctypes.c_void_p,)
             destroy.restype = None
-        self.ucs = ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD)
-        self.ucs.ucs_status_string.restype = ctypes.c_char_p
+        # These two are in libucs, whose file has another name in NIXL's wheel. The loader finds them through libucp.
+        self.ucp.ucs_status_string.restype = ctypes.c_char_p
         if "UCX_LOG_LEVEL" not in os.environ:
             # Every failure arrives as an error, with its peer; UCX would write it to the terminal as well.
-            self.ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
+            self.ucp.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
 
 def _import_ucxx() -> tuple[Any, Any]:
     """Import `ucxx`, and undo what it writes into the environment: each context gets its settings from us."""
     before = dict(os.environ)
+    # The package `libucx` loads the UCX of its own wheel, so hide it from `ucxx` if that of NIXL's wheel is loaded.
+    is_hidden = _load_nixl_ucx.cache_info().currsize > 0 and "libucx" not in sys.modules
+    if is_hidden:
+        sys.modules["libucx"] = None  # type: ignore[assignment]
     try:
         from ucxx._lib import libucxx
         from ucxx._lib.arr import Array
     finally:
+        if is_hidden:
+            del sys.modules["libucx"]
         for name in set(os.environ) - set(before):
             del os.environ[name]
     return libucxx, Array
+
+
+@functools.cache
+def _load_nixl_ucx() -> None:
+    """Have `ucxx` use the UCX of NIXL's wheel. A process loads one UCX and keeps it."""
+    nixl_ucx.load()
 
 
 @functools.cache
@@ -136,7 +150,7 @@ class Operation:
         if status == _STATUS_TRUNCATED:
             raise ProtocolError("the peer sent more bytes than were asked for")
         if status:
-            raise PeerLostError(f"UCX lost the peer: {_library().ucs.ucs_status_string(status).decode()}")
+            raise PeerLostError(f"UCX lost the peer: {_library().ucp.ucs_status_string(status).decode()}")
 
     def forget(self) -> None:
         """Drop the request. `ucxx` cancels it if it is not done."""
@@ -154,10 +168,12 @@ class Context:
         """Open the devices.
 
         Raises:
-            BackendUnavailableError: `ucxx` cannot be imported.
-            ConfigurationError: UCX refuses the settings, or has nothing that fits them.
+            BackendUnavailableError: `ucxx` cannot be imported, or `library` names a UCX that is not installed.
+            ConfigurationError: UCX refuses the settings, has nothing that fits them, or `library` comes too late.
             BackpressureError: there are not enough descriptors.
         """
+        if options.library == "nixl":
+            _load_nixl_ucx()
         self.library: Final = _library()
         self.options: Final = options
         self.reserve: Final = reserve
