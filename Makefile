@@ -83,6 +83,10 @@ test-nixl: $(READY) build/nixl ## run the tests of the transport nixl (downloads
 	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "nixl or NIXL" $(TEST_ARGS)
 
+.PHONY: test-rdma
+test-rdma: $(READY) ## run ucx and nixl over RDMA verbs in virtual machines, and write build/rdma.md (15 minutes)
+	$(BIN)/python tests/rdma/run.py $(TEST_ARGS)
+
 # From the checkout, with the machine's own Python and packages: a machine with a GPU often has no network.
 .PHONY: test-gpu
 test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)

@@ -1,0 +1,85 @@
+"""What the tests over RDMA have in common. They run in the virtual machine of `make test-rdma`; see `guest_init`."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Only the guest has these devices. Elsewhere these tests are not collected.
+collect_ignore_glob = [] if Path("/sys/class/infiniband/rxe1").exists() else ["test_*.py"]
+
+OWNER, READER = "rxe0:1", "rxe1:1"
+INTERFACES = ("v0", "v1")
+
+
+def options_of(scheme: str, device: str, **others: Any) -> dict[str, Any]:
+    """Return options with which a transport uses RDMA on one device and nothing else."""
+    # In the guest a handshake takes seconds.
+    options = {
+        "tls": "rc_v",
+        "net_devices": device,
+        "refuse_tcp": True,
+        "handshake_timeout_s": 60.0,
+        **others,
+    }
+    return {"library": "nixl", **options} if scheme == "ucx" else options
+
+
+def num_packets(device: str) -> int:
+    """Return the number of packets that an RDMA device has received."""
+    name = device.partition(":")[0]
+    return int(Path(f"/sys/class/infiniband/{name}/ports/1/hw_counters/rcvd_pkts").read_text())
+
+
+class Wire:
+    """The wire between the two RDMA devices."""
+
+    def __init__(self) -> None:
+        self._num_changes = 0
+
+    def set(self, *netem: str) -> None:
+        """Change the wire in both directions, as `netem` does; packets on the way are lost."""
+        # Under a new handle the old queue is dropped with what is in it.
+        self._num_changes += 1
+        handle = f"{self._num_changes}:"
+        for interface in INTERFACES:
+            self._tc("replace", interface, "handle", handle, "netem", *netem, "limit", "100000")
+
+    def limit(self) -> None:
+        """Let 4 MB/s pass, so that a test can act during a read."""
+        self.set("rate", "32mbit")
+
+    def cut(self) -> None:
+        """Lose every packet. (Interfaces that are down would break the devices, which is another fault.)"""
+        self.set("loss", "100%")
+
+    def mend(self) -> None:
+        """Make the wire as fast as it was at first."""
+        if self._num_changes:
+            self._num_changes = 0
+            for interface in INTERFACES:
+                self._tc("del", interface)
+
+    @staticmethod
+    def _tc(change: str, interface: str, *settings: str) -> None:
+        command = ["tc", "qdisc", change, "dev", interface, "root", *settings]
+        subprocess.run(command, check=True, timeout=30)
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    wire = Wire()
+    yield wire
+    wire.mend()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: the guest may be ended before pytest prints its summary."""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+    elif report.when == "call":
+        print(f" {report.duration:.0f} s", end="", flush=True)
