@@ -6,6 +6,7 @@ GPU is registered. Source: the documentation of the CUDA Driver API.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import uuid
@@ -22,6 +23,10 @@ STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 MEMHOSTALLOC_PORTABLE = 1
 
+#: Stream, function and argument → a CUresult. ctypes releases the GIL during the call.
+_LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_LAUNCH_HOST_FUNC_VERSION = 10000
+
 
 class Driver:
     """NVIDIA's bindings, with exceptions instead of error codes."""
@@ -30,6 +35,8 @@ class Driver:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
             self.call("cuInit", 0)
+            address, _ = self.call("cuGetProcAddress", b"cuLaunchHostFunc", _LAUNCH_HOST_FUNC_VERSION, 0)
+            self._launch_host_func = _LAUNCH_HOST_FUNC(int(address))
         except (ImportError, RuntimeError, TransportError) as error:
             raise BackendUnavailableError(
                 f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
@@ -50,6 +57,19 @@ class Driver:
         """Return a `CU_POINTER_ATTRIBUTE_` of an address. Raises TransportError: the driver does not know it."""
         attribute = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         return int(self.call("cuPointerGetAttribute", attribute, address))
+
+    def launch_host_function(self, stream: Any, function: int, argument: int) -> None:
+        """Have a thread of the driver call a compiled function when everything before it on the stream has run.
+
+        The driver is called directly. The bindings would wrap the function in one that takes the GIL, and a stream does
+        nothing else until its host function has returned. So the next copies would wait until Python lets go of the GIL.
+
+        Raises:
+            TransportError: it failed.
+        """
+        status = self._launch_host_func(int(stream), function, argument)
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"cuLaunchHostFunc: {self.api.CUresult(status).name}")
 
     def has_ended(self, event: object) -> bool:
         """Return whether all that was launched before an event is over. Raises TransportError: it failed."""

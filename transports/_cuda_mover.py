@@ -150,7 +150,7 @@ class _Lane:
             failure = error  # some copies may run: the ticket ends with the event all the same
         try:
             self._driver.call("cuEventRecord", event, self._stream)
-            self._driver.call("cuLaunchHostFunc", self._stream, signal_function(), self._signal)
+            self._driver.launch_host_function(self._stream, signal_function(), self._signal)
         except TransportError as error:
             # Without the event only the whole stream says when the copies are over.
             self._wait_for_stream()

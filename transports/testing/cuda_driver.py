@@ -34,6 +34,7 @@ from ..regions import Segment
 
 _PROT_NONE = 0
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+_LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
 
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, GPU
 
@@ -171,6 +172,10 @@ class _Stream:
     num_launched: int = 0
     num_done: int = 0
 
+    def __int__(self) -> int:
+        """Return the stream's handle, as the real bindings do."""
+        return id(self)
+
 
 @dataclass
 class _Event:
@@ -227,6 +232,7 @@ class CudaDriverStandIn:
         self._pinned: dict[int, _PinnedMemory] = {}  # by address
         self._streams: list[_Stream] = []
         self._worker: threading.Thread | None = None
+        self._host_func_launcher = _LAUNCH_HOST_FUNC(self._launch_host_func)
 
     def __enter__(self) -> Self:
         return self
@@ -527,6 +533,17 @@ class CudaDriverStandIn:
             return
         ctypes.memmove(dst - target.base + target.shadow, src - source.base + source.shadow, num_bytes)
         self.on_copied()
+
+    def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        if symbol != b"cuLaunchHostFunc":
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+        address = ctypes.cast(self._host_func_launcher, ctypes.c_void_p).value
+        return CUresult.CUDA_SUCCESS, address, 0
+
+    def _launch_host_func(self, handle: int, function: int, argument: int) -> int:
+        """Do what the pointer of `cuGetProcAddress` does. C code passes the handle of a stream."""
+        found = [stream for stream in self._streams if int(stream) == handle]
+        return int(self.cuLaunchHostFunc(*found, function, argument)[0])
 
     def cuLaunchHostFunc(self, stream: _Stream, function: int, argument: int) -> tuple[Any, ...]:
         call = _HOST_FUNCTION(function)
