@@ -1,8 +1,18 @@
-"""Fixtures of the tests on a GPU. Without a GPU the tests are skipped."""
+"""Fixtures of the tests on a GPU.
+
+Without a GPU they are skipped. With `KVFERRY_REHEARSE_GPU=1` those that need no kernels of a GPU are rehearsed instead:
+pools are in the memory of a stand-in for CUDA's driver, and what PyTorch computes is computed on the CPU. Tests that are
+marked `rehearsed` do so always, which keeps the rehearsal itself working.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +21,39 @@ import torch
 
 from reference.engine.weights import load_model
 from tests.support.engines import MakeNode, stepped_nodes
+from kvferry.transports.testing.leaks import Leaks
+from tests.support.gpu_memory import StartChild, stand_in_driver
 from tests.support.tiny_models import generate_greedily, tiny_models_in
 
 PAGE = {"block_size": 16, "num_blocks": 60, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+ROOT = Path(__file__).parents[2]
+CHILDREN = Path(__file__).parent / "children"
+
+HAS_GPU = torch.cuda.is_available()
+IS_REHEARSAL = os.environ.get("KVFERRY_REHEARSE_GPU") == "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if not item.path.is_relative_to(here):
+            continue
+        item.add_marker(pytest.mark.gpu)
+        can_be_rehearsed = {"gpu_place", "torch_device"} & set(getattr(item, "fixturenames", ()))
+        is_rehearsed = can_be_rehearsed and (IS_REHEARSAL or item.get_closest_marker("rehearsed"))
+        if not HAS_GPU and not is_rehearsed:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check for leaks in a rehearsal only: CUDA and its libraries open descriptors at any first use, and keep them."""
+    leaks = None if HAS_GPU else Leaks()
+    yield
+    if leaks is not None:
+        request.node.funcargs.clear()
+        left = leaks.wait(10.0, after_failure=hasattr(sys, "last_value"))
+        assert not left, left
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +61,66 @@ def exact_convolutions() -> Iterator[None]:
     """Compute convolutions in full float32, like matrix products. TF32 could change a recurrent model's tokens."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+@pytest.fixture(scope="module")
+def gpu_place() -> str:
+    """Where a pool on a GPU is; see `tests/support/gpu_memory.py`. A test that makes one here needs `gpu_driver` as well."""
+    return "cuda:0" if HAS_GPU else "stand-in"
+
+
+@pytest.fixture
+def gpu_driver() -> Iterator[None]:
+    """Have a driver: the GPU's, or in a rehearsal the stand-in."""
+    with nullcontext() if HAS_GPU else stand_in_driver():
+        yield
+
+
+@pytest.fixture
+def torch_device() -> torch.device:
+    """Where PyTorch computes."""
+    return torch.device("cuda:0" if HAS_GPU else "cpu")
+
+
+@contextmanager
+def children_started() -> Iterator[StartChild]:
+    children: list[subprocess.Popen[str]] = []
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+    def start(program: str, *arguments: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        command = [sys.executable, str(CHILDREN / program), *arguments]
+        environment = {**os.environ, "PYTHONPATH": path}
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        children.append(child)
+        assert child.stdout is not None
+        told: dict[str, Any] = json.loads(child.stdout.readline() or '{"failed": true}')
+        assert "failed" not in told, "the child failed; its error is in the output"
+        if "unavailable" in told:
+            pytest.skip(told["unavailable"])
+        return child, told
+
+    try:
+        yield start
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.fixture
+def start_child() -> Iterator[StartChild]:
+    """See `StartChild`. The processes end with the test. Skips if the child says that it cannot work here."""
+    with children_started() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_lasting_child() -> Iterator[StartChild]:
+    """Likewise, but the processes end with the last test of the file."""
+    with children_started() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
