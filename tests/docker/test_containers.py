@@ -130,7 +130,7 @@ def project() -> Iterator[str]:
         docker("volume", "rm", volume)
 
 
-@pytest.fixture(params=["shm", "zeromq", "ucx"])
+@pytest.fixture(params=["shm", "zeromq", "tcp", "ucx"])
 def stack(request: pytest.FixtureRequest, project: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     """A running profile, with its router on any free port. Fail the test if anything of it remains."""
     monkeypatch.setenv("KVFERRY_PORT", "0")

@@ -102,7 +102,7 @@ def test_docker_itself_accepts_compose_yaml() -> None:
     command = [shutil.which("docker") or "docker", "compose"]
     if not shutil.which("docker") or subprocess.run([*command, "version"], capture_output=True).returncode:
         pytest.skip("docker compose is not installed")
-    profiles = [word for name in ("shm", "zeromq", "ucx") for word in ("--profile", name)]
+    profiles = [word for name in ("shm", "zeromq", "tcp", "ucx") for word in ("--profile", name)]
     done = subprocess.run(
         [*command, "-f", DOCKER / "compose.yaml", *profiles, "config", "--quiet"],
         capture_output=True,

@@ -33,9 +33,12 @@ def start(
 @pytest.fixture
 def shared(socket_dir: Path, transport: str) -> Path:
     """The volume that the nodes of a profile share."""
-    for _ in range(2 * (transport == "zeromq")):  # once as on the first start, once as on the next
-        program = SERVICES["secret"]["command"][1].replace(SHARED, str(socket_dir))
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    for name in {"zeromq": ["secret"], "tcp": ["certificates"]}.get(transport, []):
+        program = SERVICES[name]["command"][1].replace(SHARED, str(socket_dir))
+        for here in ("prefill", "decode"):
+            program = program.replace(f"DNS:{here}.caches", "IP:127.0.0.1")
+        for _ in range(2):  # once as on the first start, once as on the next
+            subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
     return socket_dir
 
 
@@ -48,8 +51,6 @@ def test_a_profile_is_a_pair_that_answers(
     transport: str,
     shared: Path,
 ) -> None:
-    if f"prefill-{transport}" not in SERVICES:
-        pytest.skip(f"docker/compose.yaml has no profile for {transport}, which needs certificates of yours")
     places = {SHARED: str(shared), "prefill.caches": "127.0.0.1", "decode.caches": "127.0.0.1"}
     nodes = {
         f"http://{role}-{transport}:8000": start(
@@ -65,12 +66,19 @@ def test_a_profile_is_a_pair_that_answers(
     assert_answers_like(tiny_single, prompt, reply.token_ids, 4)
     assert reply.transfer["transport"] == transport
     assert reply.transfer["num_blocks"] > 0
+    if transport == "tcp":
+        assert reply.transfer["mechanism"] == "tcp+tls"
+        # The CA's key is not there.
+        assert sorted(path.name for path in shared.iterdir()) == [
+            *("ca.pem", "decode.key", "decode.pem", "prefill.key", "prefill.pem")
+        ]
+        assert (shared / "prefill.key").stat().st_mode & 0o777 == 0o600
     if transport == "zeromq":
         assert (shared / "secret").stat().st_mode & 0o777 == 0o600
         assert re.fullmatch("[0-9a-f]{64}", (shared / "secret").read_text())
 
 
-@pytest.mark.parametrize("profile", ["shm", "zeromq", "ucx"])
+@pytest.mark.parametrize("profile", ["shm", "zeromq", "tcp", "ucx"])
 def test_a_profile_has_all_that_its_services_name(profile: str) -> None:
     members = {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
     assert {f"{role}-{profile}" for role in ("prefill", "decode", "router")} <= members.keys()

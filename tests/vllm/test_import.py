@@ -19,7 +19,7 @@ def held():
 before = held()
 from kvferry.connector.vllm import KvferryConnector
 assert held() == before, (before, held())
-transports = {f"kvferry.transports.{name}" for name in ("auto", "inproc", "nixl", "shm", "ucx", "zeromq")}
+transports = {f"kvferry.transports.{name}" for name in ("auto", "inproc", "nixl", "shm", "tcp", "ucx", "zeromq")}
 assert not transports & sys.modules.keys(), transports & sys.modules.keys()
 """
 ABSENT = """
