@@ -242,6 +242,11 @@ def zeromq_pair(start_pair: Callable[..., Pair]) -> Pair:
 
 
 @pytest.fixture(scope="session")
+def tcp_pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair(extra={"transport": "tcp"})
+
+
+@pytest.fixture(scope="session")
 def ucx_pair(start_pair: Callable[..., Pair]) -> Pair:
     return start_pair(extra={"transport": "ucx"})
 

@@ -21,6 +21,7 @@ BYTES_PER_BLOCK = 3 * 2 * 2 * 32 * 4 * 32
         "shm",
         "reference",
         pytest.param("zeromq", marks=pytest.mark.slow),
+        pytest.param("tcp", marks=pytest.mark.slow),
         pytest.param("ucx", marks=pytest.mark.slow),
         pytest.param(
             "nixl",

@@ -19,7 +19,8 @@ def held():
 before = held()
 from kvferry.connector.vllm import KvferryConnector
 assert held() == before, (before, held())
-transports = {f"kvferry.transports.{name}" for name in ("auto", "inproc", "nixl", "shm", "tcp", "ucx", "zeromq")}
+names = ("auto", "inproc", "nixl", "shm", "tcp", "ucx", "zeromq")
+transports = {f"kvferry.transports.{name}" for name in names}
 assert not transports & sys.modules.keys(), transports & sys.modules.keys()
 """
 ABSENT = """
