@@ -211,6 +211,13 @@ class Transport(ABC):
         if kind is not None:
             parse_options(kind, options, cls.scheme)
 
+    def require_network(self) -> None:  # noqa: B027 - optional
+        """Check that this transport reaches other hosts from here, as far as it can tell.
+
+        Raises:
+            BackendUnavailableError: it does not; the message says why.
+        """
+
 
 # == the endpoint ==================================================================================
 

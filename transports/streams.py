@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -25,7 +26,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ._limited_log import LimitedLog
 from ._outside import survived, typed
-from .endpoint import Backend, C, Peer, PeerState, PeerTable
+from .endpoint import Backend, C, Peer, PeerEndpoint, PeerState, PeerTable
 from .errors import (
     BackpressureError,
     KVTransferError,
@@ -560,11 +561,32 @@ class StreamBackend(Backend[C]):
     def interrupt(self) -> None:
         self.poller.interrupt()
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `turn` has something to do about sockets."""
+        return self.poller.fileno()
+
+    def next_look(self) -> float:
+        """Return when `turn` has something to do that no descriptor reports, by the table's clock."""
+        return math.inf
+
     def close(self) -> None:
         for acceptor in self._acceptors:
             with survived("cannot stop listening", self.peers.log):
                 acceptor.close()
         self.poller.close()
+
+
+class PollableEndpoint(PeerEndpoint[C]):
+    """A `PeerEndpoint` that another loop can wait for, until it is readable or its next deadline has come."""
+
+    _backend: StreamBackend[C]
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `wait_events` has something to do about sockets and copies."""
+        return self._backend.fileno()
+
+    def next_deadline(self) -> float:
+        return min(super().next_deadline(), self._backend.next_look())
 
 
 class KeepAlive(Generic[C]):

@@ -6,6 +6,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvferry.transports import auto
 from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.base import Connected, Endpoint, Event, Transport
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.nixl import library
 from kvferry.transports.regions import Pool
 from kvferry.transports.testing import TransportConformance
 
@@ -87,7 +89,7 @@ class TestTheChoice:
 
     def test_is_the_network_between_hosts(self, dialer: Endpoint, listener: Endpoint) -> None:
         address = AutoAddress.parse(listener.listen(""))
-        elsewhere = AutoAddress("0123456789abcdef", address.local, address.network)
+        elsewhere = AutoAddress("0123456789abcdef", address.local, address.networks)
         route = dialer.route_of(self.connect(dialer, listener, str(elsewhere)))
         assert (route.scheme, route.reason) == ("zeromq", "on another host")
 
@@ -96,7 +98,7 @@ class TestTheChoice:
     ) -> None:
         # As in another container with the same kernel and another network namespace.
         address = AutoAddress.parse(listener.listen(""))
-        walled = AutoAddress(address.host, "shm://@kvferry-nobody", address.network)
+        walled = AutoAddress(address.host, "shm://@kvferry-nobody", address.networks)
         route = dialer.route_of(self.connect(dialer, listener, str(walled)))
         assert route.scheme == "zeromq"
         assert "shared memory does not connect" in route.reason
@@ -108,7 +110,7 @@ class TestTheChoice:
             mute.bind("\0kvferry-mute")
             mute.listen()
             address = AutoAddress.parse(listener.listen(""))
-            walled = AutoAddress(address.host, "shm://@kvferry-mute", address.network)
+            walled = AutoAddress(address.host, "shm://@kvferry-mute", address.networks)
             route = dialer.route_of(self.connect(dialer, listener, str(walled)))
         assert "timed out waiting for the peer's hello" in route.reason
 
@@ -123,12 +125,12 @@ def _started() -> Iterator[Endpoint]:
 class TestAddresses:
     def test_survive_formatting_and_parsing(self) -> None:
         address = AutoAddress(
-            "0123", "shm:///a folder;with%signs/x.sock", "zeromq://[fd00::7]:5600?key=a&b#c"
+            "0123", "shm:///a folder;with%signs/x.sock", ("nixl://h:1", "zeromq://[fd00::7]:5600?key=a&b#c")
         )
         assert AutoAddress.parse(str(address)) == address
 
     @pytest.mark.parametrize(
-        "text", ["", "shm://@x", "auto://host", "auto://host;shm://@x;", "auto://;b;c", "auto://a;b;c;d"]
+        "text", ["", "shm://@x", "auto://host", "auto://host;shm://@x;", "auto://;b;c", "auto://a;b;c;"]
     )
     def test_malformed_ones_are_refused(self, text: str) -> None:
         with pytest.raises(ConfigurationError, match="not an auto address"):
@@ -143,6 +145,11 @@ class TestAddresses:
         ({"network": "auto"}, "network"),
         ({"network": "pigeon"}, "pigeon"),
         ({"network": "", "network_options": {"port": 1}}, "network"),
+        ({"network": "zeromq,nixl"}, "network"),
+        ({"network": "nixl,zeromq,tcp"}, "network"),
+        ({"network": "nixl,"}, "network"),
+        ({"network": "nixl,zeromq", "network_options": {"port": 1}}, "must map 'nixl' and 'zeromq'"),
+        ({"network": "nixl,zeromq", "network_options": {"nixl": {"wings": 2}}}, "wings"),
         ({"local_options": 1}, "local_options"),
         ({"local_options": {"wings": 2}}, "wings"),
         ({"network_options": {"wings": 2}}, "wings"),
@@ -151,3 +158,15 @@ class TestAddresses:
 def test_options_that_cannot_work_are_named(options: Mapping[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):  # the leak checks detect anything that stays open
         create_auto(options)
+
+
+def test_a_node_without_nixl_says_so_and_uses_the_other_network(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_PACKAGES", ())
+    monkeypatch.setattr(library, "_library", library._package)  # an earlier test may have imported NIXL
+    with closing(create_auto({"network": "nixl,zeromq"})) as transport:
+        endpoint = transport.register(Pool([transport.allocate(4096).segment]))
+        (network,) = AutoAddress.parse(endpoint.listen("")).networks
+    assert network.startswith("zeromq://")
+    assert "nixl is not offered to peers: transport 'nixl' needs NIXL, which is not installed" in caplog.text

@@ -1,4 +1,4 @@
-"""`auto://host;shm://…;zeromq://…`: the addresses of a process, one per transport, and its host."""
+"""`auto://host;shm://…;nixl://…;zeromq://…`: the addresses of a process, one per transport, and its host."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class AutoAddress:
     Attributes:
         host: See `this_host`.
         local: The process's address in shared memory; empty if other processes cannot map its pool.
-        network: Its address for other hosts.
+        networks: Its addresses for other hosts, one per network transport.
     """
 
     host: str
     local: str
-    network: str
+    networks: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{SCHEME}://{self.host};{quote(self.local, safe=_KEPT)};{quote(self.network, safe=_KEPT)}"
+        quoted = (quote(address, safe=_KEPT) for address in (self.local, *self.networks))
+        return f"{SCHEME}://{';'.join((self.host, *quoted))}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -48,10 +49,10 @@ class AutoAddress:
         """
         scheme, _, rest = text.partition("://")
         parts = [unquote(part) for part in rest.split(";")]
-        if scheme != SCHEME or len(parts) != 3 or not (parts[0] and parts[2]):
+        if scheme != SCHEME or len(parts) < 3 or not all((parts[0], *parts[2:])):
             raise ConfigurationError(
                 f"not an auto address: {text!r}; they look like auto://host;shm://…;zeromq://…",
                 key="address",
                 value=text,
             )
-        return cls(*parts)
+        return cls(parts[0], parts[1], tuple(parts[2:]))

@@ -1,17 +1,18 @@
-"""`AutoTransport`: joins shared memory and a network transport, and chooses one of them for each peer."""
+"""`AutoTransport`: joins shared memory and network transports, and chooses one of them for each peer."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from .._options import parse_options, require_valid
 from .._outside import outside
@@ -38,7 +39,7 @@ from ..regions import Guard, Pool, RegionPairs
 from ..registry import check_options, create_transport
 from ..shm import SharedMemoryTransport
 from ..shm.cuda import NotExportableError
-from ..shm.transport import SharedMemoryEndpoint
+from ..streams import PollableEndpoint
 from .address import SCHEME, AutoAddress, this_host
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,13 @@ logger = logging.getLogger(__name__)
 #: Shared memory connects at once or not at all; the network gets what is left of the time.
 _LOCAL_CONNECT_S = 1.0
 
+#: A wait of the network endpoint is no shorter than a millisecond, so a shorter one is slept.
+_SLEPT_S = 1e-3
+
 _PREFERRED, _ALWAYS_THERE = "ucx", "zeromq"
+
+#: The one transport that another one can stand in for. Its endpoint is pollable: one thread cannot wait for two others.
+_OPTIONAL = "nixl"
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class AutoOptions:
     Attributes:
         local_options: Options of `shm`.
         network: The transport to other hosts, the same on all nodes. Empty: `ucx` if it works here, otherwise `zeromq`.
-        network_options: Options of the transport that `network` names.
+            `"nixl,NAME"`: `nixl` between nodes that have NIXL and a network that it may use, such as RDMA, otherwise NAME.
+        network_options: Options of the transport that `network` names. If it names two, this maps each to its options.
     """
 
     local_options: Mapping[str, object] = field(default_factory=dict)
@@ -65,10 +73,42 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         require_valid(self)
-        if self.network == SCHEME:
+        names = self.names
+        if SCHEME in names:
             raise ConfigurationError(
                 f"network must be a transport to other hosts, got {SCHEME!r}", key="network", value=SCHEME
             )
+        if len(names) > 2 or (len(names) == 2 and (names[0] != _OPTIONAL or names[1] in ("", _OPTIONAL))):
+            raise ConfigurationError(
+                f"network must be one transport, or '{_OPTIONAL},' and another one; got {self.network!r}",
+                key="network",
+                value=self.network,
+            )
+        if self.network_options and not self.network:
+            raise ConfigurationError(
+                "network_options need the transport that they are for: set network to its name",
+                key="network",
+                value=self.network,
+            )
+        for name, options in self.network_options.items() if len(names) == 2 else ():
+            if name not in names or not isinstance(options, Mapping):
+                raise ConfigurationError(
+                    f"network_options must map {names[0]!r} and {names[1]!r} to the options of each, because network "
+                    f"names both; got {name!r}: {options!r}",
+                    key="network_options",
+                    value=name,
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`network` as names, the preferred one first."""
+        return tuple(name.strip() for name in self.network.split(","))
+
+    def options_of(self, name: str) -> Mapping[str, object]:
+        """Return the options of one of `names`."""
+        if len(self.names) == 1:
+            return self.network_options
+        return cast(Mapping[str, object], self.network_options.get(name, {}))
 
 
 @dataclass(eq=False)
@@ -78,7 +118,7 @@ class _Peer:
     Attributes:
         child, their_id: The endpoint, and the id that it gave to the peer.
         reason: Why this one. See `Route`.
-        fallback: The address to connect to over the network if this attempt fails; empty if there is none.
+        left: The attempts that follow if this one fails: endpoints, and what to connect to. Empty once it is connected.
         deadline: When the attempts to connect end, in `time.monotonic` seconds.
     """
 
@@ -86,7 +126,7 @@ class _Peer:
     child: Endpoint
     their_id: int
     reason: str
-    fallback: str = ""
+    left: Sequence[tuple[Endpoint, str]] = ()
     deadline: float = 0.0
 
 
@@ -104,54 +144,75 @@ class AutoTransport(PeerTransport):
     def check_options(cls, options: Mapping[str, object]) -> None:
         settings = parse_options(AutoOptions, options, SCHEME)
         SharedMemoryTransport.check_options(settings.local_options)
-        if settings.network:
-            check_options(settings.network, settings.network_options)
+        for name in filter(None, settings.names):
+            check_options(name, settings.options_of(name))
 
     def __init__(self, options: Mapping[str, object] = {}) -> None:
         super().__init__()
         settings = parse_options(AutoOptions, options, SCHEME)
-        self._network = _create_network(settings.network, settings.network_options)
+        self._networks: list[Transport] = []
         with ExitStack() as opened, outside(f"cannot open transport {SCHEME!r}", ConfigurationError):
-            opened.callback(self._network.close)
+            for network in _create_networks(settings):
+                opened.callback(network.close)
+                self._networks.append(network)
             self._local = SharedMemoryTransport(settings.local_options)
             opened.pop_all()
-        self.guards = _JoinedGuards((self._local.guards, self._network.guards))
+        self.guards = _JoinedGuards([child.guards for child in (self._local, *self._networks)])
 
     def __repr__(self) -> str:
-        return f"<AutoTransport of {self._local!r} and {self._network!r}>"
+        return f"<AutoTransport of {', '.join(map(repr, (self._local, *self._networks)))}>"
 
     def _allocate(self, num_bytes: int) -> Arena:
         return self._local.allocate(num_bytes)
 
     def _open(self, pool: Pool) -> Endpoint:
+        local: Endpoint | None
         try:
             local = self._local.register(pool)
-            assert isinstance(local, SharedMemoryEndpoint)
         except NotExportableError as error:
-            logger.warning("peers on this host are served over %s: %s", self._network.scheme, error)
+            networks = " or ".join(network.scheme for network in self._networks)
+            logger.warning("peers on this host are served over %s: %s", networks, error)
             local = None
-        return AutoEndpoint(local, self._network.register(pool))
+        return AutoEndpoint(local, [network.register(pool) for network in self._networks])
 
     def _free(self) -> None:
-        self._local.close()
-        self._network.close()
+        for child in (self._local, *self._networks):
+            child.close()
 
 
-def _create_network(scheme: str, options: Mapping[str, object]) -> Transport:
-    """Create the transport `scheme`. If it is empty: `ucx` if that is installed and works here, otherwise `zeromq`.
+def _create_networks(settings: AutoOptions) -> Iterator[Transport]:
+    """Create the transports to other hosts, the preferred one first. One that is optional may be missing.
 
-    Raises:
-        ConfigurationError: as `create_transport` raises it, or there are options but no scheme.
-        BackendUnavailableError: the transport `scheme` cannot work here.
+    Raises: as `create_transport` does, for a transport that is not optional.
     """
-    if scheme:
-        return create_transport(scheme, options)
-    if options:
-        raise ConfigurationError(
-            "network_options need the transport that they are for: set network to its name",
-            key="network",
-            value=scheme,
-        )
+    *optional, last = settings.names
+    for name in optional:
+        network = _create_optional(name, settings.options_of(name))
+        if network is not None:
+            yield network
+    yield create_transport(last, settings.options_of(last)) if last else _create_default()
+
+
+def _create_optional(scheme: str, options: Mapping[str, object]) -> Transport | None:
+    """Create a transport if it reaches other hosts from here."""
+    check_options(scheme, options)  # what is wrong with them is an error; what this machine lacks is not
+    try:
+        made = create_transport(scheme, options)
+    except (BackendUnavailableError, ConfigurationError) as error:
+        logger.warning("%s is not offered to peers: %s", scheme, error)
+        return None
+    try:
+        made.require_network()
+    except BackendUnavailableError as error:
+        made.close()
+        logger.warning("%s is not offered to peers: %s", scheme, error)
+        return None
+    logger.info("%s is offered to peers on other hosts", scheme)
+    return made
+
+
+def _create_default() -> Transport:
+    """Create `ucx` if that is installed and works here, otherwise `zeromq`."""
     try:
         made, reason = create_transport(_PREFERRED, {}), "it is installed and works"
     except (BackendUnavailableError, ConfigurationError) as error:
@@ -177,23 +238,30 @@ class _JoinedGuards(GuardTable):
 
 
 class AutoEndpoint(Endpoint):
-    """Makes one endpoint of two *child* endpoints, one of shared memory and one of a network transport.
+    """Makes one endpoint of several *child* endpoints, one of shared memory and the others of network transports.
 
     Peers and transfers have ids of ours, because the children number theirs independently. The children keep all promises
     about the order of events, so passing each event on under our id keeps them as well. Only the loss of a peer that is
-    then tried over the network is dropped.
+    then tried over another child is dropped.
 
     Args:
-        local: None if other processes cannot map the pool. Then all peers are served over the network.
+        local: The endpoint of shared memory. None if other processes cannot map the pool: then all peers are served
+            over the network.
+        networks: Those of network transports, the preferred one first. All but the last are pollable.
     """
 
     scheme = SCHEME
 
-    def __init__(self, local: SharedMemoryEndpoint | None, network: Endpoint) -> None:
+    def __init__(self, local: Endpoint | None, networks: Sequence[Endpoint]) -> None:
         self._local = local
-        self._network = network
+        self._networks = networks
         self._host = this_host()
-        self._waker = _Waker(local.fileno(), network.wake) if local is not None else None
+        *preferred, self._waited = networks
+        self._polled: list[PollableEndpoint[Any]] = []
+        for child in preferred if local is None else (local, *preferred):
+            assert isinstance(child, PollableEndpoint), "the options name no other"
+            self._polled.append(child)
+        self._waker = _Waker([child.fileno() for child in self._polled], self._waited.wake)
         self._ids = itertools.count(1)
         self._peers: dict[int, _Peer] = {}
         # The same peers by the ids of the children, and our transfer ids by theirs: an event names its peer by those.
@@ -210,36 +278,57 @@ class AutoEndpoint(Endpoint):
     # -- peers ---------------------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        """Accept peers over both. `address` is empty, an address that this returned, or the network transport's own.
+        """Accept peers over all. `address` is empty, an address that this returned, or the last network transport's own.
 
         Raises:
             ConfigurationError: it is malformed, taken, or not ours to bind.
         """
-        wanted = AutoAddress(self._host, "", address)
+        wanted = AutoAddress(self._host, "", (address,))
         if address.startswith(f"{SCHEME}:"):
             wanted = AutoAddress.parse(address)
         self._require_open()
-        network = self._network.listen(wanted.network)
+        asked = dict(self._shared_with(wanted))
+        networks = tuple(child.listen(asked.get(child, "")) for child in self._networks)
         local = self._local.listen(wanted.local) if self._local is not None else ""
-        return str(AutoAddress(self._host, local, network))
+        return str(AutoAddress(self._host, local, networks))
+
+    def _shared_with(self, there: AutoAddress) -> list[tuple[Endpoint, str]]:
+        """Return the network endpoints that a node with this address has as well, and its address for each."""
+        found = [
+            (child, address)
+            for child in self._networks
+            for address in there.networks
+            if address.startswith(f"{child.scheme}:")
+        ]
+        # If there is none, the last one says what is wrong with the address.
+        return found or [(self._networks[-1], there.networks[-1])]
 
     def start_connect(self, address: str, *, timeout_s: float) -> int:
         self._require_open()
         there = AutoAddress.parse(address)
-        deadline = time.monotonic() + timeout_s
-        if there.host == self._host and there.local and self._local is not None:
-            their_id = self._local.start_connect(there.local, timeout_s=min(timeout_s, _LOCAL_CONNECT_S))
-            peer = _Peer(next(self._ids), self._local, their_id, "on this host", there.network, deadline)
-        else:
-            their_id = self._network.start_connect(there.network, timeout_s=timeout_s)
-            peer = _Peer(next(self._ids), self._network, their_id, self._reason_for_network(there))
-        self._add(peer)
-        return peer.peer_id
+        ways, reason = self._shared_with(there), "on another host"
+        missing = {child.scheme for child in self._networks} - {child.scheme for child, _ in ways}
+        if missing:
+            reason += f", and the peer does not offer {', '.join(missing)}"
+        if there.host == self._host:
+            if self._local is not None and there.local:
+                ways, reason = [(self._local, there.local), *ways], "on this host"
+            else:
+                whose = "this" if self._local is None else "its"
+                reason = f"on this host, but {whose} pool cannot be mapped by other processes"
+        return self._try(next(self._ids), ways, reason, time.monotonic() + timeout_s)
 
-    def _reason_for_network(self, there: AutoAddress) -> str:
-        if there.host != self._host:
-            return "on another host"
-        return f"on this host, but {'this' if self._local is None else 'its'} pool cannot be mapped by other processes"
+    def _try(self, peer_id: int, ways: Sequence[tuple[Endpoint, str]], reason: str, deadline: float) -> int:
+        """Begin to connect in the first of these ways. Raises: as the child does."""
+        (child, address), *left = ways
+        timeout_s = max(0.0, deadline - time.monotonic())
+        if child is self._local:
+            timeout_s = min(timeout_s, _LOCAL_CONNECT_S)
+        elif left:
+            timeout_s /= 2  # the rest is for the others
+        their_id = child.start_connect(address, timeout_s=timeout_s)
+        self._add(_Peer(peer_id, child, their_id, reason, left, deadline))
+        return peer_id
 
     def _add(self, peer: _Peer) -> None:
         self._peers[peer.peer_id] = self._peers_of[peer.child, peer.their_id] = peer
@@ -280,27 +369,29 @@ class AutoEndpoint(Endpoint):
     def wait_events(self, timeout_s: float) -> list[Event]:
         self._require_open()
         until = time.monotonic() + timeout_s
-        self._poll_local()
+        self._poll()
         while True:
-            wait_until = until if self._local is None else min(until, self._local.next_deadline())
-            left_s = 0.0 if self._events else max(0.0, wait_until - time.monotonic())
-            # One thread can wait for one of the two. The waker ends this wait if shared memory has something to do.
-            self._events += self._translated(self._network, self._network.wait_events(left_s))
-            self._poll_local()
+            next_look = min((child.next_deadline() for child in self._polled), default=math.inf)
+            left_s = 0.0 if self._events else max(0.0, min(until, next_look) - time.monotonic())
+            if next_look < until and 0.0 < left_s < _SLEPT_S:
+                time.sleep(left_s)
+                left_s = 0.0
+            # One thread can wait for one of them. The waker ends this wait if one of the others has something to do.
+            self._events += self._translated(self._waited, self._waited.wait_events(left_s))
+            self._poll()
             if self._events or self._is_woken or time.monotonic() >= until:
                 self._is_woken = False
                 events, self._events = self._events, []
                 return events
 
-    def _poll_local(self) -> None:
-        """Take everything from shared memory: the waker reports what is new, but not what is left."""
-        if self._local is None:
-            return
-        self._events += self._translated(self._local, self._local.wait_events(0))
-        poll = select.poll()
-        poll.register(self._local, select.POLLIN)
-        while poll.poll(0):
-            self._events += self._translated(self._local, self._local.wait_events(0))
+    def _poll(self) -> None:
+        """Take everything from the children that are not waited for: the waker reports what is new, but not what is left."""
+        for child in self._polled:
+            self._events += self._translated(child, child.wait_events(0))
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            while poll.poll(0):
+                self._events += self._translated(child, child.wait_events(0))
 
     def _translated(self, child: Endpoint, events: list[Event]) -> Iterator[Event]:
         """Yield a child's events with our ids, except the loss of a peer that is now tried over the network."""
@@ -314,40 +405,43 @@ class AutoEndpoint(Endpoint):
                 peer = _Peer(next(self._ids), child, event.peer_id, "the peer chose it")
                 self._add(peer)
             if isinstance(event, Connected):
-                peer.fallback = ""  # from here on a loss is a loss
+                peer.left = ()  # from here on a loss is a loss
                 if not event.incoming:
                     logger.info("peer %d is reached by %s: %s", peer.peer_id, child.scheme, peer.reason)
             elif isinstance(event, PeerLost):
                 self._remove(peer)
-                error = self._fall_back(peer, event.error) if peer.fallback else event.error
+                error = self._fall_back(peer, event.error)
                 if error is not None:
                     yield PeerLost(peer.peer_id, error)
                 continue
             yield replace(event, peer_id=peer.peer_id)
 
     def _fall_back(self, peer: _Peer, error: KVTransferError) -> KVTransferError | None:
-        """Shared memory did not connect: try the network, under the same id. Returns why that cannot begin either."""
-        left_s = max(0.0, peer.deadline - time.monotonic())
-        try:
-            their_id = self._network.start_connect(peer.fallback, timeout_s=left_s)
-        except KVTransferError as refusal:
-            return refusal
-        reason = f"on this host, but shared memory does not connect: {error}"
-        self._add(_Peer(peer.peer_id, self._network, their_id, reason))
-        return None
+        """A peer was lost: try the next way, under the same id. Returns the error if there is none left."""
+        reason = peer.reason
+        while peer.left:
+            name = "shared memory" if peer.child is self._local else peer.child.scheme
+            reason = f"{reason}, but {name} does not connect: {error}"
+            try:
+                self._try(peer.peer_id, peer.left, reason, peer.deadline)
+            except KVTransferError as refusal:
+                error = refusal
+                peer = replace(peer, child=peer.left[0][0], left=peer.left[1:])
+            else:
+                return None
+        return error
 
     def wake(self) -> None:
         self._is_woken = True
-        self._network.wake()
+        self._waited.wake()
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._local is not None and self._waker is not None:
-            self._waker.close()
-            self._local.close()
-        self._network.close()
+        self._waker.close()
+        for endpoint in (*self._polled, self._waited):
+            endpoint.close()
         self._peers.clear()
         self._peers_of.clear()
         self._transfers_of.clear()
@@ -355,19 +449,20 @@ class AutoEndpoint(Endpoint):
 
 
 class _Waker:
-    """A thread that calls `wake` whenever something new becomes readable at `descriptor`. It does nothing else.
+    """A thread that calls `wake` whenever something new becomes readable at a descriptor. It does nothing else.
 
     Args:
-        descriptor: Of an epoll instance, or of anything else that can be polled; open until `close` has returned.
+        descriptors: Of epoll instances, or of anything else that can be polled; open until `close` has returned.
     """
 
     # Edge-triggered below: until the owner has come round to it, a ready descriptor would keep this thread spinning.
 
-    def __init__(self, descriptor: int, wake: Callable[[], None]) -> None:
+    def __init__(self, descriptors: Iterable[int], wake: Callable[[], None]) -> None:
         self._wake = wake
         self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
-        self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        for descriptor in descriptors:
+            self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
         self._epoll.register(self._stopped, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="kvferry-auto", daemon=True)
         self._thread.start()

@@ -214,6 +214,14 @@ class NIXL:
             )
         return agent
 
+    def require_network(self) -> None:
+        """See `Transport.require_network`. Only networks report the failure of a peer, so that shows whether there is one."""
+        if self._error_handling != _ERROR_HANDLING[0]:
+            raise BackendUnavailableError(
+                f"NIXL finds no network here that may be used with {self._environment}: is there an RDMA device, and does "
+                "net_devices name it?"
+            )
+
     def close(self) -> None:
         """Close the first agent. All others are closed."""
         self._first.close()

@@ -30,7 +30,7 @@ from .._options import parse_options
 from .._outside import outside, survived
 from .._slices import SliceLimits, SlicePlan
 from ..base import Arena, Endpoint
-from ..endpoint import Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from ..endpoint import Peer, PeerTable, PeerTransport, Read
 from ..errors import (
     ConfigurationError,
     KVTransferError,
@@ -43,7 +43,7 @@ from ..errors import (
 from ..network import Found, Lookups, listen_on
 from ..regions import Pool, Segment
 from ..serving import PeerPool, ServedPool
-from ..streams import FrameSocket, KeepAlive, StreamBackend
+from ..streams import FrameSocket, KeepAlive, PollableEndpoint, StreamBackend
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
 from .reads import Reader, Remote
@@ -494,6 +494,9 @@ class NIXLBackend(StreamBackend[Connection]):
             return 0.0
         return max(self._options.poll_us * 1e-6, min(passed * _PAUSE_PART, _MAX_PAUSE_S))
 
+    def next_look(self) -> float:
+        return self.peers.clock() + self._pause() if self._active else math.inf
+
     def _touched(self) -> None:
         """Something has begun or ended: look often again."""
         self._last_change = self.peers.clock()
@@ -595,7 +598,10 @@ class NIXLTransport(PeerTransport):
             self.options.limits(),
             log=LimitedLog(logger),
         )
-        return PeerEndpoint(SCHEME, table)
+        return PollableEndpoint(SCHEME, table)
+
+    def require_network(self) -> None:
+        self._nixl.require_network()
 
     def _free(self) -> None:
         self._nixl.close()

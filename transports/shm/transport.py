@@ -17,10 +17,10 @@ from .._memory import WordTable, require_guard
 from .._options import parse_options
 from .._outside import outside
 from ..base import Arena
-from ..endpoint import Peer, PeerEndpoint, PeerTable, PeerTransport, Read
+from ..endpoint import Peer, PeerTable, PeerTransport, Read
 from ..errors import BackendUnavailableError, ConfigurationError, KVTransferError, TransferTimeoutError
 from ..regions import Pool
-from ..streams import FrameSocket, StreamBackend
+from ..streams import FrameSocket, PollableEndpoint, StreamBackend
 from .copier import Copier, CopyJob
 from .handshake import Handshake, out_of_order
 from .hello import FrameKind
@@ -154,10 +154,6 @@ class SharedMemoryBackend(StreamBackend[Contact]):
         super().turn(timeout_s)
         self._collect()
 
-    def fileno(self) -> int:
-        """A descriptor that is readable while `turn` has something to do about sockets and copies."""
-        return self.poller.fileno()
-
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_serving(self) -> None:
@@ -174,19 +170,6 @@ class SharedMemoryBackend(StreamBackend[Contact]):
 def _established(peer: Peer[Contact]) -> Established:
     assert isinstance(peer.connection, Established), "the table lets only connected peers through"
     return peer.connection
-
-
-class SharedMemoryEndpoint(PeerEndpoint[Contact]):
-    """A `PeerEndpoint` that another loop can wait for."""
-
-    _backend: SharedMemoryBackend
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while `wait_events` has something to do about sockets and copies.
-
-        It says nothing about deadlines: see `next_deadline`.
-        """
-        return self._backend.fileno()
 
 
 class SharedMemoryTransport(PeerTransport):
@@ -217,14 +200,14 @@ class SharedMemoryTransport(PeerTransport):
     def _allocate(self, num_bytes: int) -> Arena:
         return self._memory.allocate(num_bytes)
 
-    def _open(self, pool: Pool) -> SharedMemoryEndpoint:
+    def _open(self, pool: Pool) -> PollableEndpoint[Contact]:
         options, memory = self._options, self._memory
         table = PeerTable(
             lambda peers: SharedMemoryBackend(peers, options, memory, pool),
             options.limits(),
             log=LimitedLog(logger),
         )
-        return SharedMemoryEndpoint(self.scheme, table)
+        return PollableEndpoint(self.scheme, table)
 
     def _free(self) -> None:
         self._memory.close()
