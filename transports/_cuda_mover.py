@@ -283,3 +283,6 @@ class PinnedRing(Ring):
 
     def forget(self, waiter: object) -> None:
         self._waiters.pop(waiter, None)
+
+    def is_awaited(self, besides: object) -> bool:
+        return any(waiter is not besides for waiter in self._waiters)

@@ -103,6 +103,10 @@ class Ring(ABC):
     def forget(self, waiter: object) -> None:
         """Do not call a waiter any more. Unknown ones are ignored."""
 
+    @abstractmethod
+    def is_awaited(self, besides: object) -> bool:
+        """Return whether anything but `besides` waits for a buffer."""
+
 
 class Mover(ABC):
     """Copies between one pool and buffers.
@@ -231,3 +235,6 @@ class _Heap(Ring):
 
     def forget(self, waiter: object) -> None:
         pass
+
+    def is_awaited(self, besides: object) -> bool:
+        return False

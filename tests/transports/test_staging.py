@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,6 +30,7 @@ from kvferry.transports.errors import (
     TransportError,
 )
 from kvferry.transports.regions import Guard, RegionPairs
+from kvferry.transports.streams import encode_frame
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.testing import HostileProxy, TransportConformance, World, pairs_of
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
@@ -334,6 +337,58 @@ def test_a_peer_that_fetches_more_than_a_staging_buffer_holds_is_dropped(
     assert isinstance(lost.error, ProtocolError)
     assert "our hello allows 524288" in str(lost.error)
     assert world.read(good, EVERYTHING, HELD).error is None
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ucx"])  # zeromq sends copies, and keeps no buffer
+def test_a_peer_that_does_not_receive_loses_its_buffers_to_those_that_wait(
+    make_node: MakeNode, world: World, movers: list[CudaMover], scheme: str
+) -> None:
+    """It sends pings, so it is not silent."""
+    producer = make_node(True, **TIGHT, peer_timeout_s=0.4)
+    stalled = world.link(producer, make_node(False, window_slices=64))
+    other = world.link(producer, make_node(False, peer_timeout_s=0.4))
+    for _ in range(4):
+        start(stalled, EVERYTHING)
+    checked: Any = stalled.consumer.endpoint
+    table = checked._inner._table
+    connection = table.connected_peer(stalled.producer_id).connection
+    num_stuck = 0
+
+    def ping() -> None:
+        with suppress(KVTransferError):
+            table.backend.stream_of(connection).send(encode_frame(table.backend.ping_kind, b""))
+
+    def is_stuck() -> bool:
+        nonlocal num_stuck
+        ping()
+        ring: Any = movers[0].gather_ring
+        num_stuck = 0 if ring.num_free or movers[0].has_open_tickets else num_stuck + 1
+        return num_stuck == 50
+
+    world.serve(is_stuck, producer, other.consumer)
+    transfer_id = start(other, SCATTERED)
+
+    def is_over() -> bool:
+        ping()
+        return ended(other.consumer, transfer_id)
+
+    world.serve(is_over, producer, other.consumer)
+    assert other.consumer.ends_of(transfer_id)[0].error is None
+    assert "keeps staging buffers" in str(producer.of_type(PeerLost)[0].error)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["tcp"]
+)  # ucx drops the peer, and zeromq takes no buffer before bytes have come
+def test_a_read_that_times_out_does_not_keep_its_buffers_for_an_owner_that_sends_nothing(
+    make_node: MakeNode, world: World, movers: list[CudaMover], scheme: str
+) -> None:
+    consumer = make_node(True, **TIGHT, peer_timeout_s=60.0)
+    link = world.link(make_node(False), consumer)
+    transfer_id = start(link, EVERYTHING, timeout_s=0.05)
+    world.serve(lambda: ended(consumer, transfer_id), consumer)
+    assert not consumer.of_type(PeerLost)
+    assert has_all_buffers(movers[0])
 
 
 def test_two_nodes_that_read_from_each_other_do_not_fill_each_others_rings(

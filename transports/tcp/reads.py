@@ -149,9 +149,12 @@ class Reader:
 
     def _abandon(self, transfer: _Transfer) -> None:
         transfer.is_stopped = True
-        for piece in self._slices.values():
-            if piece.transfer is transfer and piece.is_arriving and piece.buffer is None:
-                self._lanes[piece.lane].discard()
+        for piece in list(self._slices.values()):  # a buffer that comes back may have the next slice fetched
+            if piece.transfer is transfer:
+                if piece.is_arriving:
+                    self._lanes[piece.lane].discard()
+                # The owner may never answer, and other reads may wait for a buffer.
+                self._give_back(piece)
 
     # -- fetching --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import xxhash
 from .._movers import Mover, StagingBuffer
 from ..errors import ProtocolError
 from ..regions import AddressArray, Int64Array
-from ..serving import ServedPool, encode_rows, require_slice
+from ..serving import SendBuffers, ServedPool, encode_rows, require_slice
 from .iovec import Pieces
 from .stream import Answer, TcpStream
 from .wire import End, Fetch, Slice
@@ -43,6 +43,7 @@ class Server:
     ) -> None:
         self._served = served
         self._mover = mover
+        self.buffers = SendBuffers(mover.gather_ring)
         self._max_slice_bytes = max_slice_bytes
         self._resume = resume
         self._fail = fail
@@ -79,9 +80,9 @@ class Server:
         """Gather as many of the waiting slices as there are buffers, in the order in which they were fetched."""
         while self._waiting:
             answer = self._waiting[0]
-            buffer = self._mover.gather_ring.take(answer.fetch.num_bytes)
+            buffer = self.buffers.take(answer.fetch.num_bytes)
             if buffer is None:
-                self._mover.gather_ring.when_free(self, self._gather)
+                self.buffers.when_free(self._gather)
                 return
             self._waiting.popleft()
             answer.gather(buffer)
@@ -90,7 +91,7 @@ class Server:
         """The peer is gone. Buffers come back as soon as nothing is copied into them any more."""
         self._is_closed = True
         self._waiting.clear()
-        self._mover.gather_ring.forget(self)
+        self.buffers.forget()
 
 
 class _Answer(Answer):
@@ -125,6 +126,7 @@ class _Answer(Answer):
                 self._give_back()
                 self._server._fail(ticket.error)
                 return
+            self._server.buffers.start_sending(buffer)
             # After the copy: what is sent from here on is the copy, whatever happens to the pool.
             if not self._holds():
                 self.send_only_end(is_held=False)
@@ -161,7 +163,7 @@ class _Answer(Answer):
     def _give_back(self) -> None:
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
-            self._server._mover.gather_ring.give_back(buffer)
+            self._server.buffers.give_back(buffer)
 
 
 def digest_of(rows: Int64Array) -> xxhash.xxh3_64:

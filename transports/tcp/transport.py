@@ -386,6 +386,10 @@ class TcpBackend(StreamBackend[Link]):
             stream.last_heard += missed_s
             if self.peers.clock() - stream.last_heard > patience_s:
                 raise PeerLostError("the peer did not add another connection in time")
+        if peer.connection.server is not None:
+            peer.connection.server.buffers.require_progress(
+                self.peers.clock(), missed_s, self._options.peer_timeout_s
+            )
 
     # -- the end ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Final
 from .._movers import StagingBuffer, Ticket
 from ..errors import ProtocolError
 from ..regions import AddressArray, Guard, Int64Array
-from ..serving import ServedPool, require_slice
+from ..serving import SendBuffers, ServedPool, require_slice
 from ..streams import FrameSocket
 from .library import Operation, Worker
 from .wire import Answer, Fetch
@@ -64,6 +64,7 @@ class Server:
     ) -> None:
         self._served = served
         self._mover = served.mover
+        self.buffers = SendBuffers(served.mover.gather_ring)
         self._worker = worker
         self._channel = channel
         self._max_slice_bytes = max_slice_bytes
@@ -107,12 +108,11 @@ class Server:
 
     def _stage_waiting(self) -> None:
         """Start the copies for which there are staging buffers."""
-        ring = self._mover.gather_ring
         while self._waiting:
             outgoing, addresses, lengths = self._waiting[0]
-            outgoing.buffer = ring.take(outgoing.num_bytes)
+            outgoing.buffer = self.buffers.take(outgoing.num_bytes)
             if outgoing.buffer is None:
-                ring.when_free(self, self._resume)
+                self.buffers.when_free(self._resume)
                 return
             self._waiting.popleft()
             ticket = self._mover.start_gather(outgoing.buffer.address, addresses, lengths)
@@ -127,17 +127,18 @@ class Server:
 
     def _on_gathered(self, outgoing: _Outgoing, buffer: StagingBuffer, ticket: Ticket) -> None:
         if self._is_closed:
-            self._mover.gather_ring.give_back(buffer)
+            self.buffers.give_back(buffer)
             return
         try:
             if ticket.error is not None:
                 raise ticket.error
             outgoing.operation = self._worker.send(outgoing.tag, buffer.address, outgoing.num_bytes)
+            self.buffers.start_sending(buffer)
             self._activate()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this peer alone
             # No copy writes into the buffer any more, and nothing was sent from it.
             outgoing.buffer = None
-            self._mover.gather_ring.give_back(buffer)
+            self.buffers.give_back(buffer)
             self._fail(error)
 
     def settle(self) -> None:
@@ -152,7 +153,7 @@ class Server:
         self._outgoing = [outgoing for outgoing in self._outgoing if not outgoing.has_left]
         for outgoing in done:
             if outgoing.buffer is not None:
-                self._mover.gather_ring.give_back(outgoing.buffer)
+                self.buffers.give_back(outgoing.buffer)
         for outgoing in done:
             assert outgoing.operation is not None, "it has left"
             outgoing.operation.check()
@@ -164,8 +165,8 @@ class Server:
         """Give the buffers back. The worker is closed, so UCX sends nothing more; copies that were launched still end."""
         self._is_closed = True
         self._waiting.clear()
-        self._mover.gather_ring.forget(self)
+        self.buffers.forget()
         for outgoing in self._outgoing:
             if outgoing.operation is not None and outgoing.buffer is not None:
-                self._mover.gather_ring.give_back(outgoing.buffer)
+                self.buffers.give_back(outgoing.buffer)
         self._outgoing.clear()

@@ -378,6 +378,10 @@ class UCXBackend(StreamBackend[Connection]):
                 return False
         return True
 
+    def on_tick(self, peer: Peer[Connection], missed_s: float) -> None:
+        buffers = self._links[peer].server.buffers
+        buffers.require_progress(self.peers.clock(), missed_s, self._options.peer_timeout_s)
+
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_serving(self) -> None:
