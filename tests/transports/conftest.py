@@ -70,8 +70,13 @@ def raw() -> Iterator[Raw]:
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[..., World]]:
-    """Make worlds of `zeromq` nodes with these options. They are closed after the test."""
+def make_world(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
+    """Make worlds of `zeromq` nodes with these options. They are closed after the test.
+
+    Its parameter, if it has one, says where the pools are: `"main memory"` or `"GPU"`.
+    """
+    if getattr(request, "param", "") == "GPU":
+        request.getfixturevalue("gpu_pools")
     with ExitStack() as stack:
 
         def make(**options: Any) -> World:

@@ -5,6 +5,7 @@ Device memory is poisoned: code that touches it with the CPU crashes. Copies end
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ import pytest
 
 from kvferry.transports._cuda_mover import CudaMover
 from kvferry.transports._slices import SliceLimits
-from kvferry.transports.base import Arena, PeerLost, Transport
+from kvferry.transports.auto import AutoTransport
+from kvferry.transports.base import Arena, Endpoint, PeerLost, Transport
 from kvferry.transports.errors import (
     ConfigurationError,
     KVTransferError,
@@ -29,10 +31,16 @@ from kvferry.transports.errors import (
     TransportClosedError,
     TransportError,
 )
-from kvferry.transports.regions import Guard, RegionPairs
+from kvferry.transports.regions import Guard, Pool, RegionPairs
 from kvferry.transports.streams import encode_frame
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.testing import HostileProxy, TransportConformance, World, pairs_of
+from kvferry.transports.testing import (
+    HostileProxy,
+    TransportConformance,
+    World,
+    pairs_of,
+    read_without_checks,
+)
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 from kvferry.transports.testing.harness import DEADLINE_S, Link, Node
 from kvferry.transports.ucx import UCXTransport
@@ -106,28 +114,67 @@ def make(
     return transport
 
 
-class TestZeroMQOnGpus(TransportConformance):
+class _Conformance(TransportConformance):
+    connect_raw = None  # the same as for main memory
+
+    @pytest.fixture
+    def read_unchecked(self) -> Any:
+        return read_without_checks
+
+
+class TestZeroMQOnGpus(_Conformance):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         return lambda options: make("zeromq", driver, options)
 
 
-class TestUCXOnGpus(TransportConformance):
+class TestUCXOnGpus(_Conformance):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         return lambda options: make("ucx", driver, options)
 
 
-class TestZeroMQWithATightRing(TransportConformance):
+class TestZeroMQWithATightRing(_Conformance):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         return lambda options: make("zeromq", driver, {**TIGHT, **options})
 
 
-class TestUCXWithATightRing(TransportConformance):
+class TestUCXWithATightRing(_Conformance):
     @pytest.fixture
     def create(self, driver: CudaDriverStandIn) -> Create:
         return lambda options: make("ucx", driver, {**TIGHT, **options})
+
+
+class AutoOnGpu(AutoTransport):
+    """Likewise, with each node on a host of its own if `hosts` is set."""
+
+    driver: CudaDriverStandIn
+    hosts: Iterator[int] | None = None
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        return self.driver.allocate(num_bytes)
+
+    def register(self, pool: Pool) -> Endpoint:
+        endpoint: Any = super().register(pool)
+        if self.hosts is not None:
+            endpoint._host = f"host-{next(self.hosts)}"
+        return endpoint
+
+
+@pytest.mark.slow  # it passes everything on to transports that are tested above
+@pytest.mark.parametrize("hosts", [None, itertools.count()], ids=["on one host", "between hosts"])
+class TestAutoOnGpus(TransportConformance):
+    read_unchecked = connect_raw = None
+
+    @pytest.fixture
+    def create(self, driver: CudaDriverStandIn, hosts: Iterator[int] | None) -> Create:
+        def make_auto(options: Mapping[str, object]) -> Transport:
+            transport = AutoOnGpu({"network": "zeromq", **options})
+            transport.driver, transport.hosts = driver, hosts
+            return transport
+
+        return make_auto
 
 
 @pytest.fixture(params=list(KINDS))

@@ -82,11 +82,16 @@ def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
         pass
 
 
+POOLS_OF_BOTH_KINDS = pytest.mark.parametrize("world", ["main memory", "GPU"], indirect=True)
+
 # -- strangers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Its parameter, if it has one, says where the pools are: `"main memory"` or `"GPU"`."""
+    if getattr(request, "param", "") == "GPU":
+        request.getfixturevalue("gpu_pools")
     world = World(lambda: TcpTransport({"handshake_timeout_s": 0.3}))
     yield world
     world.close()
@@ -229,6 +234,7 @@ CRIMES: dict[str, list[Any]] = {
 }
 
 
+@POOLS_OF_BOTH_KINDS
 @pytest.mark.parametrize("crime", CRIMES.values(), ids=CRIMES.keys())
 def test_a_peer_that_misbehaves_is_dropped(
     world: World, node: Node, dial: Callable[[], Peer], crime: list[Any]
@@ -317,6 +323,7 @@ LIES: dict[str, tuple[list[Any], type[Exception]]] = {
 }
 
 
+@POOLS_OF_BOTH_KINDS
 @pytest.mark.parametrize(("lie", "error"), LIES.values(), ids=LIES.keys())
 def test_what_an_owner_did_not_vouch_for_is_not_delivered(
     world: World, node: Node, owner: tuple[Peer, int], lie: list[Any], error: type[Exception]

@@ -75,7 +75,10 @@ def test_frames_may_come_in_pieces(frames: list[Hello], piece: int) -> None:
 
 
 @pytest.fixture
-def node() -> Iterator[Endpoint]:
+def node(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
+    """Its parameter, if it has one, says where its pool is: `"main memory"` or `"GPU"`."""
+    if getattr(request, "param", "") == "GPU":
+        request.getfixturevalue("gpu_pools")
     transport = UCXTransport({"handshake_timeout_s": 0.3})
     arena = transport.allocate(4096)
     yield transport.register(Pool([arena.segment]))
@@ -169,6 +172,7 @@ def said_hello_again(send: Callable[[bytes], None]) -> None:
 
 
 @needs_ucxx
+@pytest.mark.parametrize("node", ["main memory", "GPU"], indirect=True)
 @pytest.mark.parametrize("misbehave", [asked_for_too_much, answered_unasked, said_hello_again])
 def test_a_peer_that_misbehaves_is_dropped(
     node: Endpoint, misbehave: Callable[[Callable[[bytes], None]], None]

@@ -147,6 +147,7 @@ class TestStrangers:
         assert isinstance(node.of_type(PeerLost)[0].error, PeerLostError)
 
 
+@pytest.mark.parametrize("make_world", ["main memory", "GPU"], indirect=True)
 class TestReaders:
     """Peers that complete the handshake and then send requests that are not allowed."""
 

@@ -23,6 +23,8 @@ from kvferry.transports.zeromq.options import Address
 from kvferry.transports.zeromq.serving import checksum_of
 from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
 
+pytestmark = pytest.mark.parametrize("make_world", ["main memory", "GPU"], indirect=True)
+
 POOL_BYTES = 4 << 20
 HELD = Guard(5, 77)
 HELLO = Hello(64, (POOL_BYTES,))
