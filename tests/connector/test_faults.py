@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
+from tests.support.gpu_pools import GpuPools
 
 NUM_LOADS = 4
 MAX_TURNS = 6
@@ -123,6 +124,21 @@ def test_a_fault_at_the_consumer(fault: Fault) -> None:
 def test_a_fault_at_the_producer(fault: Fault) -> None:
     with pair({}, {"faults": [fault]}) as (consumer, producer):
         hand_over(consumer, producer)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    # The CPU cannot corrupt bytes of a GPU. Of five errors that end a read in the same way, one will do.
+    [
+        fault
+        for fault in AT_THE_CONSUMER[6:]
+        if fault.get("error") in (None, "RegionError") and fault["kind"] != "corrupt"
+    ],
+    ids=named,
+)
+def test_a_fault_of_a_read_between_gpus(gpu_pools: GpuPools, fault: Fault) -> None:
+    with pair({"inner": "zeromq", "faults": [fault]}, {"inner": "zeromq"}) as nodes:
+        assert any(hand_over(*nodes))
 
 
 @pytest.mark.parametrize("seed", range(3))
