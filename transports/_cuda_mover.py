@@ -135,7 +135,11 @@ class _Lane:
                     _Open(ticket, event, self._launch(event, *_merged(targets, sources, lengths)))
                 )
         except TransportError as error:
-            ticket.end(error)  # nothing was launched
+            if self.open and self.open[-1].ticket is ticket:
+                # Only the context could not be restored. The copies run, so the ticket ends with their event.
+                self.open[-1] = self.open[-1]._replace(failure=error)
+            else:
+                ticket.end(error)  # nothing was launched
         return ticket
 
     def _make_event(self) -> Any:

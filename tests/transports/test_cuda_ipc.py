@@ -167,6 +167,17 @@ def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_report
     assert len(num_copied) == 9
 
 
+def test_copies_have_ended_even_if_their_event_cannot_be_recorded(
+    driver: CudaDriverStandIn, make_node: MakeNode, world: World
+) -> None:
+    link = world.link(make_node(0), make_node(0))
+    num_copied = []
+    driver.on_copied = lambda: num_copied.append(1)
+    driver.failures["cuEventRecord"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    assert isinstance(world.read(link, SCATTERED, HELD).error, TransportError)
+    assert len(num_copied) == 64
+
+
 def test_bytes_of_a_producer_that_died_meanwhile_are_not_accepted(
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
@@ -230,7 +241,10 @@ def test_a_pool_in_main_memory_and_one_on_a_gpu_are_incompatible(
 ) -> None:
     error = refusal(world, make_node(dialer), make_node(listener))
     assert error.field == "memory of the pool"
-    assert {error.local, error.remote} == {"main memory", "GPU-00000000-0000-0000-0000-000000000000"}
+    kinds = ("main memory", "GPU-00000000-0000-0000-0000-000000000000")
+    ours, theirs = kinds if dialer is None else kinds[::-1]
+    assert error.local == ours
+    assert str(error.remote).startswith(f"{theirs}; a GPU and main memory can pair over auto")
 
 
 def test_a_process_that_cannot_be_seen_is_refused(driver: CudaDriverStandIn) -> None:

@@ -180,6 +180,17 @@ def test_a_launch_that_fails_ends_its_ticket_with_the_reason(
     rig.mover.gather_ring.give_back(buffer)
 
 
+def test_a_launch_that_fails_after_its_copies_were_launched_waits_for_them(
+    rig: Rig, driver: CudaDriverStandIn
+) -> None:
+    driver.failures["cuCtxPopCurrent"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    ticket, buffer = rig.gather([0], [100])
+    assert not ticket.is_over, "a copy still writes into the buffer"
+    rig.mover.drain()
+    assert "cuCtxPopCurrent" in str(ticket.error)
+    rig.mover.gather_ring.give_back(buffer)
+
+
 def test_a_gpu_that_fails_later_ends_its_tickets(rig: Rig, driver: CudaDriverStandIn) -> None:
     ticket, buffer = rig.gather([0], [100])
     driver.failures["cuEventQuery"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS

@@ -106,7 +106,12 @@ class CudaDevice:
             try:
                 yield
             finally:
-                self._driver.call("cuEventRecord", event, self._stream)
+                try:
+                    self._driver.call("cuEventRecord", event, self._stream)
+                except TransportError:
+                    # Without the event only the whole stream says when the copies are over.
+                    self._driver.call("cuStreamSynchronize", self._stream)
+                    raise
                 rest_s = _SHORTEST_REST_S
                 while not self._driver.has_ended(event):
                     time.sleep(rest_s)

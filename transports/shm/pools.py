@@ -117,10 +117,11 @@ class SharedPool:
             return RemoteCudaMemory(hello, descriptors, pid, self.device)
         if self.device is None and not hello.allocations:
             return RemoteMemory(hello, descriptors, pid)
+        theirs = gpu_name(hello.allocations[0].gpu) if hello.allocations else "main memory"
         raise IncompatiblePeerError(
             field="memory of the pool",
             local="main memory" if self.device is None else gpu_name(self.device.gpu),
-            remote=gpu_name(hello.allocations[0].gpu) if hello.allocations else "main memory",
+            remote=f"{theirs}; a GPU and main memory can pair over auto, tcp, zeromq and ucx",
         )
 
     def close(self) -> None:
