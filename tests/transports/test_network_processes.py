@@ -266,6 +266,7 @@ class TestPoolsOnGpus:
         node.until(lambda: node.saw(PeerLost))
         node.until(gpu_pools.are_idle, NOTICED_S)
 
+    @pytest.mark.slow
     def test_a_peer_freezes_that_reads_and_is_read(
         self, node: Node, start: Start, gpu_pools: GpuPools
     ) -> None:
