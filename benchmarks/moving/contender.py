@@ -71,6 +71,7 @@ class Contender:
         reader: Makes the reader, in its process, from the setup and the address that the owner sent.
         distribution: Name of the distribution that must be installed; empty if none.
         environment: Environment variables of both processes.
+        twin: The contender whose speed it is compared with; empty if none.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     distribution: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    twin: str = ""
 
     @property
     def version(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .contender import Contender
 from .memory import MemcpyReader, own_nothing
 from .mooncake import MooncakeReader, own_mooncake
-from .nixl import NixlReader, own_nixl
+from .nixl import NIXL, NixlReader, own_nixl
 from .ours import OurReader, own_ours
 from .sockets import SocketReader, own_sockets
 
@@ -21,24 +22,57 @@ _PATIENT = {"handshake_timeout_s": 3600}
 _PATIENT_OVER_NETWORK = {**_PATIENT, "peer_timeout_s": 3600}
 
 
+#: What must be installed for a transport, if it is not a part of kvferry's own requirements.
+_DISTRIBUTIONS = {"ucx": "ucxx-cu12", "nixl": NIXL}
+
+
 def ours(
-    name: str, scheme: str, options: Mapping[str, Any], *, in_arena: bool = True, is_patient: bool = True
+    name: str,
+    scheme: str,
+    options: Mapping[str, Any],
+    *,
+    in_arena: bool = True,
+    staged: bool = False,
+    is_patient: bool = True,
+    twin: str = "",
 ) -> Contender:
     """One of kvferry's transports with some options.
 
     Args:
+        in_arena: Whether the transport allocates the pools.
+        staged: Whether the bytes pass through staging buffers.
         is_patient: Whether its peers are not lost while their processes are stopped.
+        twin: The contender whose speed it is compared with.
     """
     patient: Mapping[str, Any] = {}
     if is_patient:
         patient = _PATIENT if scheme == "shm" else _PATIENT_OVER_NETWORK
-    described = {"scheme": scheme, "transport": {**patient, **options}, "in_arena": in_arena}
-    return Contender(name, own_ours, OurReader, described, "ucxx-cu12" if scheme == "ucx" else "")
+    described = {
+        "scheme": scheme,
+        "transport": {**patient, **options},
+        "in_arena": in_arena,
+        "staged": staged,
+    }
+    return Contender(name, own_ours, OurReader, described, _DISTRIBUTIONS.get(scheme, ""), twin=twin)
 
 
-def _nixl(name: str, environment: Mapping[str, str]) -> Contender:
-    quiet = {"NIXL_LOG_LEVEL": "FATAL", **environment}
-    return Contender(name, own_nixl, NixlReader, distribution="nixl-cu12", environment=quiet)
+def nixl_pair(tls: str) -> tuple[Contender, Contender]:
+    """NIXL alone, and the transport `nixl`, over the same UCX transports."""
+    alone, name = f"NIXL, {tls}", f"kvferry nixl, {tls}"
+    # What the transport sets for itself. `cma` is what UCX chooses between two processes of one host if TCP is out.
+    environment = {
+        "NIXL_LOG_LEVEL": "FATAL",
+        "UCX_LOG_LEVEL": "FATAL",
+        "UCX_TLS": "^tcp" if tls == "cma" else tls,
+        "UCX_NET_DEVICES": "lo",
+    }
+    options = {"tls": environment["UCX_TLS"], "net_devices": "lo", "refuse_tcp": tls != "tcp"}
+    # UCX has no failure handling over shared memory and cma.
+    mode = {"error_handling": "none" if tls == "cma" else "peer"}
+    return (
+        Contender(alone, own_nixl, NixlReader, mode, NIXL, environment),
+        replace(ours(name, "nixl", options, twin=alone), environment=environment),
+    )
 
 
 def all_contenders(secret_file: Path, certificates: Path, congestion_control: str) -> list[Contender]:
@@ -56,16 +90,19 @@ def all_contenders(secret_file: Path, certificates: Path, congestion_control: st
     return [
         Contender(MEMCPY, own_nothing, MemcpyReader),
         Contender(SOCKETS, own_sockets, SocketReader, plain),
-        ours("kvferry shm", "shm", {}),
+        ours("kvferry shm", "shm", {}, twin="NIXL, cma"),
         ours("kvferry shm, no arena", "shm", {}, in_arena=False),
-        ours("kvferry tcp, unchecked", "tcp", {**plain, "checksums": False}),
-        ours("kvferry tcp", "tcp", plain),
-        ours("kvferry tcp, TLS", "tcp", tls),
-        ours("kvferry zeromq, unchecked", "zeromq", {**plain, "checksums": False}),
-        ours("kvferry zeromq", "zeromq", plain),
-        ours("kvferry zeromq, CURVE", "zeromq", curve),
-        ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}),
-        _nixl("NIXL, cma", {}),
-        _nixl("NIXL, tcp", {"UCX_TLS": "tcp"}),
+        ours("kvferry tcp, unchecked", "tcp", {**plain, "checksums": False}, twin=SOCKETS),
+        ours("kvferry tcp", "tcp", plain, twin=SOCKETS),
+        ours("kvferry tcp, staged", "tcp", plain, staged=True, twin="kvferry tcp"),
+        ours("kvferry tcp, TLS", "tcp", tls, twin="kvferry zeromq, CURVE"),
+        ours("kvferry zeromq, unchecked", "zeromq", {**plain, "checksums": False}, twin=SOCKETS),
+        ours("kvferry zeromq", "zeromq", plain, twin=SOCKETS),
+        ours("kvferry zeromq, staged", "zeromq", plain, staged=True, twin="kvferry zeromq"),
+        ours("kvferry zeromq, CURVE", "zeromq", curve, twin=SOCKETS),
+        ours("kvferry ucx, tcp", "ucx", {"tls": "tcp"}, twin="NIXL, tcp"),
+        ours("kvferry ucx, tcp, staged", "ucx", {"tls": "tcp"}, staged=True, twin="kvferry ucx, tcp"),
+        *nixl_pair("cma"),
+        *nixl_pair("tcp"),
         Contender("Mooncake, tcp", own_mooncake, MooncakeReader, {}, "mooncake-transfer-engine-non-cuda"),
     ]

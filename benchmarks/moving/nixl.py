@@ -5,6 +5,8 @@ The progress thread, which is on by default, spins in both processes and takes p
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable
@@ -18,22 +20,40 @@ from kvferry.transports import RegionPairs
 from .contender import TIMEOUT_S, Reader, Setup, pool_memory
 
 
-class _Agent:
-    """An agent with a registered pool."""
+def _installed() -> str:
+    """Return the name of the distribution of NIXL that is installed; if none is, that of the one for CUDA 12."""
+    for name in ("nixl-cu13", "nixl-cu12"):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name
+    return "nixl-cu12"
+
+
+NIXL = _installed()
+
+
+class Agent:
+    """An agent with a registered pool. Option: `error_handling`, UCX's mode."""
 
     def __init__(self, name: str, setup: Setup) -> None:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-        self.agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        api: Any = importlib.import_module(f"{NIXL.replace('-', '_')}._api")
+        self.agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self.agent.create_backend("UCX", {"ucx_error_handling_mode": setup.options["error_handling"]})
         self._memory = pool_memory(setup.pool_bytes)
         self.pool = np.frombuffer(self._memory, dtype=np.int64)
         self.address = self.pool.ctypes.data
-        self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
+        self._registered = self.agent.register_memory([(self.address, setup.pool_bytes, 0, "")], "DRAM")
+
+    def deregister(self) -> None:
+        """Take the pool back from NIXL."""
+        self.agent.deregister_memory(self._registered)
 
 
 def own_nixl(setup: Setup, reader: Connection) -> None:
     """Poll all the time: without it nothing moves over TCP."""
-    node = _Agent("owner", setup)
+    node = Agent("owner", setup)
     node.pool[:] = np.arange(len(node.pool))
     reader.send((node.agent.get_agent_metadata(), node.address))
     while not reader.poll():
@@ -46,7 +66,7 @@ class NixlReader(Reader):
 
     def __init__(self, setup: Setup, address: tuple[bytes, int]) -> None:
         metadata, self._remote_address = address
-        self._node = _Agent("reader", setup)
+        self._node = Agent("reader", setup)
         self._agent = self._node.agent
         self.pool = self._node.pool
         self._owner = self._agent.add_remote_agent(metadata)

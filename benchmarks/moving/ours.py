@@ -13,19 +13,24 @@ from kvferry.transports import Pool as TransportPool
 from kvferry.transports.registry import create_transport
 
 from .contender import TIMEOUT_S, Pool, Reader, Setup, pool_memory
+from .staging import stage
 
-_GUARD = Guard(1, 7)
+#: What the owner holds for the whole pool.
+GUARD = Guard(1, 7)
 _EventType = TypeVar("_EventType", bound=Event)
 
 
 class Node:
     """A transport with a registered pool, and its endpoint.
 
-    Options: `scheme`; `transport`, the transport's own options; `in_arena`, whether the transport allocates the pool.
+    Options: `scheme`; `transport`, the transport's own options; `in_arena`, whether the transport allocates the pool;
+    `staged`, whether bytes pass through staging buffers as those of a GPU do.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.transport = create_transport(setup.options["scheme"], setup.options["transport"])
+        if setup.options["staged"]:
+            stage(self.transport)
         if setup.options["in_arena"]:
             self._arena = self.transport.allocate(setup.pool_bytes)
             segment = self._arena.segment
@@ -40,7 +45,7 @@ class Node:
 def own_ours(setup: Setup, reader: Connection) -> None:
     node = Node(setup)
     node.pool[:] = np.arange(len(node.pool))
-    node.transport.guards.set(_GUARD.index, _GUARD.value)
+    node.transport.guards.set(GUARD.index, GUARD.value)
     reader.send(node.endpoint.listen(""))
     while not reader.poll():
         node.endpoint.wait_events(0.05)
@@ -85,7 +90,7 @@ class OurReader(Reader):
         raise TimeoutError(f"timed out after {TIMEOUT_S:g} s waiting for {wanted.__name__}")
 
     def read(self, pairs: RegionPairs) -> str:
-        self._endpoint.start_read(self._peer_id, pairs, _GUARD, timeout_s=TIMEOUT_S)
+        self._endpoint.start_read(self._peer_id, pairs, GUARD, timeout_s=TIMEOUT_S)
         ended = self._wait(TransferEnded)
         if ended.error is not None:
             raise ended.error

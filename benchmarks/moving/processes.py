@@ -86,6 +86,10 @@ class Child:
         except OSError:
             pass
         self._process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process, whatever it does."""
         self._process.kill()
         self._process.join()
         self._process.close()

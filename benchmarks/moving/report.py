@@ -59,7 +59,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         )
         yield (
             f"  {'':27}{'p50 ms':>9}{'GB/s':>7}{'x memcpy':>10}  {'(quartiles)':13}"
-            f"{'x sockets':>10}{'CPU s/GB':>10}  moved by"
+            f"{'x sockets':>10}{'CPU s/GB':>10}  {'x twin':44}moved by"
         )
         yield from map(_line, rows)
 
@@ -70,9 +70,13 @@ def _shape_of(result: Result) -> tuple[str, int, str]:
 
 def _line(r: Result) -> str:
     quartiles = f"({r.to_memcpy_quartiles[0]:.2f}-{r.to_memcpy_quartiles[1]:.2f})"
+    twin = ""
+    if r.twin:
+        low, high = r.to_twin_quartiles
+        twin = f"{r.to_twin:.2f} ({low:.2f}-{high:.2f}) of {r.twin}"
     return (
-        f"  {r.contender:27}{r.p50_ms:>9.2f}{r.gb_per_s:>7.2f}{r.to_memcpy:>10.2f}  {quartiles:13}"
-        f"{r.to_sockets:>10.2f}{r.cpu_s_per_gb:>10.2f}  {r.mechanism} {r.version}"
+        f"  {r.contender:27}{r.p50_ms:>9.3f}{r.gb_per_s:>7.2f}{r.to_memcpy:>10.2f}  {quartiles:13}"
+        f"{r.to_sockets:>10.2f}{r.cpu_s_per_gb:>10.2f}  {twin:44}{r.mechanism} {r.version}"
     )
 
 

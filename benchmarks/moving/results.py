@@ -21,6 +21,8 @@ class Result:
         to_memcpy: Speed relative to memcpy in the same round; median over rounds, 0 if memcpy was not measured.
         to_memcpy_quartiles: First and third quartile of the same ratio.
         to_sockets: Speed relative to plain sockets, likewise.
+        twin: The contender that it is compared with; empty if none.
+        to_twin: Speed relative to the twin, likewise; 0 if there is none or it was not measured.
         cpu_s_per_gb: Processor time of both processes per 10**9 bytes.
     """
 
@@ -38,6 +40,9 @@ class Result:
     to_memcpy: float
     to_memcpy_quartiles: tuple[float, float]
     to_sockets: float
+    twin: str
+    to_twin: float
+    to_twin_quartiles: tuple[float, float]
     cpu_s_per_gb: float
 
 
@@ -56,6 +61,7 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
     reads = [read for turn in turns for read in turn]
     p50_s = statistics.median(read.seconds for read in reads)
     low, to_memcpy, high = _ratios(turns, measured.turns.get((MEMCPY, shape), []))
+    twin_low, to_twin, twin_high = _ratios(turns, measured.turns.get((contender.twin, shape), []))
     return Result(
         contender=contender.name,
         version=contender.version,
@@ -71,6 +77,9 @@ def _result(contender: Contender, shape: Shape, measured: Measured) -> Result:
         to_memcpy=to_memcpy,
         to_memcpy_quartiles=(low, high),
         to_sockets=_ratios(turns, measured.turns.get((SOCKETS, shape), []))[1],
+        twin=contender.twin if to_twin else "",
+        to_twin=to_twin,
+        to_twin_quartiles=(twin_low, twin_high),
         cpu_s_per_gb=statistics.fmean(read.cpu_seconds for read in reads) / shape.num_bytes * 1e9,
     )
 

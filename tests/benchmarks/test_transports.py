@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from benchmarks.moving.contender import Contender
+from benchmarks.moving.memory import MemcpyReader, own_nothing
+from benchmarks.moving.processes import Timing
+from benchmarks.moving.report import table
+from benchmarks.moving.results import results_of
+from benchmarks.moving.rounds import Measured
+from benchmarks.moving.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +28,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, o
     folder = tmp_path_factory.mktemp("benchmark")
     json_file, plot_file = folder / "lines.json", folder / "plot.svg"
     tiny = ["--seconds", "0", "--blocks", "2", "--pool-mib", "4", "--shapes", "smollm2-135m, 2"]
-    variant = ["--only", "none of them", "--variant", "kvferry, mapped", "shm", '{"num_guards": 64}']
+    variant = [
+        "--only",
+        "kvferry tcp, staged",
+        "--idle-peers",
+        "0",
+        "--variant",
+        "kvferry, mapped",
+        "shm",
+        '{"num_guards": 64}',
+    ]
     command = [sys.executable, "benchmarks/transports.py", *tiny, *variant]
     ended = subprocess.run(
         [*command, "--json", str(json_file), "--plot", str(plot_file)],
@@ -40,7 +58,7 @@ def test_the_first_json_line_describes_the_machine_and_each_other_one_a_result(r
     assert [(r["record"], r["contender"], r["layout"]) for r in results] == [
         ("result", contender, layout)
         for layout in ("uniform", "per-layer")
-        for contender in ("memcpy", "plain sockets", "kvferry, mapped")
+        for contender in ("memcpy", "plain sockets", "kvferry tcp, staged", "kvferry, mapped")
     ]
 
 
@@ -60,7 +78,27 @@ def test_every_result_is_a_ratio_to_memcpy_and_to_plain_sockets(run):
 def test_the_mechanism_that_really_moved_the_bytes_is_named(run):
     _, lines, _ = run
     mechanisms = {result["contender"]: result["mechanism"] for result in lines[1:]}
-    assert mechanisms == {"memcpy": "memcpy", "plain sockets": "tcp", "kvferry, mapped": "mapped"}
+    assert mechanisms == {
+        "memcpy": "memcpy",
+        "plain sockets": "tcp",
+        "kvferry tcp, staged": "tcp+staged",
+        "kvferry, mapped": "mapped",
+    }
+
+
+def test_a_contender_is_compared_with_its_twin_in_the_same_round():
+    shape = Shape("model", "uniform", 1, 4096, 1)
+    twin = Contender("twin", own_nothing, MemcpyReader)
+    contenders = [twin, replace(twin, name="one", twin="twin"), replace(twin, name="other", twin="missing")]
+    rounds = {"twin": (2.0, 30.0, 4.0), "one": (1.0, 10.0, 1.0), "other": (1.0, 1.0, 1.0)}
+    turns = {
+        (name, shape): [[Timing(seconds, 0.0, "memcpy")] for seconds in times]
+        for name, times in rounds.items()
+    }
+    _, one, other = results_of(contenders, [shape], Measured(turns))
+    assert (one.twin, one.to_twin, one.to_twin_quartiles) == ("twin", 3.0, (2.5, 3.5))
+    assert (other.twin, other.to_twin) == ("", 0.0)
+    assert any(line.endswith("3.00 (2.50-3.50) of twin                    memcpy ") for line in table([one]))
 
 
 def test_the_table_and_the_plot_name_every_contender(run):
