@@ -48,6 +48,10 @@ class LockedRing(Ring):
     def forget(self, waiter: object) -> None:
         self._waiters.pop(waiter, None)
 
+    def is_awaited(self, besides: object) -> bool:
+        """Return whether anything but `besides` waits for a buffer."""
+        return any(waiter is not besides for waiter in self._waiters)
+
 
 class StagingMover(HostMover):
     """Copies of main memory whose buffers come from rings, as those of a GPU do."""
