@@ -92,6 +92,10 @@ test-rdma: $(READY) ## run ucx and nixl over RDMA verbs in virtual machines, and
 test-gpu: ## run everything that needs a GPU, and write build/gpu.md (8 minutes; needs PyTorch with CUDA)
 	$(PYTHON) tests/gpu/report.py $(TEST_ARGS)
 
+.PHONY: bench-gpu
+bench-gpu: ## measure the paths between GPU pools, and write build/bench-gpu.md (2 minutes; needs PyTorch with CUDA)
+	$(PYTHON) tests/gpu/report.py --only bench-gpu --output build/bench-gpu.md $(BENCH_ARGS)
+
 .PHONY: soak
 soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECONDS=600 SOAK_SEED=1
 	CONNECTORS=$(CONNECTOR) SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) \

@@ -56,6 +56,13 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not left, left
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _context_stays() -> None:
+    """Have PyTorch hold the GPU's context, as in an engine. Otherwise each test would make and destroy one."""
+    if HAS_GPU:
+        torch.zeros(1, device="cuda")
+
+
 @pytest.fixture(autouse=True)
 def exact_convolutions() -> Iterator[None]:
     """Compute convolutions in full float32, like matrix products. TF32 could change a recurrent model's tokens."""

@@ -1,10 +1,10 @@
 """Run everything that needs a GPU, and write one Markdown page of results: `make test-gpu`.
 
-    python tests/gpu/report.py [--output build/gpu.md] [--seconds 480]
+    python tests/gpu/report.py [--output build/gpu.md] [--seconds 480] [--only TEXT ...]
 
 It needs one CUDA device and no network, and runs from a checkout without installing the project: it compiles the C part
-with `gcc` if that is missing, and puts `src` on `PYTHONPATH`. Each step has a part of the time; a step that has none left
-is reported as not run. The exit status is 1 if a step failed.
+with `gcc` if that is missing, and puts `src` on `PYTHONPATH`. Each step has a time limit, and some time is kept for each
+step after it. The page is written after each step. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+#: A rehearsal is no measurement, so a busy machine may take longer over it.
+REHEARSAL_FACTOR = 5
+
 PACKAGES = (
     "torch",
+    "transformers",
     "cuda-bindings",
     "ucxx-cu12",
     "ucxx-cu13",
@@ -37,75 +44,145 @@ PACKAGES = (
     "flashinfer-python",
     "pyzmq",
 )
+VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 
-#: Seconds that are kept for the steps after one.
-RESERVE_S = 20.0
+
+@dataclass(frozen=True)
+class Step:
+    """A program to run.
+
+    Attributes:
+        at_most_s: Its time limit, in seconds.
+        kept_s: Seconds that earlier steps leave for it.
+        tests: Whether it is pytest, whose table of results goes on the page.
+        shows_output: Whether its output goes on the page if it passed, too.
+    """
+
+    name: str
+    command: Sequence[str]
+    at_most_s: float
+    kept_s: float
+    tests: bool = False
+    shows_output: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
     """What one step did. `passed` is None if it was not run."""
 
-    name: str
+    step: Step
     passed: bool | None
     seconds: float
     lines: Sequence[str]
+    table: Sequence[str] = ()
 
 
-class Runner:
-    """Runs programs from the checkout, until the time is over."""
+def steps(device: str, folder: Path) -> list[Step]:
+    """Return all steps. `folder` is for what they write."""
+    python = sys.executable
+    on_gpu = device == "cuda"
 
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "examples")])
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
-        self.results: list[Result] = []
+    def tests(name: str, *files: str, at_most_s: float, kept_s: float) -> Step:
+        paths = [f"tests/gpu/{file}" for file in files]
+        # A warning of another version of a library is no failure here. Without pytest-asyncio, which no test of these
+        # needs, the options for it in pyproject.toml cause warnings, too.
+        options = ["-m", "", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
+        options += ["-o", "timeout=60"]
+        report = f"--junitxml={folder / name.replace(' ', '-')}.xml"
+        return Step(name, [python, "-m", "pytest", *paths, *options, report], at_most_s, kept_s, tests=True)
 
-    def run(self, name: str, command: Sequence[str], *, at_most_s: float) -> Result:
-        """Run a program; its output is kept, and the last lines of it are shown if it fails."""
-        left = min(at_most_s, self._until - time.monotonic() - RESERVE_S)
-        if left <= 0:
-            return self._add(Result(name, None, 0.0, ["no time was left"]))
-        print(f"{name} (at most {left:.0f} s)", flush=True)
-        start = time.monotonic()
+    def demo(connector: str) -> Step:
+        options = ["--device", device, "--model", model, "--num-blocks", "500", "--connector", connector]
+        command = [python, "examples/disagg_pair.py", *options]
+        return Step(f"demo over {connector}", command, 75, 35, shows_output=True)
+
+    model = str(folder / "model")
+    make_model = (
+        "import sys, pathlib; from tests.support.tiny_models import write_tiny_model; "
+        "write_tiny_model(pathlib.Path(sys.argv[1]))"
+    )
+    bench = ["--place", "cuda:0", "--seconds", "30"]
+    if not on_gpu:
+        bench = [
+            "--place",
+            "stand-in",
+            "--seconds",
+            "1",
+            "--repeats",
+            "3",
+            "--pool-mib",
+            "64",
+            "--blocks",
+            "8",
+        ]
+    found = [
+        tests("CUDA IPC", "test_cuda_ipc.py", at_most_s=60, kept_s=20),
+        tests("pools of two processes", "test_between_processes.py", at_most_s=140, kept_s=60),
+        tests("loads while kernels run", "test_loads_and_kernels.py", at_most_s=100, kept_s=40),
+        tests("attention after a handoff", "test_attention_after_a_handoff.py", at_most_s=60, kept_s=20),
+        Step("bench-gpu", [python, "benchmarks/gpu.py", *bench], 130, 90, shows_output=True),
+        Step("write a model with random weights", [python, "-c", make_model, model], 40, 10),
+        demo("auto"),
+        demo("tcp"),
+        tests("engine and layouts", "test_engine.py", "test_layouts.py", at_most_s=110, kept_s=40),
+    ]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    native = ROOT / "transports" / f"_native{suffix}"
+    if not native.exists() and shutil.which("gcc") is not None:
+        include = sysconfig.get_paths()["include"]
+        source = str(ROOT / "transports" / "_native.c")
+        command = ["gcc", "-shared", "-fPIC", "-O3", f"-I{include}", source, "-o", str(native)]
+        found.insert(0, Step("compile the copy loop", command, 60, 10))
+    return found
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return the environment of all steps."""
+    found = dict(os.environ)
+    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    if device == "cpu":
+        found["KVFERRY_REHEARSE_GPU"] = "1"
+    ucx = find_spec("libucx")
+    if ucx is not None and ucx.origin is not None and find_spec("librmm") is None:
+        # `libucxx` loads UCX's libraries only if `librmm` is installed, which it does not need otherwise.
+        folders = [str(Path(ucx.origin).parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+        found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    return found
+
+
+def run(step: Step, limit_s: float, environment: dict[str, str], folder: Path) -> Result:
+    """Run a program for at most `limit_s` seconds; end it with all that it started."""
+    if limit_s <= 0:
+        return Result(step, None, 0.0, ["no time was left"])
+    print(f"{step.name} (at most {limit_s:.0f} s)", flush=True)
+    began = time.monotonic()
+    # A file and not a pipe: a process that outlives the step must not keep us waiting for the pipe's end.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            step.command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=self._environment,
-                timeout=left,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            passed, output = done.returncode == 0, done.stdout
-        except subprocess.TimeoutExpired as error:
-            text = error.stdout or b""
-            output = text.decode(errors="replace") if isinstance(text, bytes) else text
-            passed, output = False, f"{output}\nstopped after {left:.0f} s"
-        return self._add(Result(name, passed, time.monotonic() - start, output.strip().splitlines()))
-
-    def _add(self, result: Result) -> Result:
-        self.results.append(result)
-        verdict = {True: "passed", False: "FAILED", None: "not run"}[result.passed]
-        print(f"  {verdict} after {result.seconds:.0f} s", flush=True)
-        if result.passed is False:
-            print("\n".join(result.lines[-40:]), flush=True)
-        return result
-
-
-def compile_native(runner: Runner) -> None:
-    """Compile the copy loop for this Python, if it cannot be imported."""
-    target = ROOT / "transports" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if target.exists() or shutil.which("gcc") is None:
-        return
-    include = sysconfig.get_paths()["include"]
-    source = str(ROOT / "transports" / "_native.c")
-    command = ["gcc", "-shared", "-fPIC", "-O3", f"-I{include}", source, "-o", str(target)]
-    runner.run("compile the copy loop", command, at_most_s=60)
+            passed, end = process.wait(limit_s) == 0, ""
+        except subprocess.TimeoutExpired:
+            passed, end = False, f"\nstopped after {limit_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        lines = (output.read().decode(errors="replace") + end).strip().splitlines()
+    table = table_of_tests(folder / f"{step.name.replace(' ', '-')}.xml") if step.tests else []
+    print(f"  {VERDICTS[passed]} after {time.monotonic() - began:.0f} s", flush=True)
+    if not passed:
+        print("\n".join(lines[-40:]), flush=True)
+    return Result(step, passed, time.monotonic() - began, lines, table)
 
 
 def machine() -> list[str]:
@@ -113,33 +190,54 @@ def machine() -> list[str]:
     rows = [("Python", platform.python_version()), ("CPU cores", str(os.cpu_count()))]
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        rows.append(
-            ("GPU", f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory >> 30} GiB")
-        )
-        rows.append(("CUDA of PyTorch", str(torch.version.cuda)))
+        rows += [
+            ("GPU", f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory >> 30} GiB"),
+            ("CUDA of PyTorch", str(torch.version.cuda)),
+            ("NVIDIA driver", driver_version()),
+        ]
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             rows.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def driver_version() -> str:
+    """Return the version of the kernel module."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+    except OSError:
+        return "unknown"
 
 
 def table_of_tests(report: Path) -> list[str]:
     """Return a table of the tests in a JUnit file; skipped ones with their reasons."""
     if not report.exists():
-        return ["There is no report of the tests."]
-    rows = ["| test | result | seconds |", "|---|---|---|"]
+        return ["There is no report of the tests: they were stopped. The output says how far they came."]
+    rows = ["| test | result | mechanism | seconds |", "|---|---|---|---|"]
     for case in ElementTree.parse(report).iter("testcase"):
         result = "passed"
         for kind in ("skipped", "failure", "error"):
             found = case.find(kind)
             if found is not None:
-                result = f"{kind}: {(found.get('message') or '').splitlines()[0][:160]}"
-        rows.append(
-            f"| {case.get('classname', '').rpartition('.')[2]}: {case.get('name')} | {result} | {case.get('time')} |"
-        )
+                lines = (found.get("message") or "").splitlines() or [""]
+                result = f"{kind}: {lines[0][:200]}".replace("|", "\\|")
+        values = [p.get("value", "") for p in case.iter("property") if p.get("name") == "mechanism"]
+        name = str(case.get("name")).replace("|", "\\|")
+        rows.append(f"| {name} | {result} | {' '.join(values)} | {float(case.get('time') or 0):.1f} |")
     return rows
+
+
+def page(device: str, results: Sequence[Result]) -> str:
+    """Return the page."""
+    title = "Results on a GPU" if device == "cuda" else "Rehearsal without a GPU: no figure means anything"
+    lines = [f"# {title}", "", *machine(), "", "| step | result | seconds |", "|---|---|---|"]
+    lines += [f"| {r.step.name} | {VERDICTS[r.passed]} | {r.seconds:.0f} |" for r in results]
+    for result in results:
+        if result.table:
+            lines += ["", f"## {result.step.name}", "", *result.table]
+        if result.passed is False or (result.step.shows_output and result.passed):
+            lines += ["", f"## Output: {result.step.name}", "", "```", *result.lines[-150:], "```"]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -155,43 +253,37 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal without a GPU"
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="run the steps whose names contain one of these texts (default: all)",
+    )
     arguments = parser.parse_args()
+    factor = 1 if arguments.device == "cuda" else REHEARSAL_FACTOR
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here; `--device cpu` rehearses the steps without one")
-    runner = Runner(arguments.seconds)
-    compile_native(runner)
-    with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder, "tests.xml")
-        tests = ["-m", "pytest", "tests/gpu", "-m", "", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}"]
-        runner.run("tests", [sys.executable, *tests], at_most_s=300)
-        make_model = "import sys, pathlib; from tests.support.tiny_models import write_tiny_model; write_tiny_model(pathlib.Path(sys.argv[1]))"
-        model = str(Path(folder, "model"))
-        runner.run(
-            "write a model with random weights", [sys.executable, "-c", make_model, model], at_most_s=60
-        )
-        demo = [
-            "examples/disagg_pair.py",
-            "--device",
-            arguments.device,
-            "--model",
-            model,
-            "--num-blocks",
-            "500",
-        ]
-        runner.run("demo", [sys.executable, *demo], at_most_s=120)
-        rows = table_of_tests(junit)
-    lines = ["# Results on a GPU", "", *machine(), "", "| step | result | seconds |", "|---|---|---|"]
-    for result in runner.results:
-        verdict = {True: "passed", False: "failed", None: "not run"}[result.passed]
-        lines.append(f"| {result.name} | {verdict} | {result.seconds:.0f} |")
-    lines += ["", "## Tests", "", *rows]
-    for result in runner.results:
-        if result.passed is False or result.name.startswith(("demo", "bench")):
-            lines += ["", f"## Output: {result.name}", "", "```", *result.lines[-80:], "```"]
+    until = time.monotonic() + arguments.seconds * factor
+    results: list[Result] = []
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text("\n".join(lines) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        needed = ("compile", "write") if arguments.only != [""] else ()
+        wanted = [
+            step
+            for step in steps(arguments.device, folder)
+            if any(text in step.name for text in (*arguments.only, *needed))
+        ]
+        for index, step in enumerate(wanted):
+            kept_s = factor * sum(later.kept_s for later in wanted[index + 1 :])
+            left_s = until - time.monotonic() - kept_s
+            results.append(
+                run(step, min(factor * step.at_most_s, left_s), environment(arguments.device), folder)
+            )
+            arguments.output.write_text(page(arguments.device, results))
     print(f"wrote {arguments.output}")
-    return int(any(result.passed is False for result in runner.results))
+    return int(any(result.passed is False for result in results))
 
 
 if __name__ == "__main__":
