@@ -542,8 +542,8 @@ class CudaDriverStandIn:
 
     def _launch_host_func(self, handle: int, function: int, argument: int) -> int:
         """Do what the pointer of `cuGetProcAddress` does. C code passes the handle of a stream."""
-        found = [stream for stream in self._streams if int(stream) == handle]
-        return int(self.cuLaunchHostFunc(*found, function, argument)[0])
+        stream = next(stream for stream in self._streams if int(stream) == handle)
+        return int(self.cuLaunchHostFunc(stream, function, argument)[0])
 
     def cuLaunchHostFunc(self, stream: _Stream, function: int, argument: int) -> tuple[Any, ...]:
         call = _HOST_FUNCTION(function)
