@@ -137,19 +137,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture
-def make_node(tiny_model: Callable[[str], Path]) -> Iterator[MakeNode]:
+def make_node(tiny_model: Callable[[str], Path], torch_device: torch.device) -> Iterator[MakeNode]:
     """Make engine cores on the GPU. They are closed at the end of the test."""
-    with stepped_nodes(tiny_model, device="cuda", dtype="float32", **PAGE) as make:
+    with stepped_nodes(tiny_model, device=torch_device.type, dtype="float32", **PAGE) as make:
         yield make
 
 
 @pytest.fixture
-def reference(tiny_model: Callable[[str], Path]) -> Callable[[str, Sequence[int], int], list[int]]:
+def reference(
+    tiny_model: Callable[[str], Path], torch_device: torch.device
+) -> Callable[[str, Sequence[int], int], list[int]]:
     """`(family, prompt, num_tokens)` → the greedy answer of transformers' own `generate`, on the GPU."""
 
     def answer(family: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        device = torch.device("cuda")
-        model: Any = load_model(tiny_model(family), torch.float32, device, "eager")
+        model: Any = load_model(tiny_model(family), torch.float32, torch_device, "eager")
         return generate_greedily(model, prompt, num_tokens)
 
     return answer

@@ -40,15 +40,15 @@ class OnDevice(WorkerHalf):
 
 
 @pytest.mark.parametrize("kernel_block_size", [4, 2])
-def test_a_block_of_all_layers_is_one_run(kernel_block_size: int) -> None:
+def test_a_block_of_all_layers_is_one_run(kernel_block_size: int, torch_device: torch.device) -> None:
     connector = OnDevice()
-    device = torch.device("cuda")
+    device = torch_device
     with kv_transfer_group(connector):
         assert use_uniform_kv_cache([[GROUP]], "auto")
         views, cross_layers, _ = allocate_uniform_kv_caches(
             POOL, [[GROUP]], "auto", device, [kernel_block_size]
         )
-    assert cross_layers.device.type == "cuda"
+    assert cross_layers.device.type == device.type
     raw = cross_layers.untyped_storage()
     block_bytes = NUM_LAYERS * SPEC.page_size_bytes
     assert raw.nbytes() == NUM_BLOCKS * block_bytes
