@@ -87,7 +87,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         # A warning of another version of a library is no failure here. Without pytest-asyncio, which no test of these
         # needs, the options for it in pyproject.toml cause warnings, too.
         options = ["-m", "", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
-        options += ["-o", "timeout=60"]
+        options += ["-o", "timeout=60", "-o", "junit_family=xunit1"]
         report = f"--junitxml={folder / name.replace(' ', '-')}.xml"
         return Step(name, [python, "-m", "pytest", *paths, *options, report], at_most_s, kept_s, tests=True)
 
