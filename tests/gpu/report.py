@@ -44,6 +44,8 @@ PACKAGES = (
     "flashinfer-python",
     "pyzmq",
 )
+#: Steps that others need.
+COMPILE, MAKE_MODEL = "compile the copy loop", "write a model with random weights"
 VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 
 
@@ -121,7 +123,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         tests("loads while kernels run", "test_loads_and_kernels.py", at_most_s=100, kept_s=40),
         tests("attention after a handoff", "test_attention_after_a_handoff.py", at_most_s=60, kept_s=20),
         Step("bench-gpu", [python, "benchmarks/gpu.py", *bench], 130, 90, shows_output=True),
-        Step("write a model with random weights", [python, "-c", make_model, model], 40, 10),
+        Step(MAKE_MODEL, [python, "-c", make_model, model], 40, 10),
         demo("auto"),
         demo("tcp"),
         tests("engine and layouts", "test_engine.py", "test_layouts.py", at_most_s=110, kept_s=40),
@@ -132,7 +134,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         include = sysconfig.get_paths()["include"]
         source = str(ROOT / "transports" / "_native.c")
         command = ["gcc", "-shared", "-fPIC", "-O3", f"-I{include}", source, "-o", str(native)]
-        found.insert(0, Step("compile the copy loop", command, 60, 10))
+        found.insert(0, Step(COMPILE, command, 60, 10))
     return found
 
 
@@ -269,12 +271,11 @@ def main() -> int:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        needed = ("compile", "write") if arguments.only != [""] else ()
-        wanted = [
-            step
-            for step in steps(arguments.device, folder)
-            if any(text in step.name for text in (*arguments.only, *needed))
-        ]
+        found = steps(arguments.device, folder)
+        names = {step.name for step in found if any(text in step.name for text in arguments.only)}
+        if any(name.startswith("demo") for name in names):
+            names.add(MAKE_MODEL)
+        wanted = [step for step in found if step.name in names or step.name == COMPILE]
         for index, step in enumerate(wanted):
             kept_s = factor * sum(later.kept_s for later in wanted[index + 1 :])
             left_s = until - time.monotonic() - kept_s
