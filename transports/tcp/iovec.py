@@ -21,8 +21,11 @@ from ..regions import AddressArray, Int64Array
 #: The most pieces per system call (`IOV_MAX`).
 _MAX_PIECES: Final = 1024
 
-#: Longer than any piece. One type for all lengths, because ctypes takes longer to make one than to hash a page.
-_Memory = ctypes.c_ubyte * (1 << 40)
+_MSG_NOSIGNAL: Final = int(socket.MSG_NOSIGNAL)
+
+#: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes object, which
+#: counts where pages are small.
+_memory: Final = memoryview((ctypes.c_ubyte * (1 << 47)).from_address(0)).cast("B")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sendmsg.argtypes = _libc.recvmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -48,11 +51,13 @@ class Pieces(NamedTuple):
 
     Attributes:
         addresses, lengths: `(num_pieces,)`. The caller keeps the memory alive.
+        num_bytes: The sum of `lengths`.
         digest: Takes the bytes in their order; None if no checksum is wanted.
     """
 
     addresses: AddressArray
     lengths: Int64Array
+    num_bytes: int
     digest: xxhash.xxh3_64 | None = None
 
 
@@ -82,7 +87,7 @@ class Iovec:
     def __init__(
         self, pieces: Pieces, *, before: bytearray | None = None, after: bytearray | None = None
     ) -> None:
-        addresses, lengths, self._digest = pieces
+        addresses, lengths, num_bytes, self._digest = pieces
         self._kept = (before, after)
         first = before is not None
         end = len(lengths) + first
@@ -92,14 +97,16 @@ class Iovec:
         table[first:end, 1] = lengths
         if before is not None:
             table[0] = address_of(before), len(before)
+            num_bytes += len(before)
         if after is not None:
             table[end] = address_of(after), len(after)
-        self._hashed = range(int(first), end)
-        self._ends = table[:, 1].cumsum()
+            num_bytes += len(after)
+        self._hashed = (int(first), end)
+        self._ends: Int64Array | None = None  # made when a call moves only a part, which small slices never see
         self._at = 0  # the first piece that is not done
         self._done = 0
-        self.num_left = int(self._ends[-1])
-        self._address = table.__array_interface__["data"][0]
+        self.num_left = num_bytes
+        self._address = table.ctypes.data
         self._message = _Message(pieces=self._address)
 
     def send(self, sock: socket.socket, flags: int = 0) -> None:
@@ -109,7 +116,7 @@ class Iovec:
             BlockingIOError: it takes nothing now.
             OSError: the connection is gone.
         """
-        self._call(_libc.sendmsg, sock, flags | socket.MSG_NOSIGNAL)
+        self._call(_libc.sendmsg, sock, flags | _MSG_NOSIGNAL)
 
     def receive(self, sock: socket.socket) -> int:
         """Fill with what has arrived, and return its size; 0 if the peer closed. Raises BlockingIOError, OSError: see `send`."""
@@ -128,31 +135,35 @@ class Iovec:
 
     def advance(self, num_bytes: int) -> None:
         """Note that the first `num_bytes` of what is left are done."""
+        done = self._done + num_bytes
+        last, left = len(self._table) - 1, 0
+        if num_bytes < self.num_left:
+            if self._ends is None:
+                self._ends = self._table[:, 1].view(np.int64).cumsum()
+            last = int(self._ends.searchsorted(done, side="right"))
+            left = int(self._ends[last]) - done
         if self._digest is not None:
-            self._hash(self._digest, num_bytes)
-        self._done += num_bytes
+            self._hash(self._digest, last, left)
+        self._done = done
         self.num_left -= num_bytes
-        if not self.num_left:
-            return
-        at = self._at
-        if self._done >= self._ends[at]:
-            self._at = at = int(self._ends.searchsorted(np.uint64(self._done), side="right"))
-        end = self._table[at, 0] + self._table[at, 1]
-        left = self._ends[at] - np.uint64(self._done)
-        self._table[at] = end - left, left
-        self._message.pieces = self._address + 16 * at
+        if left:
+            # The piece that is done in part begins where the rest of it does.
+            address, length = self._table[last].tolist()
+            self._table[last] = address + length - left, left
+            self._at = last
+            self._message.pieces = self._address + 16 * last
 
-    def _hash(self, digest: xxhash.xxh3_64, num_bytes: int) -> None:
-        """Hash the bytes that were moved, at once, because from the processor's cache that takes a third of the time."""
-        for index, (address, length) in enumerate(
-            self._table[self._at : self._at + self._message.num_pieces].tolist(), self._at
-        ):
-            if not num_bytes:
-                return
-            length = min(length, num_bytes)
-            if index in self._hashed:
-                digest.update(view_of(address, length))
-            num_bytes -= length
+    def _hash(self, digest: xxhash.xxh3_64, last: int, left: int) -> None:
+        """Hash the bytes that were moved, at once, because from the processor's cache that takes a third of the time.
+
+        Args:
+            last, left: The piece that was moved last, and how many bytes of it were not.
+        """
+        first, end = self._hashed
+        begin = max(first, self._at)
+        pieces = self._table[begin : min(end, last + 1)].tolist()
+        for index, (address, length) in enumerate(pieces, begin):
+            digest.update(_memory[address : address + length - (left if index == last else 0)])
 
     def pieces(self) -> Iterator[memoryview]:
         """Return what is left, piece by piece."""
@@ -163,7 +174,7 @@ class Iovec:
 
 def view_of(address: int, num_bytes: int) -> memoryview:
     """Return memory as writable bytes. The caller keeps it alive."""
-    return memoryview(_Memory.from_address(address)).cast("B")[:num_bytes]
+    return _memory[address : address + num_bytes]
 
 
 def address_of(data: bytearray) -> int:

@@ -51,8 +51,8 @@ class TcpOptions(NetworkOptions):
     tls_peer_names: str = ""
     checksums: bool = True
     connections: Annotated[int, integer(1, 16)] = 1
-    slice_bytes: Annotated[int, integer(64 << 10)] = 2 << 20
-    window_slices: Annotated[int, integer(1, 64)] = 8
+    slice_bytes: Annotated[int, integer(64 << 10)] = 4 << 20
+    window_slices: Annotated[int, integer(1, 64)] = 6
     spin_us: Annotated[int, integer(0, 10_000)] = 200
     congestion_control: str = ""
 

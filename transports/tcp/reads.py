@@ -16,7 +16,7 @@ from ..endpoint import Read
 from ..errors import ChecksumError, KVTransferError, ProtocolError
 from ..regions import AddressArray, Int64Array
 from ..serving import stale
-from .iovec import Pieces
+from .iovec import Iovec, Pieces
 from .options import TcpOptions
 from .serving import SMALL_BYTES, digest_of
 from .stream import TcpStream, discarded
@@ -62,8 +62,9 @@ class _Slice:
 
     Attributes:
         buffer: Where it arrives, if that is not the pool.
+        target: Where its bytes are received. It is made while the owner is busy with the fetch.
         is_arriving: Its first bytes have come.
-        digest: What came so far; None if no checksum is wanted, or nothing came.
+        digest: Of what came so far; None if no checksum is wanted.
     """
 
     transfer: _Transfer
@@ -71,8 +72,9 @@ class _Slice:
     lane: int
     num_bytes: int
     buffer: StagingBuffer | None
+    digest: xxhash.xxh3_64 | None
+    target: Iovec | None = None
     is_arriving: bool = False
-    digest: xxhash.xxh3_64 | None = None
 
     @property
     def targets(self) -> AddressArray:
@@ -86,12 +88,12 @@ class _Slice:
     def lengths(self) -> Int64Array:
         return self.rows[:, 1]
 
-    def target(self) -> Pieces:
-        """Return where its bytes are received."""
+    def pieces(self) -> Pieces:
+        """Return where its bytes are received, in memory."""
         if self.buffer is None:
-            return Pieces(self.targets, self.lengths, self.digest)
+            return Pieces(self.targets, self.lengths, self.num_bytes, self.digest)
         address = np.array([self.buffer.address], dtype=np.uint64)
-        return Pieces(address, np.array([self.num_bytes], dtype=np.int64), self.digest)
+        return Pieces(address, np.array([self.num_bytes], dtype=np.int64), self.num_bytes, self.digest)
 
 
 class Reader:
@@ -170,16 +172,19 @@ class Reader:
     def _fetch_next(self, transfer: _Transfer) -> bool:
         """Fetch a slice; returns False if there is no buffer for it now."""
         index, rows = transfer.num_fetched, transfer.plan.rows_of(transfer.num_fetched)
-        num_bytes = int(rows[:, 1].sum())
+        num_bytes = int(np.add.reduce(rows[:, 1]))
         buffer = None
         if num_bytes and self._is_staged(rows):
             buffer = self._mover.scatter_ring.take(num_bytes)
             if buffer is None:
                 return False
         tag, lane = next(self._tags), self._choose_lane()
-        self._slices[tag] = _Slice(transfer, index, lane, num_bytes, buffer)
+        digest = digest_of(rows) if self._checksums else None
+        piece = self._slices[tag] = _Slice(transfer, index, lane, num_bytes, buffer, digest)
         transfer.num_fetched += 1
         self._post(Fetch(tag, lane, self._checksums, transfer.read.guard, rows).encode())
+        # After the fetch has left, so that the owner need not wait for this.
+        piece.target = self._lanes[lane].target(piece.pieces())
         return True
 
     def _is_staged(self, rows: Int64Array) -> bool:
@@ -198,7 +203,7 @@ class Reader:
 
     # -- what arrives ----------------------------------------------------------------------------------
 
-    def sink(self, lane: int, found: Slice) -> Pieces:
+    def sink(self, lane: int, found: Slice) -> Iovec:
         """Return where the bytes of a slice go.
 
         Raises:
@@ -211,10 +216,9 @@ class Reader:
             raise ProtocolError(f"the peer sent {found.num_bytes} bytes, but {piece.num_bytes} were fetched")
         piece.is_arriving = True
         if piece.transfer.is_stopped:  # its regions are no longer ours
-            return discarded(piece.num_bytes)
-        if self._checksums:
-            piece.digest = digest_of(piece.rows)
-        return piece.target()
+            return self._lanes[lane].target(discarded(piece.num_bytes))
+        assert piece.target is not None
+        return piece.target
 
     def on_end(self, end: End) -> None:
         """A slice is here, and the owner has vouched for it; or its guard did not hold.
@@ -234,7 +238,7 @@ class Reader:
         elif piece.num_bytes and not piece.is_arriving:
             self._give_back(piece)
             raise ProtocolError("the peer vouched for a slice that it did not send")
-        elif piece.digest is not None and piece.digest.intdigest() != end.checksum:
+        elif piece.is_arriving and piece.digest is not None and piece.digest.intdigest() != end.checksum:
             self._give_back(piece)
             self._fail(
                 transfer,

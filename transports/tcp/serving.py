@@ -146,7 +146,7 @@ class _Answer(Answer):
         if self.fetch.with_checksum:
             self._digest = digest_of(self.fetch.rows)
         head = Slice(self.fetch.tag, self.fetch.num_bytes).encode()
-        return head, Pieces(self._addresses, self._lengths, self._digest)
+        return head, Pieces(self._addresses, self._lengths, self.fetch.num_bytes, self._digest)
 
     def end(self) -> bytes:
         checksum = self._digest.intdigest() if self._digest is not None else 0

@@ -26,6 +26,7 @@ _MAX_CALLS: Final = 256
 _MAX_BYTES: Final = 16 << 20
 
 _HEAD = struct.Struct("<IB")
+_MSG_MORE: Final = int(socket.MSG_MORE)
 
 #: What is received for reads that were stopped goes here.
 _DISCARDED: Final = bytearray(256 << 10)
@@ -51,15 +52,19 @@ class TcpStream(FrameSocket):
     """One connection. It receives the bytes of slices straight to where they belong, and sends them from where they are.
 
     Attributes:
-        sink: Called with each slice frame. It returns where the slice's bytes go. If it raises, the peer is lost.
+        sink: Called with each slice frame. It returns where the slice's bytes go, as `target` made it. If it raises, the
+            peer is lost.
         expects_slices: Tells whether slices are on their way. If so, frames are received one by one, because what
             follows the frame of a slice must not end up in a buffer.
         answers: The slices to send.
     """
 
+    #: No handshake is left before frames can be sent.
+    _is_ready = True
+
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
         super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
-        self.sink: Callable[[Slice], Pieces] = _refuse
+        self.sink: Callable[[Slice], Iovec] = _refuse
         self.expects_slices: Callable[[], bool] = bool
         self.answers: deque[Answer] = deque()
         self._sending: tuple[Answer, Iovec] | None = None
@@ -80,6 +85,8 @@ class TcpStream(FrameSocket):
 
     def flush(self) -> None:
         """Send as much as the socket takes. If the peer is lost, drop the rest."""
+        if self._is_ready and not self.num_unsent:
+            return
         try:
             self._advance()
             for _ in range(_MAX_CALLS):
@@ -106,20 +113,21 @@ class TcpStream(FrameSocket):
                 # The kernel, or TLS, has copied the last byte: only now the guard shows whether all of them were valid.
                 # First in the queue, because the receiver expects the end right after the bytes.
                 self._unsent[:0] = answer.end()
-        elif self._unsent:
-            with memoryview(self._unsent) as waiting:
-                sent = self._send_bytes(waiting)
-            self.last_said = time.monotonic()
-            del self._unsent[:sent]
-        elif self.answers:
-            # Frames go first, so that no message waits for more than one slice.
+        elif self.answers and len(self._unsent) < RECEIVE_BYTES:
             answer = self.answers.popleft()
             begun = answer.begin()
             if begun is None:
                 self._unsent += answer.end()
             else:
                 head, found = begun
-                self._sending = (answer, Iovec(found, before=bytearray(head)))
+                # Frames go first, so that no message waits for more than one slice.
+                self._sending = (answer, Iovec(found, before=self._unsent + head))
+                self._unsent.clear()
+        elif self._unsent:
+            with memoryview(self._unsent) as waiting:
+                sent = self._send_bytes(waiting)
+            self.last_said = time.monotonic()
+            del self._unsent[:sent]
         else:
             return False
         return True
@@ -208,20 +216,19 @@ class TcpStream(FrameSocket):
     def _begin_slice(self, body: bytes) -> None:
         found = decode(Kind.SLICE, body)
         assert isinstance(found, Slice)
-        pieces = self.sink(found)
+        self._filling = self.sink(found)
         if self._arrived:
             raise ProtocolError("the peer sent a slice before it was fetched")
-        self._fill(pieces)
 
-    def _fill(self, pieces: Pieces) -> None:
-        # The end frame always follows, so one call receives it as well.
-        self._filling = Iovec(pieces, after=self._end)
+    def target(self, pieces: Pieces) -> Iovec:
+        """Return where to receive a slice. The end frame always follows, so one call receives it as well."""
+        return Iovec(pieces, after=self._end)
 
     def discard(self) -> None:
         """Throw away what has not come of the slice that is arriving. Its target is not written to any more."""
         if self._filling is None or self._filling.num_left <= ANSWER_BYTES:
             return
-        self._fill(discarded(self._filling.num_left - ANSWER_BYTES))
+        self._filling = self.target(discarded(self._filling.num_left - ANSWER_BYTES))
 
     def close(self) -> None:
         self._filling = None
@@ -243,7 +250,7 @@ class TcpStream(FrameSocket):
 
     def _send_pieces(self, pieces: Iovec) -> None:
         # The end frame follows at once, and shall share a segment with the last bytes.
-        pieces.send(self._socket, socket.MSG_MORE)
+        pieces.send(self._socket, _MSG_MORE)
 
     def _receive_bytes(self, num_bytes: int) -> bytes:
         return self._socket.recv(num_bytes)
@@ -333,12 +340,17 @@ class TlsStream(TcpStream):
 
     def _send_pieces(self, pieces: Iovec) -> None:
         assert self._tls is not None
-        for piece in pieces.pieces():
-            at = 0
-            while at < len(piece):
-                sent = self._tls.send(piece[at:])
-                at += sent
-                pieces.advance(sent)
+        send = self._tls.send
+        total = 0
+        try:
+            for piece in pieces.pieces():
+                at, end = 0, len(piece)
+                while at < end:  # each call encrypts one record of 16 KiB
+                    num_bytes = send(piece[at:])
+                    at += num_bytes
+                    total += num_bytes
+        finally:
+            pieces.advance(total)
 
     def _receive_bytes(self, num_bytes: int) -> bytes:
         try:
@@ -351,23 +363,22 @@ class TlsStream(TcpStream):
 
     def _receive_pieces(self, pieces: Iovec) -> int:
         assert self._tls is not None
+        receive_into = self._tls.recv_into
         total = 0
-        for piece in pieces.pieces():
-            at = 0
-            while at < len(piece):
-                try:
-                    num_bytes = self._tls.recv_into(piece[at:])
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    if total:
+        try:
+            for piece in pieces.pieces():
+                at, end = 0, len(piece)
+                while at < end:  # each call decrypts one record of 16 KiB
+                    num_bytes = receive_into(piece[at:])
+                    if not num_bytes:
                         return total
-                    raise
-                if not num_bytes:
-                    return total
-                at += num_bytes
-                total += num_bytes
-                pieces.advance(num_bytes)
-                if total >= _MAX_BYTES:
-                    return total
+                    at += num_bytes
+                    total += num_bytes
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not total:
+                raise
+        finally:
+            pieces.advance(total)
         return total
 
 
@@ -376,10 +387,10 @@ def discarded(num_bytes: int) -> Pieces:
     count = -(-num_bytes // len(_DISCARDED))
     lengths = np.full(count, len(_DISCARDED), dtype=np.int64)
     lengths[-1] = num_bytes - (count - 1) * len(_DISCARDED)
-    return Pieces(np.full(count, address_of(_DISCARDED), dtype=np.uint64), lengths)
+    return Pieces(np.full(count, address_of(_DISCARDED), dtype=np.uint64), lengths, num_bytes)
 
 
-def _refuse(_: Slice) -> Pieces:
+def _refuse(_: Slice) -> Iovec:
     raise ProtocolError("the peer sent a slice before the end of the handshake")
 
 

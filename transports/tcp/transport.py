@@ -104,6 +104,7 @@ class TcpBackend(StreamBackend[Link]):
             self.poller.watch(mover, mover.poll)
         self._busy_poll = BusyPoll(options.spin_us * 1e-6)
         self._reading: Peer[Link] | None = None  # the peer of the latest read
+        self._serving: Peer[Link] | None = None  # the peer of the latest fetch
         self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
     # -- connections -----------------------------------------------------------------------------------
@@ -191,6 +192,8 @@ class TcpBackend(StreamBackend[Link]):
         self._lookups.forget(peer)
         self._links.pop(peer, None)
         self._tokens.pop(link.token, None)
+        if self._serving is peer:
+            self._serving = None
         if peer.incoming and link.remote is None and link.lanes:
             self.refuse(link.lanes[0], error)
         for stream in link.streams:
@@ -302,6 +305,7 @@ class TcpBackend(StreamBackend[Link]):
                     raise ProtocolError(f"the peer names lane {incoming.lane}, which it did not join")
                 link.server.answer(stream, incoming)
                 self.watch_and_flush(peer, stream)
+                self._serving = peer
                 self._busy_poll.extend()
             case End():
                 link.reader.on_end(incoming)
@@ -362,10 +366,11 @@ class TcpBackend(StreamBackend[Link]):
     def _poll_busily(self, timeout_s: float) -> bool:
         """Poll for what comes next, as long as it is near; return whether anything came.
 
-        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain.
+        With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain. While a
+        slice waits for room in a socket, its reader has enough to do, and may need this core for that.
         """
         until = time.monotonic() + timeout_s
-        while self._busy_poll.is_on(until) and self._has_at_most_one_slice():
+        while self._busy_poll.is_on(until) and self._has_at_most_one_slice() and not self._is_sending():
             if self.peers.has_events:
                 return False
             if self.poller.poll(0.0):
@@ -379,6 +384,12 @@ class TcpBackend(StreamBackend[Link]):
             return True
         reader = self._reading.connection.reader
         return reader is None or reader.num_in_flight <= 1
+
+    def _is_sending(self) -> bool:
+        if self._serving is None:
+            return False
+        server = self._serving.connection.server
+        return server is not None and server.num_waiting > 0
 
     def on_tick(self, peer: Peer[Link], missed_s: float) -> None:
         patience_s = max(self._options.peer_timeout_s, self._options.handshake_timeout_s)

@@ -29,6 +29,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
@@ -148,7 +150,7 @@ class Fetch:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        return int(self.rows[:, 1].sum())
+        return int(np.add.reduce(self.rows[:, 1]))
 
     def encode(self) -> bytes:
         head = _FETCH.pack(self.tag, self.lane, self.with_checksum, self.guard.index, self.guard.value)
