@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import ssl
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -242,14 +243,44 @@ def test_the_three_files_go_together(certificate: dict[str, str], missing: str) 
 
 @pytest.mark.parametrize("key", ["tls_cert", "tls_key", "tls_ca"])
 def test_a_file_that_cannot_be_used_is_named(certificate: dict[str, str], key: str, tmp_path: Path) -> None:
-    for name, content in (("missing", None), ("empty", ""), ("garbage", "no certificate")):
+    truncated = Path(certificate[key]).read_bytes()[:150]
+    for name, content in (
+        *(("missing", None), ("a\0path", None), ("empty", b""), ("garbage", b"no certificate")),
+        *(("binary", bytes(range(256))), ("truncated", truncated)),
+    ):
         path = tmp_path / name
         if content is not None:
-            path.write_text(content)
+            path.write_bytes(content)
         error = refused({**certificate, key: str(path)})
         assert (error.key, error.value) == (key, str(path))
         assert key in str(error)
-        assert name in str(error)
+        assert repr(name)[1:-1] in str(error)
+    assert refused({**certificate, key: str(tmp_path)}).key == key, "a folder"
+
+
+def test_a_key_that_needs_a_password_is_refused(certificate: dict[str, str], tmp_path: Path) -> None:
+    encrypted = tmp_path / "encrypted.key"
+    command = ["openssl", "pkey", "-in", certificate["tls_key"], "-aes256", "-passout", "pass:secret"]
+    subprocess.run([*command, "-out", encrypted], check=True)
+    error = refused({**certificate, "tls_key": str(encrypted)})
+    assert (error.key, error.value) == ("tls_key", str(encrypted))
+    assert "not encrypted" in str(error)
+
+
+def test_a_certificate_with_a_weak_key_is_named(certificate: dict[str, str], tmp_path: Path) -> None:
+    key, pem = str(tmp_path / "weak.key"), str(tmp_path / "weak.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:512", "-nodes", "-subj", "/CN=weak"]
+    subprocess.run([*command, "-keyout", key, "-out", pem], check=True, capture_output=True)
+    error = refused({"tls_cert": pem, "tls_key": key, "tls_ca": certificate["tls_ca"]})
+    assert (error.key, error.value) == ("tls_cert", pem)
+    assert "too small" in str(error)
+
+
+@pytest.mark.parametrize("names", ["*", "node 7", "a.example,*.*.example", "10.0.0.7:5600"])
+def test_a_peer_name_that_no_certificate_can_have_is_refused(names: str) -> None:
+    error = refused({"tls_peer_names": names})
+    assert (error.key, error.value) == ("tls_peer_names", names)
+    assert "*.nodes.example" in str(error)
 
 
 def test_a_key_of_another_certificate_is_refused(authority: Authority, certificate: dict[str, str]) -> None:

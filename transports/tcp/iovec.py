@@ -102,7 +102,9 @@ class Iovec:
             table[end] = address_of(after), len(after)
             num_bytes += len(after)
         self._hashed = (int(first), end)
-        self._ends: Int64Array | None = None  # made when a call moves only a part, which small slices never see
+        self._ends: Int64Array | None = (
+            None  # made when a call moves only a part, which small slices never see
+        )
         self._at = 0  # the first piece that is not done
         self._done = 0
         self.num_left = num_bytes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from ..checked import integer
 from ..errors import ConfigurationError
 from ..network import HostPort, NetworkOptions, malformed_address
 
 SCHEME = "tcp"
+
+_PEER_NAME: Final = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*")
 
 #: What an address ends with if its listener requires TLS.
 _TLS_QUERY = "tls=on"
@@ -56,8 +59,21 @@ class TcpOptions(NetworkOptions):
     spin_us: Annotated[int, integer(0, 10_000)] = 200
     congestion_control: str = ""
 
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The names in `tls_peer_names`."""
+        return tuple(name.strip() for name in self.tls_peer_names.split(",") if name.strip())
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.peer_names:
+            if not _PEER_NAME.fullmatch(name):
+                raise ConfigurationError(
+                    f"tls_peer_names has {name!r}, which is no DNS name; set names such as 'node7.example' or "
+                    "'*.nodes.example', separated by commas",
+                    key="tls_peer_names",
+                    value=self.tls_peer_names,
+                )
         files = {key: getattr(self, key) for key in ("tls_cert", "tls_key", "tls_ca")}
         missing = [key for key, value in files.items() if not value]
         if missing and len(missing) < len(files):

@@ -45,7 +45,7 @@ class Security:
         self._options = options
         self._mode = options.tls
         self._allow_plaintext = options.allow_plaintext and options.tls == "off"
-        self._peer_names = tuple(name.strip() for name in options.tls_peer_names.split(",") if name.strip())
+        self._peer_names = options.peer_names
         self._log = LimitedLog(logger)
         self._versions: object = None
         self._contexts: Contexts | None = None
@@ -142,7 +142,7 @@ def _versions(options: TcpOptions) -> object:
 def _version(name: str) -> object:
     try:
         state = os.stat(name)
-    except OSError:  # loading it says why
+    except (OSError, ValueError):  # loading it says why
         return None
     return state.st_ino, state.st_size, state.st_mtime_ns
 
@@ -169,9 +169,10 @@ def _require_readable(key: str, name: str) -> None:
         with open(name, "rb") as file:
             file.read(1)
             mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no path can be like that
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(
-            f"cannot read {key}={name!r}: {error.strerror}; is the path right, and may this user read it?",
+            f"cannot read {key}={name!r}: {reason}; is the path right, and may this user read it?",
             key=key,
             value=name,
         ) from error
@@ -211,27 +212,35 @@ def _chain_error(error: ssl.SSLError, options: TcpOptions) -> ConfigurationError
             key="tls_key",
             value=options.tls_key,
         )
-    # OpenSSL does not say which of the two files it could not read.
-    with contextlib.suppress(OSError, ssl.SSLError, UnicodeDecodeError):
-        with open(options.tls_cert, encoding="ascii") as file:
-            text = file.read()
-        begin = text.index("-----BEGIN CERTIFICATE-----") if "-----BEGIN CERTIFICATE-----" in text else -1
-        if begin >= 0:
-            return ConfigurationError(
-                f"cannot read the key in tls_key={options.tls_key!r}: {_reason(error)}; it must be a PEM file, and not "
-                "encrypted",
-                key="tls_key",
-                value=options.tls_key,
-            )
+    # OpenSSL does not say which of the two files it could not use. As a file of trusted certificates, the certificate
+    # is read without its key.
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=options.tls_cert)
+    except (OSError, ssl.SSLError) as certificate_error:
+        return ConfigurationError(
+            f"tls_cert={options.tls_cert!r} contains no certificate: {_reason(certificate_error)}; it must be a PEM file",
+            key="tls_cert",
+            value=options.tls_cert,
+        )
+    if (
+        error.reason
+    ):  # OpenSSL has read both files and does not want the certificate, for example because it is weak
+        return ConfigurationError(
+            f"cannot use tls_cert={options.tls_cert!r}: {_reason(error)}; have the CA sign a new certificate with a key "
+            "of a usual kind, such as EC P-256",
+            key="tls_cert",
+            value=options.tls_cert,
+        )
     return ConfigurationError(
-        f"tls_cert={options.tls_cert!r} contains no certificate: {_reason(error)}; it must be a PEM file",
-        key="tls_cert",
-        value=options.tls_cert,
+        f"cannot read the key in tls_key={options.tls_key!r}: {_reason(error)}; it must be a PEM file, and not encrypted",
+        key="tls_key",
+        value=options.tls_key,
     )
 
 
-def _reason(error: ssl.SSLError) -> str:
-    return (error.reason or str(error)).lower().replace("_", " ")
+def _reason(error: OSError) -> str:
+    reason = getattr(error, "reason", None) or "it has no PEM block that can be read"
+    return str(reason).lower().replace("_", " ")
 
 
 def _require_own_admission(contexts: Contexts, options: TcpOptions) -> None:
