@@ -9,28 +9,23 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvferry.transports import Connected, Endpoint, PeerLost, Pool
-from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.errors import ProtocolError
 from kvferry.transports.nixl import NIXLTransport
 from kvferry.transports.nixl.options import Address
 from kvferry.transports.nixl.wire import (
-    FRAME_LIMITS,
     PROTOCOL_VERSION,
     Hello,
     Kind,
     Preface,
     Reading,
     Ready,
-    decode,
 )
-from kvferry.transports.streams import FrameReader, encode_frame
+from kvferry.transports.streams import encode_frame
 
-needs_nixl = pytest.mark.skipif(
-    find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
-)
+if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
+    pytest.skip("NIXL is not installed", allow_module_level=True)
 
 PREFACE = Preface().encode()
 
@@ -40,51 +35,14 @@ def hello(
     num_guards: int = 4,
     table: int = 4096,
     sizes: tuple[int, ...] = (4096, 1),
-    metadata: bytes = b"metadata",
 ) -> Hello:
     addresses = np.arange(1, len(sizes) + 1, dtype=np.uint64) << np.uint64(20)
-    return Hello(num_guards, table, "host", 0, addresses, sizes, metadata)
-
-
-@pytest.mark.parametrize("frame", [Ready(), Reading(), Preface()], ids=repr)
-def test_frames_survive_the_wire(frame: Ready) -> None:
-    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(frame.encode())
-    assert decode(kind, body) == frame
-
-
-def test_a_hello_survives_the_wire() -> None:
-    said = hello()
-    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(said.encode())
-    heard = decode(kind, body)
-    assert isinstance(heard, Hello)
-    assert heard.addresses.tolist() == said.addresses.tolist()
-    for name in ("num_guards", "guard_table", "kind", "device", "num_bytes", "metadata"):
-        assert getattr(heard, name) == getattr(said, name)
-
-
-@given(st.integers(0, 255), st.binary(max_size=200))
-def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
-    try:
-        for found, content in FrameReader(FRAME_LIMITS).feed(struct.pack("<IB", len(body), kind) + body):
-            decode(found, content)
-    except (ProtocolError, VersionMismatchError):
-        pass
-
-
-@given(st.integers(0, 10**6), st.integers(1, 255))
-def test_a_hello_with_damaged_metadata_is_refused(at: int, change: int) -> None:
-    """NIXL would abort the process."""
-    metadata = b"of an agent" * 9
-    frame = bytearray(hello(metadata=metadata).encode())
-    frame[len(frame) - len(metadata) + at % len(metadata)] ^= change
-    ((kind, body),) = FrameReader(FRAME_LIMITS).feed(bytes(frame))
-    with pytest.raises(ProtocolError, match="digest"):
-        decode(kind, body)
+    return Hello(num_guards, table, "host", 0, addresses, sizes, b"metadata")
 
 
 @pytest.fixture
 def node() -> Iterator[Endpoint]:
-    transport = NIXLTransport({"handshake_timeout_s": 0.3})
+    transport = NIXLTransport({"handshake_timeout_s": 0.6})
     arena = transport.allocate(4096)
     yield transport.register(Pool([arena.segment]))
     transport.close()
@@ -147,19 +105,16 @@ STRANGERS: dict[str, bytes] = {
 }
 
 
-@needs_nixl
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
 def test_a_stranger_is_dropped(node: Endpoint, said: bytes) -> None:
     hangs_up(node, said)
     assert_serves(node)
 
 
-@needs_nixl
 def test_a_stranger_is_told_why(node: Endpoint) -> None:
     assert b"segment" in hangs_up(node, PREFACE + hello(sizes=(0,)).encode())
 
 
-@needs_nixl
 def test_a_node_of_another_version_is_dropped_and_can_tell_why(node: Endpoint) -> None:
     body = struct.pack("<12sI", b"kvferry-nixl", PROTOCOL_VERSION + 1)
     heard = hangs_up(node, encode_frame(Kind.HELLO, body))
@@ -191,7 +146,6 @@ LATE_FRAMES = {
 }
 
 
-@needs_nixl
 @pytest.mark.parametrize("frame", LATE_FRAMES.values(), ids=LATE_FRAMES.keys())
 def test_a_peer_that_repeats_the_handshake_is_lost(node: Endpoint, frame: bytes) -> None:
     impostor = Impostor(node, NIXLTransport)
@@ -208,7 +162,6 @@ def test_a_peer_that_repeats_the_handshake_is_lost(node: Endpoint, frame: bytes)
     assert_serves(node)
 
 
-@needs_nixl
 def test_a_peer_that_says_it_reads_costs_no_more_than_polling(node: Endpoint) -> None:
     impostor = Impostor(node, NIXLTransport)
     try:

@@ -20,12 +20,10 @@ from kvferry.transports import Connected, Endpoint, Event, Guard, PeerLost, Pool
 from kvferry.transports.errors import PeerLostError, TransferTimeoutError
 from kvferry.transports.registry import create_transport
 
-pytestmark = [
-    pytest.mark.skipif(
-        find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
-    ),
-    pytest.mark.slow,
-]
+if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
+    pytest.skip("NIXL is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
 
 CHILDREN = Path(__file__).parent / "children"
 POOL_BYTES = 24 << 20
