@@ -57,9 +57,11 @@ class SlicePlan:
     def of(cls, pairs: RegionPairs, targets: AddressArray, limits: SliceLimits) -> SlicePlan:
         """Cut a read whose regions have the local addresses `targets`, shape `(num_regions,)`."""
         rows = pairs.table[:, 1:].copy()
-        if len(rows) and rows[:, 1].max() > limits.slice_bytes:
+        # Most small reads have one row, for which an index takes a tenth of the time of `max`.
+        longest = int(rows[0, 1] if len(rows) == 1 else rows[:, 1].max(initial=0))
+        if longest > limits.slice_bytes:
             rows, targets = _cut(rows, targets, limits.slice_bytes)
-        return cls(rows, targets, _bounds(rows[:, 1], limits))
+        return cls(rows, targets, _bounds(rows[:, 1], longest, limits))
 
     def __len__(self) -> int:
         return len(self.bounds) - 2
@@ -81,13 +83,16 @@ def _cut(rows: Int64Array, targets: AddressArray, slice_bytes: int) -> tuple[Int
     return np.stack([rows[region, 0] + skipped, lengths], axis=1), targets[region] + skipped.astype(np.uint64)
 
 
-def _bounds(lengths: Int64Array, limits: SliceLimits) -> Int64Array:
+def _bounds(lengths: Int64Array, longest: int, limits: SliceLimits) -> Int64Array:
+    """Return the bounds of the slices. `longest`: of the rows, or of what they were cut from."""
     num_rows = len(lengths)
     if num_rows <= 1:
         return np.array([0, 1, 1] if num_rows else [0, 0])
-    is_large = lengths >= limits.alone_bytes
-    if num_rows <= limits.max_rows and lengths.sum() <= limits.slice_bytes and not is_large.any():
+    # For most small reads the product is small enough, so that no sum is taken.
+    fits = num_rows * longest <= limits.slice_bytes or lengths.sum() <= limits.slice_bytes
+    if fits and num_rows <= limits.max_rows and longest < limits.alone_bytes:
         return np.array([0, num_rows, num_rows])
+    is_large = lengths >= limits.alone_bytes
     filled = (np.cumsum(lengths) - 1) // limits.slice_bytes
     counted = np.arange(num_rows) // limits.max_rows
     begins = np.ones(num_rows, dtype=bool)

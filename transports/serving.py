@@ -1,7 +1,7 @@
 """What a process serves to its peers, and what it knows of what they serve: checks, encodings, and `HostTransport`.
 
 The owner of memory checks each request with `ServedPool.locate`, and the reader each read with
-`ServedPool.require_read`. The two checks are the same, but only the first one protects the owner: a peer that
+`RegisteredPool.require_read`. The two checks are the same, but only the first one protects the owner: a peer that
 does not check sends what it likes.
 """
 
@@ -59,16 +59,11 @@ class PeerPool:
 
 
 @dataclass(frozen=True)
-class ServedPool:
-    """The pool that this process registered, and the guards under which peers may read it.
-
-    Attributes:
-        mover: What copies the pool's bytes. Nothing else touches them.
-    """
+class RegisteredPool:
+    """The pool that this process registered, and the guards under which peers may read it."""
 
     pool: Pool
     guards: WordTable
-    mover: Mover
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -100,6 +95,17 @@ class ServedPool:
         remote.pool.addresses(pairs.remote_offsets, pairs.lengths)
         require_guard(read.guard, remote.num_guards)
         return addresses
+
+
+@dataclass(frozen=True)
+class ServedPool(RegisteredPool):
+    """A pool whose bytes this process sends to its peers, and receives from them.
+
+    Attributes:
+        mover: What copies the pool's bytes. Nothing else touches them.
+    """
+
+    mover: Mover
 
     def locate(self, rows: Int64Array, guard: Guard) -> AddressArray:
         """Check what a peer asks for, and return the addresses of the regions, shape `(num_rows,)`.

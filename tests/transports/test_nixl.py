@@ -14,9 +14,8 @@ from kvferry.transports.nixl import NIXLTransport
 from kvferry.transports.nixl.library import Agent
 from kvferry.transports.testing import TransportConformance, connect_tcp
 
-pytestmark = pytest.mark.skipif(
-    find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None, reason="NIXL is not installed"
-)
+if find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None:
+    pytest.skip("NIXL is not installed", allow_module_level=True)
 
 Create = Callable[[Mapping[str, object]], Transport]
 
@@ -26,16 +25,16 @@ TCP: dict[str, Any] = {"refuse_tcp": False, "tls": "tcp"}
 @contextmanager
 def after_checks(guard: Guard, then: Callable[[], None]) -> Iterator[None]:
     """Call a function after each look at a guard's word, which NIXL has copied, in which the guard held."""
-    give_back = Agent.give_back_word
+    load = Agent.load
 
-    def give_back_and_call(agent: Agent, address: int) -> int:
-        value = give_back(agent, address)
+    def load_and_call(agent: Agent, address: int) -> int:
+        value = load(agent, address)
         if value == guard.value:
             then()
         return value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agent, "give_back_word", give_back_and_call)
+        patch.setattr(Agent, "load", load_and_call)
         yield
 
 

@@ -112,8 +112,12 @@ def _library() -> Any:
     return library
 
 
-def descriptors(addresses: AddressArray, lengths: Int64Array, device: int) -> DescriptorArray:
+def descriptors(
+    addresses: AddressArray, lengths: Int64Array, device: int
+) -> DescriptorArray | list[tuple[int, int, int]]:
     """Return regions as NIXL wants them, `(num_regions, 3)`: address, number of bytes, device."""
+    if len(addresses) == 1:
+        return [(int(addresses[0]), int(lengths[0]), device)]
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
     rows[:, 0] = addresses
     rows[:, 1] = lengths
@@ -126,16 +130,16 @@ class Memory:
     """Memory that an agent registers, or regions of it.
 
     Attributes:
-        rows: See `descriptors`.
+        rows: See `descriptors`. NIXL takes one row faster as a list.
     """
 
     kind: MemoryKind
-    rows: DescriptorArray
+    rows: DescriptorArray | list[tuple[int, int, int]]
 
     @classmethod
     def word(cls, address: int) -> Memory:
         """One word of main memory."""
-        return cls("host", np.array([(address, WORD_BYTES, 0)], dtype=np.uint64))
+        return cls("host", [(address, WORD_BYTES, 0)])
 
     @property
     def type(self) -> str:
@@ -150,7 +154,7 @@ class NIXL:
     it finds no descriptor for it, so that must not happen for the sake of a peer.
 
     Attributes:
-        mechanism: What moves the bytes, as far as NIXL lets us know: the backend, and the UCX transports that it may use.
+        mechanism: What moves the bytes, as far as it is certain. See `_mechanism`.
     """
 
     def __init__(self, options: NIXLOptions) -> None:
@@ -166,13 +170,26 @@ class NIXL:
         self._environment = options.environment()
         self._backends = options.backend_names
         self._error_handling = _ERROR_HANDLING[0]
-        tls = self._environment.get("UCX_TLS", "")
-        self.mechanism = f"{SCHEME}:{'+'.join(self._backends)}" + (f":{tls}" if tls else "")
         try:
             self._first = self._first_agent(options)
         except BaseException:
             self.reserve.close()
             raise
+        self.mechanism = self._mechanism(options)
+
+    def _mechanism(self, options: NIXLOptions) -> str:
+        """Name the backends and, for UCX, what follows from its settings. NIXL does not report the UCX transport in use.
+
+        With its failure handling on, UCX uses networks only; so without TCP they are RDMA. If it must be off, there is no
+        network here. In all other cases this names the transports that UCX may choose from.
+        """
+        name = f"{SCHEME}:{'+'.join(self._backends)}"
+        tls = self._environment.get("UCX_TLS", "")
+        if self._backends == ("UCX",) and self._error_handling != _ERROR_HANDLING[0]:
+            return f"{name}:local"
+        if options.refuse_tcp and tls.startswith("^"):
+            return f"{name}:rdma"
+        return f"{name}:{tls}" if tls else name
 
     def _first_agent(self, options: NIXLOptions) -> Agent:
         reason = ""
@@ -229,15 +246,15 @@ class NIXL:
 
 
 class Transfer:
-    """A READ that was posted. The memory is NIXL's until it is done, or its agent closed."""
+    """A READ. Once it is posted, the memory is NIXL's until the READ is done, or its agent closed."""
 
     def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent
         self._handle = handle
-        self._state = "PROC"
+        self._state = ""
 
     def start(self) -> None:
-        """Post it. Raises TransportError: see `Agent.read`."""
+        """Post it, for the first time or again. Raises TransportError: see `Agent.read`."""
         self._state = self._agent.call("cannot begin a read", "transfer", self._handle)
 
     def is_done(self) -> bool:
@@ -252,11 +269,13 @@ class Transfer:
             return False
         if self._state != "DONE":
             raise TransportError("NIXL says that a read failed, but not why")
-        if self._handle is not None:
-            self._agent.call("cannot release a read", "release_xfer_handle", self._handle)
-            self.drop()
-            self._agent.forget(self)
         return True
+
+    def release(self) -> None:
+        """Free what NIXL keeps for it. It is done, and is not posted again."""
+        self._agent.call("cannot release a read", "release_xfer_handle", self._handle)
+        self.drop()
+        self._agent.forget(self)
 
     def drop(self) -> None:
         """Drop the handle. Of a transfer in flight this ends nothing."""
@@ -301,15 +320,16 @@ class Agent:
         """Call a method of NIXL's agent. Raises TransportError: it raised anything."""
         if self._agent is None:
             raise TransportError(f"{what}: the NIXL agent was destroyed")
-        result, failure = _called(getattr(self._agent, name), args)
-        if failure is None:
-            return result
+        try:
+            return getattr(self._agent, name)(*args)
+        except Exception as error:  # noqa: BLE001 - see `_called`
+            failure = _text_of(error)
         # A handle among them would keep NIXL's agent alive for as long as the traceback of the error exists.
         del args
         raise TransportError(f"{what}: {failure}")
 
     def _register(self, memory: Memory) -> None:
-        rows = [(*row, "") for row in memory.rows.tolist()]
+        rows = [(*map(int, row), "") for row in memory.rows]
         self.call(
             f"NIXL cannot register {len(rows)} segments of memory", "register_memory", rows, memory.type
         )
@@ -342,6 +362,12 @@ class Agent:
             TransportError: NIXL refuses, because the peer is gone or has not registered that memory. Some bytes may still
                 land until the agent is closed.
         """
+        transfer = self.prepare(name, local, remote)
+        transfer.start()
+        return transfer
+
+    def prepare(self, name: str, local: Memory, remote: Memory) -> Transfer:
+        """Prepare to copy regions of the peer's memory into ours, once or many times. Raises: see `read`."""
         what = "cannot begin a read"
         sides = [
             self.call(what, "get_xfer_descs", local.rows, local.type),
@@ -349,11 +375,10 @@ class Agent:
         ]
         transfer = Transfer(self, self.call(what, "initialize_xfer", "READ", *sides, name))
         self._transfers.add(transfer)
-        transfer.start()
         return transfer
 
     def forget(self, transfer: Transfer) -> None:
-        """Count a transfer as done."""
+        """Count a transfer as released."""
         self._transfers.discard(transfer)
 
     def progress(self) -> None:
@@ -368,14 +393,17 @@ class Agent:
             page = mmap.mmap(-1, mmap.PAGESIZE)
             self._pages.append(page)
             first = address_of(page)
-            self._register(Memory("host", np.array([(first, mmap.PAGESIZE, 0)], dtype=np.uint64)))
+            self._register(Memory("host", [(first, mmap.PAGESIZE, 0)]))
             self._words.extend(range(first, first + mmap.PAGESIZE, WORD_BYTES))
         return self._words.pop()
 
-    def give_back_word(self, address: int) -> int:
-        """Return the value of a word, which nothing writes any more."""
-        self._words.append(address)
+    def load(self, address: int) -> int:
+        """Return the value of a word. No READ that writes it is in flight."""
         return load_word(address)
+
+    def give_back_word(self, address: int) -> None:
+        """Let a word be taken again. Nothing writes it any more."""
+        self._words.append(address)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -411,4 +439,8 @@ def _called(function: Callable[..., T], args: tuple[Any, ...] = ()) -> tuple[T, 
     except BackendUnavailableError:
         raise
     except Exception as error:  # noqa: BLE001 - NIXL's own errors have no common base class
-        return None, str(error) or type(error).__name__
+        return None, _text_of(error)
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -17,6 +17,9 @@ from ..endpoint import Read
 from ..serving import PeerPool, stale
 from .library import Agent, Memory, Transfer, descriptors
 
+#: Looks that a reader keeps for the next read under the same guard. Each has a handle of NIXL and a word.
+_MAX_LOOKS = 64
+
 
 @dataclass(frozen=True)
 class Remote:
@@ -40,21 +43,31 @@ class Remote:
 
 
 @dataclass(eq=False)
+class _Look:
+    """A READ of a guard's word. To post it again takes less time than to prepare another one.
+
+    Attributes:
+        word: Where the guard's word arrives.
+    """
+
+    transfer: Transfer
+    word: int
+
+
+@dataclass(eq=False)
 class _Transfer:
     """A read that has not ended, and how far it is. If `read.error` is set, only what is in flight is waited for.
 
     Attributes:
         slices: The slices in flight.
-        guard: The look at the guard, once all slices are in place.
-        word: Where the guard's word arrives.
+        look: The look at the guard, once all slices are in place.
     """
 
     read: Read[Any]
     plan: SlicePlan
     num_posted: int = 0
     slices: list[Transfer] = field(default_factory=list)
-    guard: Transfer | None = None
-    word: int = 0
+    look: _Look | None = None
 
 
 class Reader:
@@ -86,6 +99,7 @@ class Reader:
         self._transfers: dict[int, _Transfer] = {}
         self._turns: Turns[_Transfer] = Turns(self._wants_slice)
         self._num_slices = 0  # in flight
+        self._looks: dict[int, _Look] = {}  # not in flight, by the guard's index; the oldest first
 
     def start(self, read: Read[Any], plan: SlicePlan) -> None:
         """Begin a read whose regions were checked.
@@ -100,10 +114,17 @@ class Reader:
     def stop(self, read: Read[Any]) -> bool:
         """Post nothing more for a read. Returns whether it is over; if not, `end_read` follows."""
         transfer = self._transfers[read.transfer_id]
-        if transfer.slices or transfer.guard is not None:
+        if transfer.slices or transfer.look is not None:
             return False
         self._drop(transfer)
         return True
+
+    def close(self) -> None:
+        """Release what is kept for later reads. None is in flight."""
+        for look in self._looks.values():
+            look.transfer.release()
+            self._agent.give_back_word(look.word)
+        self._looks.clear()
 
     def unended(self) -> list[Read[Any]]:
         """Return the reads that have not ended."""
@@ -152,29 +173,54 @@ class Reader:
 
     def _advance(self, transfer: _Transfer) -> bool:
         """Look at one read. Returns whether something of it has finished."""
-        left = [piece for piece in transfer.slices if not piece.is_done()]
-        num_done = len(transfer.slices) - len(left)
-        transfer.slices = left
-        self._num_slices -= num_done
+        num_done = self._take_done(transfer)
         read = transfer.read
-        if left or (transfer.num_posted < len(transfer.plan) and read.error is None):
+        if transfer.slices or (transfer.num_posted < len(transfer.plan) and read.error is None):
             return num_done > 0
-        if transfer.guard is None and read.error is None:
+        if transfer.look is None and read.error is None:
             if not self._is_wanted(read):
                 return num_done > 0
             # Only now: the guard vouches for what was copied before it is read, and for nothing else.
-            transfer.word = self._agent.take_word()
-            guard = self._remote.guard(read.guard.index)
-            transfer.guard = self._agent.read(self._remote.agent, Memory.word(transfer.word), guard)
-        if transfer.guard is not None:
-            if not transfer.guard.is_done():
+            transfer.look = self._take_look(read.guard.index)
+            transfer.look.transfer.start()
+        if transfer.look is not None:
+            if not transfer.look.transfer.is_done():
                 return num_done > 0
-            value = self._agent.give_back_word(transfer.word)
+            value = self._agent.load(transfer.look.word)
+            self._give_back_look(read.guard.index, transfer.look)
             if value != read.guard.value and read.error is None:
                 read.error = stale(read.guard)
         self._drop(transfer)
         self._end_read(read)
         return True
+
+    def _take_done(self, transfer: _Transfer) -> int:
+        """Release the slices that are in place; return how many these are."""
+        done = [piece for piece in transfer.slices if piece.is_done()]
+        for piece in done:
+            piece.release()
+            transfer.slices.remove(piece)
+        self._num_slices -= len(done)
+        return len(done)
+
+    def _take_look(self, index: int) -> _Look:
+        """Return a look at a guard that is not in flight."""
+        look = self._looks.pop(index, None)
+        if look is None:
+            word = self._agent.take_word()
+            local, remote = Memory.word(word), self._remote.guard(index)
+            look = _Look(self._agent.prepare(self._remote.agent, local, remote), word)
+        return look
+
+    def _give_back_look(self, index: int, look: _Look) -> None:
+        """Keep a look that has ended, instead of another one at the same guard, or of the oldest if there are too many."""
+        old = self._looks.pop(index, None)
+        if old is None and len(self._looks) == _MAX_LOOKS:
+            old = self._looks.pop(next(iter(self._looks)))
+        self._looks[index] = look
+        if old is not None:
+            old.transfer.release()
+            self._agent.give_back_word(old.word)
 
     def _drop(self, transfer: _Transfer) -> None:
         del self._transfers[transfer.read.transfer_id]

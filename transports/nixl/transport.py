@@ -25,7 +25,6 @@ from .._cuda import Gpu
 from .._descriptors import warn_if_few
 from .._limited_log import LimitedLog
 from .._memory import WordTable, private_arena
-from .._movers import HostMover
 from .._options import parse_options
 from .._outside import outside, survived
 from .._slices import SliceLimits, SlicePlan
@@ -42,7 +41,7 @@ from ..errors import (
 )
 from ..network import Found, Lookups, listen_on
 from ..regions import Pool, Segment
-from ..serving import PeerPool, ServedPool
+from ..serving import PeerPool, RegisteredPool
 from ..streams import FrameSocket, KeepAlive, PollableEndpoint, StreamBackend
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
@@ -128,7 +127,7 @@ class Agents:
         device: The number of the GPU that holds our pool; 0 for main memory.
     """
 
-    def __init__(self, nixl: NIXL, served: ServedPool, options: NIXLOptions, device: int) -> None:
+    def __init__(self, nixl: NIXL, served: RegisteredPool, options: NIXLOptions, device: int) -> None:
         self._nixl = nixl
         self.is_shared = options.agents == "shared"
         self.device = device
@@ -186,7 +185,7 @@ class NIXLBackend(StreamBackend[Connection]):
         peers: PeerTable[Connection],
         options: NIXLOptions,
         nixl: NIXL,
-        served: ServedPool,
+        served: RegisteredPool,
         device: int,
     ) -> None:
         super().__init__(peers)
@@ -259,6 +258,8 @@ class NIXLBackend(StreamBackend[Connection]):
             if link is not None and self._agents.is_shared and link.reader.num_in_flight:
                 self._drain(peer, link)
             elif agent is not None and not agent.is_destroyed:
+                if link is not None and self._agents.is_shared:
+                    link.reader.close()
                 self._agents.let_go(agent, connection.remote)
 
     def lose(self, peer: Peer[Connection], error: Exception) -> None:
@@ -347,6 +348,7 @@ class NIXLBackend(StreamBackend[Connection]):
         if not handshake.probe.is_done():
             return False
         handshake.is_probed = True
+        handshake.probe.release()
         handshake.agent.give_back_word(handshake.word)
         handshake.channel.send(Ready().encode())
         if peer.incoming:
@@ -456,6 +458,7 @@ class NIXLBackend(StreamBackend[Connection]):
             del self._stuck[peer]
             self._active.pop(peer, None)
             with survived("cannot remove a peer's agent", self.peers.log):
+                link.reader.close()
                 self._agents.let_go(link.agent, link.remote)
         return has_worked
 
@@ -591,8 +594,9 @@ class NIXLTransport(PeerTransport):
             gpu = Gpu(pool.segments[0].address)
             device = gpu.ordinal
             gpu.close()
-        # NIXL moves the bytes of every kind of pool itself, so the mover is never asked.
-        served = ServedPool(pool, self.guards, HostMover(0))
+        served = RegisteredPool(
+            pool, self.guards
+        )  # without a mover: NIXL moves the bytes of every kind of pool
         table: PeerTable[Connection] = PeerTable(
             lambda peers: NIXLBackend(peers, self.options, self._nixl, served, device),
             self.options.limits(),
