@@ -83,10 +83,12 @@ def test_nixl_is_used_between_hosts_that_both_have_it(start: Start, caplog: pyte
     assert "is reached by nixl: on another host" in caplog.text
 
 
-def test_the_other_network_is_used_if_nixl_does_not_connect(start: Start) -> None:
+@pytest.mark.parametrize("unreachable", ["nixl://127.0.0.1:1", "nixl://192.0.2.1:1"])
+def test_the_other_network_is_used_if_nixl_does_not_connect(start: Start, unreachable: str) -> None:
+    """No node listens at the first address, and the options do not allow the second one."""
     dialer, listener = start({}), start({})
     address = AutoAddress.parse(listener.listen(""))
-    walled = AutoAddress(address.host, address.local, ("nixl://127.0.0.1:1", *address.networks[1:]))
+    walled = AutoAddress(address.host, address.local, (unreachable, *address.networks[1:]))
     found = route(dialer, listener, str(walled))
     assert found.scheme == "zeromq"
     assert "on another host, but nixl does not connect: " in found.reason

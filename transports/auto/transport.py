@@ -326,9 +326,19 @@ class AutoEndpoint(Endpoint):
             timeout_s = min(timeout_s, _LOCAL_CONNECT_S)
         elif left:
             timeout_s /= 2  # the rest is for the others
-        their_id = child.start_connect(address, timeout_s=timeout_s)
+        try:
+            their_id = child.start_connect(address, timeout_s=timeout_s)
+        except ConfigurationError as error:
+            # Its options may not allow what the peer offers. They say nothing about the other transports.
+            if child is self._local or not left:
+                raise
+            return self._try(peer_id, left, self._after(reason, child, error), deadline)
         self._add(_Peer(peer_id, child, their_id, reason, left, deadline))
         return peer_id
+
+    def _after(self, reason: str, child: Endpoint, error: KVTransferError) -> str:
+        name = "shared memory" if child is self._local else child.scheme
+        return f"{reason}, but {name} does not connect: {error}"
 
     def _add(self, peer: _Peer) -> None:
         self._peers[peer.peer_id] = self._peers_of[peer.child, peer.their_id] = peer
@@ -420,8 +430,7 @@ class AutoEndpoint(Endpoint):
         """A peer was lost: try the next way, under the same id. Returns the error if there is none left."""
         reason = peer.reason
         while peer.left:
-            name = "shared memory" if peer.child is self._local else peer.child.scheme
-            reason = f"{reason}, but {name} does not connect: {error}"
+            reason = self._after(reason, peer.child, error)
             try:
                 self._try(peer.peer_id, peer.left, reason, peer.deadline)
             except KVTransferError as refusal:
