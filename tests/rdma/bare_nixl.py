@@ -23,7 +23,7 @@ from .conftest import OWNER, READER, Wire
 from .nodes import BLANK
 
 NUM_BYTES = 16 << 20
-LATE_S = 5.0
+LATE_S = 6.0
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "release the handle": ("release",),
@@ -81,7 +81,7 @@ def count(name: str, ways: tuple[str, ...], metadata: bytes, source: int, wire: 
         pass
     agent.release_xfer_handle(handle)
     memory[:] = BLANK
-    wire.limit()
+    wire.set("rate", "16mbit")
     handle = posted(agent, peer, memory.ctypes.data, source, NUM_BYTES)
     wait_until_part_has_landed(agent, handle, memory)
     wire.cut()

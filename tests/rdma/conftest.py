@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +51,8 @@ class Wire:
             self._tc("replace", interface, "handle", handle, "netem", *netem, "limit", "100000")
 
     def limit(self) -> None:
-        """Let 4 MB/s pass, so that a test can act during a read."""
-        self.set("rate", "32mbit")
+        """Let 5 MB/s pass, so that a test can act during a read, and the queue is shorter than a peer timeout."""
+        self.set("rate", "40mbit")
 
     def cut(self) -> None:
         """Lose every packet. (Interfaces that are down would break the devices, which is another fault.)"""
@@ -63,6 +64,15 @@ class Wire:
             self._num_changes = 0
             for interface in INTERFACES:
                 self._tc("del", interface)
+
+    def num_dropped(self) -> int:
+        """Return how many packets were lost since the last change."""
+        total = 0
+        for interface in INTERFACES:
+            command = ["tc", "-json", "-statistics", "qdisc", "show", "dev", interface]
+            shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+            total += sum(int(qdisc["drops"]) for qdisc in json.loads(shown))
+        return total
 
     @staticmethod
     def _tc(change: str, interface: str, *settings: str) -> None:
@@ -80,6 +90,7 @@ def wire() -> Iterator[Wire]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Print a failure at once: the guest may be ended before pytest prints its summary."""
     if report.failed:
-        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+        output = "\n".join(f"{title}:\n{text}" for title, text in report.sections)
+        print(f"\n{report.nodeid}\n{report.longreprtext}\n{output}", flush=True)
     elif report.when == "call":
         print(f" {report.duration:.0f} s", end="", flush=True)

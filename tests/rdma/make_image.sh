@@ -28,7 +28,7 @@ to_boot=(virtio_pci virtio_blk crc32c_generic ext4 9pnet_virtio 9p)
 later=(virtio_rng rdma_rxe ib_uverbs rdma_ucm veth sch_netem crc32_generic crc32_pclmul)
 
 mmdebstrap --quiet --variant=minbase --aptopt='APT::Install-Recommends "false"' \
-    --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
+    --dpkgopt=force-unsafe-io --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \
     --include=ibverbs-providers,ibverbs-utils,iproute2,kmod,libgomp1,procps,python3 bookworm root
 for file in $(files_of "${to_boot[@]}" "${later[@]}"); do

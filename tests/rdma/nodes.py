@@ -22,10 +22,18 @@ from .conftest import OWNER, READER, options_of
 PROGRAM = Path(__file__).parents[1] / "transports" / "children" / "network_peer.py"
 POOL_BYTES = 24 << 20  # as in PROGRAM
 HELD = Guard(3, 9)
+EXPECTED = (np.arange(POOL_BYTES) * 7 % 251).astype(np.uint8)
 #: A byte that the owner's pool does not contain.
 BLANK = 0xFF
 #: The control connection crosses the wire as well.
 OWNER_HOST = {"bind_host": "10.9.0.1", "port_range": "5600-5699", "allow_plaintext": True}
+SETTINGS = {
+    # Few bytes in flight, so that control frames do not wait behind them for long on a slow wire.
+    "slice_bytes": 1 << 20,
+    "window_slices": 2,
+    # A test that compares memory or changes the wire does not serve its node meanwhile, which takes seconds in the guest.
+    "peer_timeout_s": 6.0,
+}
 #: Seconds for what happens at once on a machine that is not emulated.
 DEADLINE_S = 60.0
 
@@ -34,12 +42,15 @@ class OwnerProcess:
     """A node that serves a pool."""
 
     def __init__(self, scheme: str) -> None:
-        options = options_of(scheme, OWNER, **OWNER_HOST)
+        options = options_of(scheme, OWNER, **OWNER_HOST, **SETTINGS)
         command = [sys.executable, str(PROGRAM), scheme, json.dumps(options), "serve"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], DEADLINE_S)[0], "the owner did not start"
-        self.address = self._process.stdout.readline().strip()
+        has_started = bool(select.select([self._process.stdout], [], [], DEADLINE_S)[0])
+        self.address = self._process.stdout.readline().strip() if has_started else ""
+        if not self.address:
+            self.close()
+        assert self.address, "the owner did not start"
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -58,7 +69,9 @@ class Reader:
     """A node that reads."""
 
     def __init__(self, scheme: str) -> None:
-        self._transport = create_transport(scheme, options_of(scheme, READER, allow_plaintext=True))
+        self._transport = create_transport(
+            scheme, options_of(scheme, READER, allow_plaintext=True, **SETTINGS)
+        )
         self._arena = self._transport.allocate(POOL_BYTES)
         self.memory = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._endpoint = self._transport.register(Pool([self._arena.segment]))
@@ -111,13 +124,17 @@ class Reader:
         assert isinstance(ended, TransferEnded)
         return ended
 
+    def has_begun(self) -> bool:
+        """Return whether a part of the first slice has arrived."""
+        return bool((self.memory[: 1 << 20] != BLANK).any())
+
     def num_landed(self) -> int:
         """Return how many bytes of our memory were written since it was blanked."""
         return int(np.count_nonzero(self.memory != BLANK))
 
     def assert_right(self, num_bytes: int) -> None:
         """Check that exactly these bytes of the owner's pool are in our memory."""
-        assert np.array_equal(self.memory[:num_bytes], (np.arange(num_bytes) * 7 % 251).astype(np.uint8))
+        assert np.array_equal(self.memory[:num_bytes], EXPECTED[:num_bytes])
         assert bool((self.memory[num_bytes:] == BLANK).all())
 
     def assert_reads(self, peer_id: int, num_bytes: int = 4 << 20) -> TransferEnded:

@@ -50,8 +50,13 @@ def make(world: World) -> Make:
 @pytest.mark.parametrize(
     ("scheme", "changes", "mechanism", "is_rdma"),
     [
-        ("ucx", {}, "ucx:rc_verbs", True),
-        ("ucx", {"tls": "", "allow_plaintext": True}, "ucx:rc_verbs", True),
+        ("ucx", {}, "ucx:rc_verbs+ud_verbs", True),
+        (
+            "ucx",
+            {"tls": "", "refuse_tcp": False, "allow_plaintext": True},
+            "ucx:rc_verbs+ud_verbs",
+            True,
+        ),
         ("ucx", TCP, "ucx:tcp", False),
         ("nixl", {}, "nixl:UCX:rc_v", True),
         ("nixl", TCP, "nixl:UCX:tcp", False),
@@ -67,7 +72,10 @@ def test_the_mechanism_is_what_moves_the_bytes(
     mechanism: str,
     is_rdma: bool,
 ) -> None:
-    owner, reader = (make(scheme, {**options_of(scheme, device), **changes}) for device in (OWNER, READER))
+    # An interface for TCP is there as well.
+    owner, reader = (
+        make(scheme, {**options_of(scheme, f"{device},v0"), **changes}) for device in (OWNER, READER)
+    )
     link = world.link(owner, reader)
     link.producer.transport.guards.set(HELD.index, HELD.value)
     before = num_packets(READER) + num_packets(OWNER)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
+from kvferry.transports import Connected, Guard, PeerLost, Pool, RegionPairs, TransferEnded
 from kvferry.transports.registry import create_transport
 from kvferry.transports.testing.cuda_driver import CudaDriverStandIn
 
@@ -52,7 +52,9 @@ def main() -> None:
         for event in endpoint.wait_events(1.0):
             if isinstance(event, Connected) and not event.incoming:
                 print("connected", flush=True)
-            elif not isinstance(event, TransferEnded):
+            elif isinstance(event, PeerLost):
+                print(f"lost a peer: {event.error}", file=sys.stderr, flush=True)
+            if not isinstance(event, Connected | TransferEnded):
                 continue
             if task == "read":
                 endpoint.start_read(peer_id, whole, Guard(3, 9), timeout_s=30)
