@@ -8,6 +8,11 @@ from __future__ import annotations
 if __name__ != "kvferry.runner_mixin":  # the same file under a second name would be a second set of classes
     raise ImportError("import kvferry.runner_mixin, not runner_mixin: `pip install -e .` first")
 
+from ..connector import pytorch
+
+if not pytorch.IS_INSTALLED:
+    raise pytorch.missing(__name__)
+
 from .attention.backend import (
     AttentionBackend,
     AttentionGroup,

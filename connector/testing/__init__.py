@@ -15,6 +15,11 @@ A test that fails raises `BrokenPromiseError`, which says what was promised and 
 
 from __future__ import annotations
 
+from .. import pytorch
+
+if not pytorch.IS_INSTALLED:
+    raise pytorch.missing(__name__)
+
 from .broken import BrokenPromiseError
 from .faulty import FaultyConnector
 from .harness import PER_LAYER, UNIFORM, MakeNode, assert_whole, compute, fetch, load, node_maker, settle

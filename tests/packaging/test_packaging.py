@@ -64,6 +64,38 @@ def test_importing_transports_does_not_import_torch(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False False", done.stderr
 
 
+def test_installing_kvferry_brings_small_packages_only() -> None:
+    """PyTorch alone is gigabytes, and which of its builds is right is for the user to say (docs/decisions/0020)."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {line.partition(">=")[0] for line in requirements} == {"msgpack", "numpy", "pyzmq", "xxhash"}
+
+
+def test_transports_and_connectors_import_without_torch(tmp_path: Path) -> None:
+    """Every module but those that need tensors or vLLM; `None` in `sys.modules` makes an import of torch fail."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "sys.modules['torch'] = None\n"
+        "import kvferry.connector, kvferry.transports\n"
+        "for package in (kvferry.transports, kvferry.connector):\n"
+        "    errors = []\n"
+        "    walk = pkgutil.walk_packages(package.__path__, package.__name__ + '.', onerror=errors.append)\n"
+        "    for name in (module.name for module in walk):\n"
+        "        if not name.startswith(('kvferry.connector.testing', 'kvferry.connector.vllm.')):\n"
+        "            importlib.import_module(name)\n"
+        "    print(errors)"
+    )
+    done = _run(code, tmp_path)
+    assert done.stdout.splitlines() == ["[]", "['kvferry.connector.testing']"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", ["kvferry.connector.testing", "kvferry.runner_mixin"])
+def test_a_package_that_needs_torch_says_how_to_install_it(package: str, tmp_path: Path) -> None:
+    done = _run(f"import sys; sys.modules['torch'] = None; import {package}", tmp_path)
+    assert done.returncode != 0
+    assert f"{package} cannot be imported: PyTorch is not installed" in done.stderr
+    assert "pip install 'kvferry[torch]'" in done.stderr
+
+
 def test_importing_the_connector_opens_nothing(tmp_path: Path) -> None:
     code = (
         "import os, threading\n"
