@@ -16,6 +16,7 @@ CONNECTOR ?= shm
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+RELEASE_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
@@ -38,6 +39,8 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 		--timeout 15 --retries 2 --extra-index-url $(TORCH_INDEX) torch
 	@echo "2 of 3: downloading other packages, and compiling kvferry"
+	@# Python prefers a file with its own version in its name, which an earlier kvferry compiled, to today's.
+	rm -f transports/_native.cpython-*.so
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-cuda12.txt \
 		-e '.[examples,metrics,ucx,dev]'
 	@echo "3 of 3: downloading the demo's model (90 MB)"
@@ -146,6 +149,10 @@ format: $(READY) ## format the code, and fix what ruff can fix
 .PHONY: bench
 bench: $(READY) ## measure the transports on this machine
 	$(BIN)/python benchmarks/transports.py $(BENCH_ARGS)
+
+.PHONY: release
+release: ## build and check an sdist and a wheel in dist/: RELEASE_ARGS="x86_64 aarch64" (needs Docker or Podman)
+	PYTHON=$(PYTHON) release/build.sh $(RELEASE_ARGS)
 
 .PHONY: clean
 clean: ## remove the venvs and everything built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvferry
 from kvferry.connector import KVConnectorFactory, KVTransferConfig
 from kvferry.connector.p2p import connector_over
 from kvferry.transports.registry import BUILT_IN
@@ -36,6 +38,12 @@ def test_every_package_on_disk_is_listed() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_linked_where_tools_look_for_it(package: str) -> None:
     assert (ROOT / "src" / "kvferry" / package).resolve() == ROOT / package
+
+
+def test_the_version_is_the_newest_release_of_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.findall(r"^## (\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d$", changelog, flags=re.MULTILINE)[0]
+    assert kvferry.__version__ == newest or ".dev" in kvferry.__version__
 
 
 def test_the_entry_points_are_those_of_the_table_of_built_in_transports() -> None:
