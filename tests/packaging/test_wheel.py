@@ -1,4 +1,4 @@
-"""The wheel carries every package, the type marker and the entry points; an installed kvferry wins over a clone."""
+"""What is published: the sdist gives a wheel that works with its dependencies alone, and that wins over a clone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+
+import kvferry
 
 ROOT = Path(__file__).parents[2]
 IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*cache")
@@ -22,11 +26,15 @@ WHERE = "import kvferry, kvferry.transports._copy as copy; print(kvferry.__file_
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build an sdist, and a wheel from that sdist alone. Return the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT, source, symlinks=True, ignore=IGNORED)
-    _pip("wheel", "--no-deps", "-w", str(folder), str(source))
-    return next(folder.glob("kvferry-*.whl"))
+    _python("-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
+    (sdist,) = folder.glob("kvferry-*.tar.gz")
+    (wheel,) = folder.glob("kvferry-*.whl")
+    assert sdist.name == f"kvferry-{kvferry.__version__}.tar.gz"
+    return wheel
 
 
 @pytest.fixture
@@ -44,14 +52,13 @@ def fresh_python(tmp_path: Path) -> str:
     return str(tmp_path / "venv" / "bin" / "python")
 
 
-def _pip(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+def _python(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
+
+
+def _pip(*arguments: str) -> None:
+    _python("-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
 
 def _run(python: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -70,7 +77,8 @@ def test_wheel_contents(wheel: Path) -> None:
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names
-    assert any(name.startswith("kvferry/transports/_native") and name.endswith(".so") for name in names)
+    assert "kvferry/transports/_native.abi3.so" in names
+    assert "-cp311-abi3-" in wheel.name
     assert not any(name.startswith(("examples/", "tests/")) or name.endswith(".c") for name in names)
 
 
@@ -81,6 +89,22 @@ def test_wheel_imports_without_the_checkout(wheel: Path, fresh_python: str, tmp_
     file, is_compiled = done.stdout.split()
     assert Path(file).is_relative_to(tmp_path / "unpacked")
     assert is_compiled == "True"
+
+
+@pytest.mark.slow
+def test_the_wheel_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path) -> None:
+    """In a venv with nothing else, so without PyTorch. The dependencies are links, which needs no network."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    _pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
+    (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in (requirement.partition(">=")[0] for requirement in project["dependencies"]):
+        found = distribution(name)
+        for part in {file.parts[0] for file in found.files or ()} - {".."}:
+            (site_packages / part).symlink_to(Path(str(found.locate_file(part))))
+    done = _run(python, (ROOT / "release" / "check_install.py").read_text(), cwd=tmp_path)
+    assert done.stdout.startswith(f"kvferry {kvferry.__version__} works"), done.stderr
 
 
 @pytest.mark.slow
@@ -97,7 +121,7 @@ def test_an_installed_wheel_wins_over_a_clone_in_the_current_folder(
 
 @pytest.mark.slow
 def test_an_editable_install_wins_over_the_folder_of_its_clone(clone: Path, fresh_python: str) -> None:
-    _pip("--python", fresh_python, "install", "--no-deps", "--editable", str(clone))
+    _pip("--python", fresh_python, "install", "--no-deps", "--no-build-isolation", "--editable", str(clone))
     done = _run(fresh_python, WHERE, cwd=clone.parent)
     assert done.stdout.split() == [str(clone / "src" / "kvferry" / "__init__.py"), "True"]
     assert done.stderr == ""

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Build and check what a release publishes, in dist/: an sdist, and one manylinux wheel per machine type.
+#   release/build.sh                  the wheel for this machine, with its own compiler
+#   release/build.sh x86_64 aarch64   wheels for these machine types, in manylinux containers (needs Docker or Podman,
+#                                     and QEMU for machine types other than this machine's)
+# PYTHON (python3) must be 3.11 or later.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+build=build/release
+mkdir -p "$build"
+tools="$PWD/$build/tools"
+"${PYTHON:-python3}" -m venv "$tools"
+export PATH="$tools/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
+pip install --quiet -r release/requirements.txt
+
+rm -rf dist "$build/raw"
+if [ $# = 0 ]; then
+	python -m build --outdir "$build/raw" .
+	mkdir dist
+	mv "$build"/raw/*.tar.gz dist/
+	auditwheel repair --wheel-dir dist "$build"/raw/*.whl
+else
+	# From the sdist, because cibuildwheel copies the whole folder that it is given into each container.
+	python -m build --sdist --outdir dist .
+	archs=$(IFS=,; echo "$*")
+	cibuildwheel --platform linux --archs "$archs" --output-dir dist dist/kvferry-*.tar.gz
+fi
+
+twine check --strict dist/*
+abi3audit --strict --summary dist/*.whl
+for wheel in dist/*.whl; do
+	auditwheel show "$wheel" | grep -A1 'consistent with'
+done
+
+# Into an empty venv, with the dependencies that the index has today.
+for wheel in dist/*"_$(uname -m).whl"; do
+	rm -rf "$build/empty"
+	python -m venv "$build/empty"
+	"$build/empty/bin/python" -m pip install --quiet "$wheel"
+	"$build/empty/bin/python" release/check_install.py
+done
+
+if grep -q '^[A-Z][a-z]* = "https://kvferry\.example' pyproject.toml; then
+	echo "dist/ is complete but must not be published: [project.urls] in pyproject.toml has no real address; set it" >&2
+	exit 1
+fi
+ls -l dist
