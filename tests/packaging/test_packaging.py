@@ -17,7 +17,7 @@ from kvferry.connector.p2p import connector_over
 from kvferry.transports.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("connector", "runner_mixin", "transports")
+PACKAGES = ("cli", "connector", "runner_mixin", "transports")
 
 
 def _run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -73,7 +73,7 @@ def _run(python: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_wheel_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"kvferry/__init__.py", "kvferry/py.typed"} <= names
-    for package in ("connector", "transports", "runner_mixin"):
+    for package in ("cli", "connector", "transports", "runner_mixin"):
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names

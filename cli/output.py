@@ -1,0 +1,31 @@
+"""What commands print: JSON for programs, aligned columns for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+
+
+def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> list[str]:
+    """Align the cells of rows with spaces. The last cell of a row may have any length."""
+    rows = [list(row) for row in rows]
+    num_aligned = max((len(row) for row in rows), default=1) - 1
+    widths = [max((len(row[at]) for row in rows if at < len(row)), default=0) for at in range(num_aligned)]
+    return [
+        (
+            indent
+            + "  ".join(cell.ljust(widths[at]) if at < num_aligned else cell for at, cell in enumerate(row))
+        ).rstrip()
+        for row in rows
+    ]
