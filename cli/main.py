@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import version
+from . import doctor, version
 from .errors import OK, CommandError
 
 #: The commands, in the order of `kvferry --help`.
-COMMANDS: tuple[ModuleType, ...] = (version,)
+COMMANDS: tuple[ModuleType, ...] = (doctor, version)
 
 
 def make_parser() -> argparse.ArgumentParser:
