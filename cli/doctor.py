@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import FAILED, OK, CommandError, UsageError
@@ -128,10 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
         outcomes = [_connect(arguments.peer, find)]
         about: Mapping[str, object] = {"peer": arguments.peer}
     elif arguments.peer:
-        outcomes, about = _to_doctor(arguments, find)
+        outcomes, about = to_doctor(
+            arguments.peer, arguments.path or PATH_NAMES, find, (_shape(),), _POOL_BYTES, arguments.seconds
+        )
     else:
         return _this_machine(arguments, find)
-    status = _status_to_peer(outcomes, arguments.path)
+    status = status_of(outcomes, arguments.path, is_peer=True)
     if arguments.json:
         print_json({**about, "paths": [outcome.to_json() for outcome in outcomes], "ok": status == OK})
     else:
@@ -144,7 +146,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _this_machine(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     from .checks import machine
-    from .paths import LocalPaths
 
     def say(text: str) -> None:
         if not arguments.json:
@@ -155,30 +156,53 @@ def _this_machine(arguments: argparse.Namespace, find: Callable[[str], Path]) ->
     findings = machine()
     for group in dict.fromkeys(finding.group for finding in findings):
         say("\n".join(["", group, *finding_lines([f for f in findings if f.group == group])]))
-    names = arguments.path or PATH_NAMES
-    local = LocalPaths()
-    try:
-        outcomes = [
-            local.measure(find(name), (_shape(),), _POOL_BYTES, arguments.seconds / len(names))
-            for name in names
-        ]
-    finally:
-        local.close()
-    say("\n".join(["", f"paths between two processes, {_shape()}", *path_lines(outcomes)]))
-    bad = {"failed", "missing"} if arguments.path else {"failed"}
-    works = not any(outcome.status in bad for outcome in outcomes) and not any(
-        f.grade == "failed" for f in findings
+    outcomes = on_this_machine(
+        arguments.path or PATH_NAMES, find, (_shape(),), _POOL_BYTES, arguments.seconds
     )
+    say("\n".join(["", f"paths between two processes, {_shape()}", *path_lines(outcomes)]))
+    is_sound = not any(finding.grade == "failed" for finding in findings)
+    status = status_of(outcomes, arguments.path, is_peer=False) if is_sound else FAILED
     if arguments.json:
         print_json(
             {
                 "versions": found,
                 "machine": [finding.to_json() for finding in findings],
                 "paths": [outcome.to_json() for outcome in outcomes],
-                "ok": works,
+                "ok": status == OK,
             }
         )
-    return OK if works else FAILED
+    return status
+
+
+def on_this_machine(
+    names: Sequence[str],
+    find: Callable[[str], Path],
+    shapes: Sequence[Shape],
+    pool_bytes: int,
+    seconds: float,
+) -> list[Outcome]:
+    """Measure paths between two processes of this machine, for `seconds` in total."""
+    from .paths import LocalPaths
+
+    local = LocalPaths()
+    try:
+        return [local.measure(find(name), shapes, pool_bytes, seconds / len(names)) for name in names]
+    finally:
+        local.close()
+
+
+def status_of(outcomes: list[Outcome], asked: list[str] | None, *, is_peer: bool) -> int:
+    """Return the exit status; the help of the command states the rule.
+
+    Args:
+        asked: Names of paths that must work; None if the user named none.
+    """
+    works = [outcome.status == "ok" for outcome in outcomes]
+    if asked:
+        return OK if all(works) else FAILED
+    if is_peer:
+        return OK if any(works) else FAILED
+    return FAILED if any(outcome.status == "failed" for outcome in outcomes) else OK
 
 
 def _shape() -> Shape:
@@ -241,15 +265,24 @@ def _listen(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     return OK
 
 
-def _to_doctor(
-    arguments: argparse.Namespace, find: Callable[[str], Path]
+def to_doctor(
+    address: str,
+    names: Sequence[str],
+    find: Callable[[str], Path],
+    shapes: Sequence[Shape],
+    pool_bytes: int,
+    seconds: float,
 ) -> tuple[list[Outcome], Mapping[str, object]]:
-    """Test the paths to a doctor that listens."""
+    """Measure paths to a doctor that listens, for `seconds` in total.
+
+    Raises:
+        UsageError: the address is malformed.
+        CommandError: no doctor answers there.
+    """
     from .paths import Job, Outcome, Readers
     from .remote import RemoteDoctor, parse_host_port
 
-    there = RemoteDoctor.find(*parse_host_port(arguments.peer, "--peer"))
-    names = arguments.path or PATH_NAMES
+    there = RemoteDoctor.find(*parse_host_port(address, "--peer"))
     readers = Readers()
     outcomes = []
     try:
@@ -263,10 +296,10 @@ def _to_doctor(
                     Outcome(name, "skipped", reason=f"kvferry {there.version} there has no such path")
                 )
                 continue
-            with there.open(name, _POOL_BYTES) as opened:
+            with there.open(name, pool_bytes) as opened:
                 if opened.address:
-                    seconds = arguments.seconds / len(names)
-                    outcomes.append(readers.do(Job(path, opened.address, _POOL_BYTES, (_shape(),), seconds)))
+                    job = Job(path, opened.address, pool_bytes, tuple(shapes), seconds / len(names))
+                    outcomes.append(readers.do(job))
                 else:
                     is_missing = opened.status == "missing"
                     outcomes.append(
@@ -275,7 +308,7 @@ def _to_doctor(
     finally:
         readers.close()
     where = "this host" if there.is_same_host else "another host"
-    return outcomes, {"peer": arguments.peer, "kvferry": there.version, "on": where}
+    return outcomes, {"peer": address, "kvferry": there.version, "on": where}
 
 
 def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
@@ -294,8 +327,3 @@ def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
     finally:
         readers.close()
     return outcome
-
-
-def _status_to_peer(outcomes: list[Outcome], asked: list[str] | None) -> int:
-    works = [outcome.status == "ok" for outcome in outcomes]
-    return OK if (all(works) if asked else any(works)) else FAILED
