@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import bench, doctor, version
+from . import bench, doctor, top, version
 from .errors import OK, CommandError
 
 #: The commands, in the order of `kvferry --help`.
-COMMANDS: tuple[ModuleType, ...] = (doctor, bench, version)
+COMMANDS: tuple[ModuleType, ...] = (doctor, bench, top, version)
 
 
 def make_parser() -> argparse.ArgumentParser:
