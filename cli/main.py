@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from . import bench, doctor, top, version
+from . import bench, doctor, explain, top, version
 from .errors import OK, CommandError
 
 #: The commands, in the order of `kvferry --help`.
-COMMANDS: tuple[ModuleType, ...] = (doctor, bench, top, version)
+COMMANDS: tuple[ModuleType, ...] = (doctor, bench, top, explain, version)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -258,13 +258,18 @@ def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Refresh until interrupted, or print one interval."""
-    for url in arguments.urls:
+def require_urls(urls: Sequence[str]) -> None:
+    """Refuse what is no URL of HTTP. Raises UsageError: one of them is none."""
+    for url in urls:
         if not url.startswith(("http://", "https://")):
             raise UsageError(
                 f"URL must begin with http:// or https://, got {url!r}; did you mean 'http://{url}'?"
             )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Refresh until interrupted, or print one interval."""
+    require_urls(arguments.urls)
     watch = Watch([url.rstrip("/") for url in arguments.urls])
     views = watch.look()
     is_screen = sys.stdout.isatty() and not arguments.json and not arguments.once

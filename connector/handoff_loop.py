@@ -56,6 +56,7 @@ from .handoff.events import (
 )
 from .handoff.messages import encode
 from .handoff.node import NodeProtocol
+from .handoff_trace import HandoffTrace
 from .metadata import HandoffMetadata, OfferOrder, OpenOrder
 from .outcomes import Outcomes
 from .unexpected import Unexpected
@@ -116,6 +117,7 @@ class HandoffLoop:
         protocol: This node's; from now on only the thread calls it.
         outcomes: Where the ends of handoffs are noted.
         address: Where the endpoint listens.
+        trace: Notes what happens to each request; None if that is not wanted.
     """
 
     def __init__(
@@ -125,12 +127,15 @@ class HandoffLoop:
         protocol: NodeProtocol,
         outcomes: Outcomes,
         address: str,
+        trace: HandoffTrace | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._outcomes = outcomes
         self._unexpected = Unexpected()
-        self._driver = _Driver(transport.guards, endpoint, protocol, outcomes, address, self._unexpected)
+        self._driver = _Driver(
+            transport.guards, endpoint, protocol, outcomes, address, self._unexpected, trace
+        )
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._orders: deque[_Order] = deque()
@@ -294,6 +299,7 @@ class _Driver:
         outcomes: Outcomes,
         address: str,
         unexpected: Unexpected,
+        trace: HandoffTrace | None,
     ) -> None:
         self._guards = guards
         self._endpoint = endpoint
@@ -301,6 +307,7 @@ class _Driver:
         self._outcomes = outcomes
         self._address = address
         self._unexpected = unexpected
+        self._trace = trace
         self._reads: dict[int, tuple[StartRead, Route]] = {}  # by transfer id
         self._doubts: dict[int, tuple[float, KVTransferError]] = {}  # by transfer id: when it ends, and why
         self._bugs: dict[
@@ -330,6 +337,9 @@ class _Driver:
     def carry_out(self, orders: HandoffMetadata) -> None:
         """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone."""
         producer, consumer = self._protocol.producer, self._protocol.consumer
+        if self._trace is not None:
+            with self._unexpected.logged("tracing orders"):
+                self._trace.ordered(orders)
         # A request's announcement, offer and abort, or claim, load and drop, may come in one step. So the kinds are carried
         # out in the order in which a request goes through them.
         for request_id, lease in orders.announcements.items():
@@ -477,6 +487,9 @@ class _Driver:
 
     def _handle(self, event: Event) -> None:
         """Deal with one event. A bug on the way ends the peer that the event came from."""
+        if self._trace is not None and isinstance(event, MessageReceived):
+            with self._unexpected.logged("tracing a message"):
+                self._trace.received(event.message)
         if isinstance(event, TransferEnded):
             self._do(self._end_transfer(event))
             return
@@ -528,6 +541,9 @@ class _Driver:
         Returns:
             What the protocol wants done because of how it went.
         """
+        if self._trace is not None:
+            with self._unexpected.logged("tracing an action"):
+                self._trace.performed(action)
         match action:
             case SetGuard(index, value):
                 return self._set_guard(index, value)
@@ -688,6 +704,8 @@ class _Driver:
         # Before the protocol hears of it: the protocol may end the load, whose record needs this read's figures.
         with self._unexpected.logged("recording a read"):
             self._outcomes.read_ended(read, ended, route, _now())
+            if self._trace is not None:
+                self._trace.read_ended(read, ended, route)
         consumer = self._protocol.consumer
         try:
             with self._unexpected.typed("the protocol, with the end of a read,"):

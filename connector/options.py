@@ -30,6 +30,8 @@ class ConnectorOptions:
         address: Where to listen, in the transport's own form; empty lets the transport choose.
         transport: Scheme of the transport that carries the bytes, e.g. `"shm"`.
         transport_options: The transport's own options; it refuses those that it does not know.
+        trace: Keep the events of each handoff (claims, grants, reads, ends) among the connector's stats, for
+            `kvferry explain`. Costs a few microseconds per message.
         handoff: Deadlines and bounds. A user writes each beside the other options, e.g. `{"lease_s": 10}`.
 
     Raises:
@@ -40,6 +42,7 @@ class ConnectorOptions:
     address: str = ""
     transport: Annotated[str, _scheme] = "shm"
     transport_options: Mapping[str, object] = field(default_factory=dict)
+    trace: bool = False
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
 
     def __post_init__(self) -> None:

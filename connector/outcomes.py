@@ -13,7 +13,7 @@ from ..transports.errors import KVTransferError
 from .handoff.events import LoadEnded, LocalBlocks, OfferEnded, StartRead
 from .metadata import HandoffMetadata, OfferOrder
 from .output import KVConnectorOutput
-from .stats import KVConnectorStats, StatsCollector, TransferRecord
+from .stats import HandoffEvent, KVConnectorStats, StatsCollector, TransferRecord
 
 
 class OfferState(Enum):
@@ -152,6 +152,10 @@ class Outcomes:
     def count(self, name: str) -> None:
         """Count something that is not the end of a handoff; `name` is one of `COUNTERS`."""
         self._stats.count(name)
+
+    def note(self, event: HandoffEvent) -> None:
+        """Keep an event of a handoff for the stats."""
+        self._stats.note(event)
 
     def take_report(self) -> KVConnectorOutput:
         """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to `finished_recving`."""

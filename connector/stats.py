@@ -148,26 +148,45 @@ class TransferRecord:
 
 
 @dataclass(frozen=True)
+class HandoffEvent:
+    """Describe one thing that happened to a handoff; see `handoff_trace`.
+
+    Attributes:
+        request_id: This node's id of the request.
+        at: When, in seconds since 1970, so that the events of two nodes can be joined as well as their clocks agree.
+        name: What happened, in a few words.
+        details: Figures and words that go with it.
+    """
+
+    request_id: str
+    at: float
+    name: str
+    details: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class KVConnectorStats:
     """Hold the figures of one interval, of one rank or of several.
 
     Attributes:
         transfers: One record per load that ended in the interval, oldest first.
         counters: Key in `COUNTERS` → growth in the interval. An absent key means zero.
+        events: What happened to handoffs in the interval, if the connector has the option `trace`.
     """
 
     transfers: tuple[TransferRecord, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[HandoffEvent, ...] = ()
 
     def is_empty(self) -> bool:
         """Say whether nothing happened in the interval."""
-        return not self.transfers and not any(self.counters.values())
+        return not self.transfers and not self.events and not any(self.counters.values())
 
     def aggregate(self, other: Self) -> Self:
         """Add the figures of both. Neither changes."""
         names = [*self.counters, *(name for name in other.counters if name not in self.counters)]
         counters = {name: self.counters.get(name, 0) + other.counters.get(name, 0) for name in names}
-        return type(self)(transfers=self.transfers + other.transfers, counters=counters)
+        return type(self)(self.transfers + other.transfers, counters, self.events + other.events)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a few figures for a log line. Means are over the loads that succeeded, and 0 if there are none."""
@@ -187,7 +206,8 @@ class KVConnectorStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain lists, dicts, strings and numbers."""
-        return {"transfers": [asdict(record) for record in self.transfers], "counters": dict(self.counters)}
+        plain = {"transfers": [asdict(record) for record in self.transfers], "counters": dict(self.counters)}
+        return plain | ({"events": [asdict(event) for event in self.events]} if self.events else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -196,10 +216,13 @@ class KVConnectorStats:
         Raises:
             ValueError: a key is missing or unknown. Nothing was built.
         """
-        if set(data) != {"transfers", "counters"}:
+        if set(data) - {"events"} != {"transfers", "counters"}:
             raise ValueError(
-                f"malformed stats: the keys must be 'counters' and 'transfers', got {sorted(data)}"
+                f"malformed stats: the keys must be 'counters' and 'transfers', and may be 'events', got {sorted(data)}"
             )
+        for event in data.get("events", ()):
+            if set(event) != {f.name for f in fields(HandoffEvent)}:
+                raise ValueError(f"malformed handoff event: got {sorted(event)}")
         known = {f.name for f in fields(TransferRecord)}
         for record in data["transfers"]:
             if set(record) != known:
@@ -207,7 +230,8 @@ class KVConnectorStats:
                     f"malformed transfer record: the keys must be {sorted(known)}, got {sorted(record)}"
                 )
         transfers = tuple(TransferRecord(**record) for record in data["transfers"])
-        return cls(transfers=transfers, counters=dict(data["counters"]))
+        events = tuple(HandoffEvent(**event) for event in data.get("events", ()))
+        return cls(transfers, dict(data["counters"]), events)
 
 
 class StatsCollector:
@@ -217,6 +241,7 @@ class StatsCollector:
         self._lock = threading.Lock()
         self._records: list[TransferRecord] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
+        self._events: list[HandoffEvent] = []
 
     def add(self, record: TransferRecord) -> None:
         """Note a load that has ended. One with an `error` is counted as a failure as well."""
@@ -231,12 +256,19 @@ class StatsCollector:
         with self._lock:
             self._counters[key] += 1
 
+    def note(self, event: HandoffEvent) -> None:
+        """Keep an event. Events beyond a bound are dropped until the next `take`."""
+        with self._lock:
+            if len(self._events) < _MAX_RECORDS:
+                self._events.append(event)
+
     def take(self) -> KVConnectorStats | None:
         """Take the figures since the last call, or None without any."""
         with self._lock:
             records, self._records = self._records, []
             counters, self._counters = self._counters, defaultdict(float)
-        stats = KVConnectorStats(tuple(records), dict(counters))
+            events, self._events = self._events, []
+        stats = KVConnectorStats(tuple(records), dict(counters), tuple(events))
         return None if stats.is_empty() else stats
 
 

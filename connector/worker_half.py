@@ -22,6 +22,7 @@ from .handoff.messages import MAX_EPOCH
 from .handoff.node import NodeProtocol
 from .handoff.producer import ProducerProtocol
 from .handoff_loop import HandoffLoop
+from .handoff_trace import HandoffTrace
 from .metadata import HandoffMetadata, WorkerAddress
 from .options import ConnectorOptions
 from .outcomes import Outcomes
@@ -98,7 +99,8 @@ class RunningHandoffs:
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
             ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
-        self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address)
+        trace = HandoffTrace(self.outcomes.note) if options.trace else None
+        self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address, trace)
         self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.main import main
 from tests.support.client import DO_REMOTE_DECODE, wait_until
 from tests.support.metrics_page import assert_promtool_is_content
 
@@ -223,3 +224,48 @@ def test_a_header_says_how_the_load_ended(tiny_fleet: Any) -> None:
         outcomes.append(reply.headers["X-KV-Transfer"])
     assert outcomes == ["loaded", "failed"]
     wait_until(tiny_fleet.prefill.is_whole)
+
+
+# -- the command kvferry, asked about these nodes -----------------------------------------------------
+
+
+def test_one_request_is_explained_on_both_nodes(
+    tiny_fleet: Any, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = tiny_fleet.router.process.url
+    answer = tiny_fleet.router.complete("Why did this one take so long? " * 4, max_tokens=2)
+    assert main(["explain", answer.body["id"], router, "--json"]) == 0
+    nodes = json.loads(capsys.readouterr().out)["nodes"]
+    (prefill,), (decode,) = (node["stories"] for node in nodes)
+    assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
+    assert decode["ending"]["metrics"]["transfer"]["transport"] == transport
+    names = [event["name"] for event in decode["events"]]
+    wanted = [
+        "claim sent",
+        "grant received",
+        "read started",
+        "read ended",
+        "load loaded",
+        "first token",
+        "finished",
+    ]
+    assert [name for name in names if name in wanted] == wanted
+    assert main(["explain", answer.body["id"], router]) == 0
+    text = capsys.readouterr().out
+    assert f"loaded by {transport}: " in text
+    assert "exposed" in text
+    assert "guard held" in text
+
+
+def test_a_request_that_no_node_knows_ends_with_status_1(
+    tiny_fleet: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "no-such-request", tiny_fleet.decode.process.url]) == 1
+    assert "no story of request 'no-such-request'" in capsys.readouterr().out
+
+
+def test_top_shows_the_nodes_of_a_router(tiny_fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", tiny_fleet.router.process.url, "--once", "--json", "--interval", "0.01"]) == 0
+    views = json.loads(capsys.readouterr().out)
+    assert {view["url"] for view in views} == {tiny_fleet.prefill.process.url, tiny_fleet.decode.process.url}
+    assert all(view["live_leases"] is not None for view in views)

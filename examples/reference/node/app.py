@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 
 from kvferry.connector.errors import ConnectorError
+from kvferry.connector.stats import KVConnectorStats
 
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
@@ -32,6 +33,7 @@ from .replies import (
     failure,
     transfer_outcome,
 )
+from .stories import MAX_STORIES, Stories
 
 #: Most characters of a client's `X-Request-Id`. The rest is cut off.
 MAX_REQUEST_ID_CHARS = 128
@@ -60,7 +62,8 @@ class NodeServer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = NodeMetrics(engine.stats)
-        engine.on_handoffs = self._metrics.observe_handoffs
+        self._stories = Stories()
+        engine.on_handoffs = self._observe_handoffs
         self._prompts: PromptReader
         self._is_ready = False
         self._is_draining = False
@@ -90,6 +93,8 @@ class NodeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_text)
+        app.router.add_get("/admin/requests", self._latest_requests)
+        app.router.add_get("/admin/requests/{request_id:.+}", self._story)
         app.on_cleanup.append(self._close_prompts)
         return app
 
@@ -119,6 +124,27 @@ class NodeServer:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+
+    def _observe_handoffs(self, stats: KVConnectorStats) -> None:
+        self._metrics.observe_handoffs(stats)
+        self._stories.observe_handoffs(stats)
+
+    async def _latest_requests(self, request: web.Request) -> web.Response:
+        return web.json_response({"requests": self._stories.latest()})
+
+    async def _story(self, request: web.Request) -> web.Response:
+        """Answer with what this node knows of a request; see `stories`."""
+        wanted = request.match_info["request_id"]
+        stories = self._stories.find(wanted)
+        if not stories:
+            message = (
+                f"no story of request {wanted!r}; this node keeps those of its latest {MAX_STORIES} requests"
+            )
+            raise ApiError(404, message, kind="invalid_request_error", param="request_id")
+        kv_transfer = self._engine.settings.kv_transfer
+        return web.json_response(
+            {"engine_id": kv_transfer.engine_id if kv_transfer else "", "stories": stories}
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         engine = self._running_engine()
@@ -204,7 +230,7 @@ class NodeServer:
         )
         model = lora_name or engine.model_name
         envelope = Envelope(reply_format, request_id, model, int(time.time()), client.return_token_ids)
-        async with contextlib.aclosing(engine.generate(generation)) as outputs:
+        async with contextlib.aclosing(self._followed(generation)) as outputs:
             with _refusals_as_api_errors():
                 first = await anext(outputs)
             pieces = _uncut(_prepend(first, outputs))
@@ -212,6 +238,19 @@ class NodeServer:
                 outcome = transfer_outcome(first.metrics)  # a load has ended before the first piece arrives
                 return await self._stream(request, pieces, envelope, client.include_usage, outcome)
             return await self._whole(pieces, envelope)
+
+    async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Generate, and tell the request's story on the way."""
+        self._stories.begin(generation)
+        try:
+            async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
+                async for output in outputs:
+                    self._stories.observe_output(generation.request_id, output)
+                    yield output
+        except Exception as error:
+            reason = {"reason": f"{type(error).__name__}: {error}"}
+            self._stories.note(generation.request_id, "refused or failed", time.time(), reason)
+            raise
 
     async def _whole(self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope) -> web.Response:
         texts: list[str] = []

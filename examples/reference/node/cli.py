@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.connector.config import KVRole, KVTransferConfig
 from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.registry import BUILT_IN
 
 from ..engine.settings import EngineSettings
 from ..web.connections import ConnectionLimits
@@ -235,11 +236,16 @@ def _kv_transfer(options: argparse.Namespace) -> KVTransferConfig | None:
         if given:
             raise StartupError(f"{given[0]} needs --role prefill, decode or both")
         return None
+    connector = options.connector or DEFAULT_CONNECTOR
     return KVTransferConfig(
-        kv_connector=options.connector or DEFAULT_CONNECTOR,
+        kv_connector=connector,
         kv_role=ROLES[options.role],
         kv_connector_module_path=options.connector_module or "",
-        kv_connector_extra_config=_connector_options(options.connector_option),
+        # `kvferry explain` shows what it traces. Other connectors may not know the option.
+        kv_connector_extra_config={
+            **({"trace": True} if connector in BUILT_IN else {}),
+            **_connector_options(options.connector_option),
+        },
         kv_load_failure_policy=options.load_failure_policy or "recompute",
     )
 

@@ -1,0 +1,132 @@
+"""`kvferry explain`: one request's story on every node that took part in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from .errors import FAILED, OK, CommandError
+from .metrics_page import MetricsPage, fetch
+from .output import add_json, columns, print_json
+from .top import nodes_of_router, require_urls
+
+_DESCRIPTION: Final = """\
+Tell one request's story: what each node did for it and when, its claims, reads and guards, what moved its KV cache, and how
+much of that time nothing hid. REQUEST is the answer's id, or the X-Request-Id of the request. Nodes are reference nodes; each
+keeps the stories of its latest requests. The URL of a router stands for all of its nodes.
+"""
+
+_TIMEOUT_S: Final = 5.0
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="tell one request's story on every node",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parser.add_argument("request", metavar="REQUEST", help="id of the answer, or X-Request-Id of the request")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="of a node or a router: http://HOST:PORT")
+    add_json(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask every node, and print one story."""
+    require_urls(arguments.urls)
+    told = ask(arguments.request, [url.rstrip("/") for url in arguments.urls])
+    found = any(node["stories"] for node in told)
+    if arguments.json:
+        print_json({"request": arguments.request, "nodes": told})
+    else:
+        print("\n".join(tell(arguments.request, told)))
+    return OK if found else FAILED
+
+
+def ask(request: str, urls: Sequence[str], get: Callable[[str, float], str] = fetch) -> list[dict[str, Any]]:
+    """Return what each node knows: `url`, `engine_id`, `stories`, and `error` if it could not be asked."""
+    nodes: dict[str, None] = {}
+    for url in urls:
+        try:
+            behind = nodes_of_router(MetricsPage(get(f"{url}/metrics", _TIMEOUT_S)))
+        except CommandError:
+            behind = []  # the question below says why it does not answer
+        nodes |= dict.fromkeys(behind or [url])
+    return [_ask_node(request, url, get) for url in nodes]
+
+
+def _ask_node(request: str, url: str, get: Callable[[str, float], str]) -> dict[str, Any]:
+    known: dict[str, Any] = {"url": url, "engine_id": "", "stories": [], "error": ""}
+    try:
+        answer = json.loads(get(f"{url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S))
+        return known | {"engine_id": answer["engine_id"], "stories": list(answer["stories"])}
+    except CommandError as error:
+        return known | {"error": _message_in(str(error))}
+    except (ValueError, KeyError, TypeError) as error:
+        return known | {"error": f"it answers what no reference node answers: {error!r}"}
+
+
+def _message_in(text: str) -> str:
+    """Return the message of a node's error, or the text if it is no such error."""
+    try:
+        return str(json.loads(text[text.index("{") :])["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def tell(request: str, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The story for people: a summary per node, then all events in the order of their times."""
+    lines = [f"request {request}"]
+    events: list[tuple[float, str, Mapping[str, Any]]] = []
+    for node in nodes:
+        for story in node["stories"]:
+            who = story["phase"]
+            lines.append(f"  {who:8}{node['url']}  {_summary(story)}")
+            events.append((story["arrived"], who, {"name": "arrived", "request": story["request_id"]}))
+            events += [(event["at"], who, event) for event in story["events"]]
+        if node["error"]:
+            lines.append(f"  {'-':8}{node['url']}  {node['error']}")
+    if not events:
+        return lines
+    events.sort(key=lambda entry: entry[0])
+    began = events[0][0]
+    rows = [
+        (f"{(at - began) * 1e3:9.1f} ms", who, str(event["name"]), _details(event))
+        for at, who, event in events
+    ]
+    if not any(event["name"].startswith(("claim", "offer made")) for _, _, event in events):
+        lines.append(
+            "  (no claims and reads: start the nodes with --connector-option trace=true to see them)"
+        )
+    return [*lines, "", *columns(rows), "", "times of different hosts are as exact as their clocks agree"]
+
+
+def _summary(story: Mapping[str, Any]) -> str:
+    ending = story["ending"]
+    text = f"{story['num_prompt_tokens']} prompt tokens"
+    if not ending:
+        return f"{text}, still running, or its client left"
+    metrics = ending["metrics"]
+    text += f", {metrics['num_cached_tokens']} cached, {metrics['num_loaded_tokens']} loaded"
+    text += f", {metrics['num_output_tokens']} generated, first after {metrics['ttft_s'] * 1e3:.1f} ms"
+    text += f", ended: {ending['error'] or ending['finish_reason']}"
+    transfer = metrics["transfer"]
+    if transfer is None:
+        return text
+    if transfer["error"]:
+        return f"{text}\n          the load failed: {transfer['error']}"
+    why = f" ({transfer['reason']})" if transfer["reason"] else ""
+    return (
+        f"{text}\n          loaded by {transfer['transport']}: {transfer['mechanism']}{why}: "
+        f"{transfer['num_blocks']} blocks in {transfer['num_regions']} regions, {transfer['num_bytes'] / 1e6:.1f} MB, "
+        f"{transfer['seconds'] * 1e3:.2f} ms, exposed {transfer['exposed_seconds'] * 1e3:.2f} ms"
+    )
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "name"))

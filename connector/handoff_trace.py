@@ -1,0 +1,150 @@
+"""What happens to each request in a handoff, as events for people: `kvferry explain` shows them.
+
+The handoff thread passes everything by a `HandoffTrace` on its way: orders of the engine, messages of peers, and the
+protocol's actions. The protocol itself knows nothing of it. Messages name a request by the producer's id and a lease, so
+a consumer's trace keeps the claims that are under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..transports.base import Route, TransferEnded
+from ..transports.errors import KVTransferError
+from .handoff.events import Action, LoadEnded, OfferCompleted, OfferEnded, Send, StartRead
+from .handoff.messages import (
+    Claim,
+    Deny,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Parked,
+    Progress,
+    Release,
+    Revoke,
+    Welcome,
+    decode,
+)
+from .metadata import HandoffMetadata, OpenOrder
+from .stats import HandoffEvent
+
+#: Claims whose requests are remembered. More than a node has under way; only claims that never end could exceed it.
+_MAX_CLAIMS = 4096
+
+
+class HandoffTrace:
+    """Notes events. Only the handoff thread calls it.
+
+    Args:
+        note: Called with each event.
+    """
+
+    def __init__(self, note: Callable[[HandoffEvent], None]) -> None:
+        self._note_event = note
+        self._claims: dict[tuple[str, int], str] = {}  # (the producer's request, lease) → this node's request
+        self._num_rounds: dict[str, int] = {}  # of loads under way
+
+    def _note(self, request_id: str, name: str, **details: str | float) -> None:
+        self._note_event(HandoffEvent(request_id, time.time(), name, details))
+
+    def ordered(self, orders: HandoffMetadata) -> None:
+        """Note what the engine ordered in one step."""
+        for request_id in orders.announcements:
+            self._note(request_id, "offer announced")
+        for request_id, order in orders.offers.items():
+            num_ready = order.num_ready if isinstance(order, OpenOrder) else order.num_tokens
+            self._note(request_id, "offer made", tokens=order.num_tokens, ready=num_ready)
+        for request_id in orders.completions:
+            self._note(request_id, "prompt computed")
+        for request_id in orders.aborts:
+            self._note(request_id, "offer aborted by the engine")
+        for request_id, claimed in orders.claims.items():
+            self._claims[claimed.request_id, claimed.lease] = request_id
+            if len(self._claims) > _MAX_CLAIMS:
+                del self._claims[next(iter(self._claims))]
+            self._note(
+                request_id,
+                "claim ordered",
+                producer=claimed.engine_id,
+                producer_request=claimed.request_id,
+                ranks=len(claimed.addresses),
+            )
+        for request_id, groups in orders.loads.items():
+            blocks = sum(len(set(group.block_ids) - {0}) for group in groups)
+            self._note(request_id, "blocks allocated", blocks=blocks)
+        for request_id in orders.drops:
+            self._note(request_id, "load dropped by the engine")
+
+    def received(self, data: bytes) -> None:
+        """Note a message of a peer. One that cannot be read is the protocol's to refuse."""
+        try:
+            message = decode(data)
+        except KVTransferError:
+            return
+        self._about(message, "received")
+
+    def performed(self, action: Action) -> None:
+        """Note an action of the protocol."""
+        match action:
+            case Send(_, message):
+                self._about(message, "sent")
+            case StartRead():
+                number = self._num_rounds[action.request_id] = self._num_rounds.get(action.request_id, 0) + 1
+                self._note(
+                    action.request_id,
+                    "read started",
+                    round=number,
+                    rank=action.rank,
+                    regions=len(action.pairs),
+                    bytes=action.pairs.num_bytes,
+                    guard=action.guard.index,
+                )
+            case OfferCompleted(request_id):
+                self._note(request_id, "whole offer readable")
+            case OfferEnded(request_id, outcome, reason):
+                # The guard was cleared by the action before.
+                self._note(request_id, f"offer {outcome}", reason=reason)
+            case LoadEnded(request_id, outcome, error):
+                self._note(request_id, f"load {outcome}", **({} if error is None else {"error": str(error)}))
+                self._forget(request_id)
+
+    def read_ended(self, read: StartRead, ended: TransferEnded, route: Route) -> None:
+        """Note the end of a read, after which its guard was checked."""
+        self._note(
+            read.request_id,
+            "read ended" if ended.error is None else "read failed",
+            rank=read.rank,
+            bytes=ended.num_bytes,
+            ms=round(ended.seconds * 1e3, 3),
+            transport=route.scheme,
+            mechanism=ended.mechanism,
+            guard="held" if ended.error is None else str(ended.error),
+        )
+
+    def _about(self, message: Message, way: str) -> None:
+        if isinstance(message, Hello | Welcome | Heartbeat):
+            return  # about no request
+        # A producer's own requests are not among the claims, and keep their id.
+        request_id = self._claims.get((message.request_id, message.lease), message.request_id)
+        match message:
+            case Claim(rank=rank, num_ranks=num_ranks):
+                self._note(request_id, f"claim {way}", consumer_rank=rank, ranks=num_ranks)
+            case Parked():
+                self._note(request_id, f"claim parked, {way}")
+            case Grant(guard_index=guard, num_tokens=num_tokens, num_ready=num_ready):
+                self._note(request_id, f"grant {way}", guard=guard, tokens=num_tokens, ready=num_ready)
+            case Progress(num_ready=num_ready):
+                self._note(request_id, f"progress {way}", ready=num_ready)
+            case Deny(reason=reason):
+                self._note(request_id, f"denial {way}", reason=reason)
+            case Revoke(reason=reason):
+                self._note(request_id, f"revocation {way}", reason=reason)
+            case Release(delivered=delivered, rank=rank):
+                self._note(request_id, f"release {way}", delivered=int(delivered), consumer_rank=rank)
+
+    def _forget(self, request_id: str) -> None:
+        self._num_rounds.pop(request_id, None)
+        for key in [key for key, ours in self._claims.items() if ours == request_id]:
+            del self._claims[key]
