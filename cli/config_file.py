@@ -1,0 +1,112 @@
+"""The configuration file: defaults for the options of each command, in TOML.
+
+    [doctor]
+    path = ["shm", "tcp"]
+    options = { tcp = { tls_cert = "/etc/kvferry/node.pem" } }
+
+    [top]
+    interval = 5
+
+A table names a command, a key one of its long options without the dashes. What the command line says wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from .errors import UsageError
+
+#: The variable that names the file.
+VARIABLE: Final = "KVFERRY_CONFIG"
+
+
+def default_path() -> Path:
+    """Return where the file is looked for if no one names it."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(base, "kvferry", "config.toml")
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """Read the file that the user named by `--config` or the variable, or the default one if it exists.
+
+    Args:
+        path: What `--config` says; empty if it was not given.
+
+    Raises:
+        UsageError: a file that was named cannot be read, or the file is no TOML.
+    """
+    named = path or os.environ.get(VARIABLE, "")
+    file = Path(named) if named else default_path()
+    try:
+        return tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not TOML: {error}") from error
+    except OSError as error:
+        if not named:
+            return {}
+        by = "--config" if path else VARIABLE
+        raise UsageError(f"{by}={named!r} cannot be read: {error.strerror}; correct the path") from error
+
+
+def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentParser], command: str) -> None:
+    """Make the file's values the defaults of a command's options.
+
+    Args:
+        commands: All commands, so that a table of none of them is refused.
+
+    Raises:
+        UsageError: a table names no command, or a key of this command's table no option, or a value is wrong.
+    """
+    for name, table in tables.items():
+        if name not in commands or not isinstance(table, dict):
+            raise UsageError(f"configuration file: [{name}] names no command{_known(name, commands)}")
+    parser = commands[command]
+    options = {
+        action.option_strings[-1].removeprefix("--"): action
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    }
+    for key, value in tables.get(command, {}).items():
+        if key not in options:
+            raise UsageError(f"configuration file: [{command}] has no option {key!r}{_known(key, options)}")
+        action = options[key]
+        parser.set_defaults(**{action.dest: _value(f"[{command}] {key}", action, value)})
+
+
+def _value(place: str, action: argparse.Action, value: object) -> object:
+    """Turn a value of the file into what argparse would have made of the same text."""
+    wrong = f"configuration file: {place}={value!r}"
+    if action.nargs == 0:  # a flag
+        if not isinstance(value, bool):
+            raise UsageError(f"{wrong}: it must be true or false")
+        return value
+    if action.nargs == "+":
+        if not isinstance(value, list) or not value:
+            raise UsageError(f"{wrong}: it must be a list that is not empty")
+        return [_one(wrong, action, item) for item in value]
+    return _one(wrong, action, json.dumps(value) if isinstance(value, dict) else value)
+
+
+def _one(wrong: str, action: argparse.Action, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UsageError(f"{wrong}: it must be a text or a number")
+    convert: Any = action.type or str
+    try:
+        made = convert(str(value))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise UsageError(f"{wrong}: {error}") from error
+    if action.choices is not None and made not in action.choices:
+        raise UsageError(f"{wrong}: it must be one of {', '.join(map(str, action.choices))}")
+    return made
+
+
+def _known(name: str, names: Mapping[str, object]) -> str:
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {nearest[0]!r}?" if nearest else f"; known: {', '.join(names)}"

@@ -1,0 +1,99 @@
+"""The configuration file, and the completion of the command line."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli import config_file
+from kvferry.cli.errors import UsageError
+from kvferry.cli.main import COMMANDS, commands_of, main, make_parser
+
+
+def _parsed(tables: dict[str, Any], *argv: str) -> Any:
+    parser = make_parser()
+    config_file.apply(tables, commands_of(parser), argv[0])
+    return parser.parse_args(argv)
+
+
+def test_the_file_gives_defaults_and_the_command_line_wins() -> None:
+    tables = {
+        "doctor": {"path": ["shm", "tcp"], "seconds": 3, "json": True, "options": {"tcp": {"tls": "on"}}}
+    }
+    found = _parsed(tables, "doctor", "--seconds", "0.5")
+    assert (found.path, found.seconds, found.json) == (["shm", "tcp"], 0.5, True)
+    assert found.options == '{"tcp": {"tls": "on"}}'
+    assert not _parsed(tables, "version").json
+
+
+@pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"docter": {}}, "[docter] names no command: did you mean 'doctor'?"),
+        ({"doctor": {"second": 1}}, "[doctor] has no option 'second': did you mean 'seconds'?"),
+        ({"doctor": {"seconds": -1}}, "[doctor] seconds=-1: must be a positive number"),
+        ({"doctor": {"path": "shm"}}, "[doctor] path='shm': it must be a list"),
+        ({"doctor": {"path": ["smh"]}}, "it must be one of shm,"),
+        ({"doctor": {"json": 1}}, "[doctor] json=1: it must be true or false"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(tables: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        _parsed(tables, "doctor")
+    assert named in str(refused.value)
+
+
+def test_the_file_is_found_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config" / "kvferry" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("[version]\njson = true\n")
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("{")
+    other = tmp_path / "other.toml"
+    other.write_text("[version]\njson = false\n")
+    monkeypatch.setenv("KVFERRY_CONFIG", str(other))
+    assert main(["version"]) == 0
+    assert not capsys.readouterr().out.startswith("{")
+    assert main(["--config", str(tmp_path / "none.toml"), "version"]) == 2
+    assert "--config=" in capsys.readouterr().err
+    file.write_text("[version\n")
+    assert main(["--config", str(file), "version"]) == 2
+    assert "not TOML" in capsys.readouterr().err
+
+
+def _completed(script: str, *words: str) -> list[str]:
+    """Ask bash for the completions of the last word."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    program = (
+        f"{script}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _kvferry; echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+    assert _completed(script, "kvferry", "") == [*names, "--help", "--config"]
+    assert _completed(script, "kvferry", "do") == ["doctor"]
+    assert _completed(script, "kvferry", "doctor", "--pe") == ["--peer"]
+    assert _completed(script, "kvferry", "doctor", "--path", "shm") == ["shm", "shm-foreign"]
+    assert _completed(script, "kvferry", "completion", "f") == ["fish"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_accept_their_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "doctor" in script
+    assert "shm-foreign" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
