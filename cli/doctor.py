@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .paths import Outcome, Path, Shape
 
 #: The names of `paths.PATHS`, which is not imported before it is needed: it imports NumPy.
-PATH_NAMES: Final = ("shm", "shm-foreign", "tcp", "zeromq", "auto", "ucx", "nixl")
+PATH_NAMES: Final = ("shm", "shm-foreign", "shm-gpu", "tcp", "zeromq", "auto", "ucx", "nixl")
 
 _DESCRIPTION: Final = """\
 Report what works on this machine, and why the rest does not: the kernel's features and limits, devices, GPUs, libraries,

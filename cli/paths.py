@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -25,7 +25,6 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.transports import (
     Connected,
@@ -41,6 +40,8 @@ from kvferry.transports import (
 from kvferry.transports.errors import BackendUnavailableError, KVTransferError, TransferTimeoutError
 from kvferry.transports.registry import create_transport
 
+from .gpu_memory import GpuMemory, Words
+
 #: Longest time in seconds in which a peer connects, or a read ends.
 TIMEOUT_S: Final = 10.0
 
@@ -50,7 +51,6 @@ _OPEN_TIMEOUT_S: Final = 60.0
 _GUARD: Final = Guard(1, 7)
 _PR_SET_PDEATHSIG: Final = 1
 
-Words = npt.NDArray[np.int64]
 E = TypeVar("E", bound=Event)
 
 _spawning = multiprocessing.get_context("spawn")
@@ -62,13 +62,13 @@ class Path:
 
     Attributes:
         options: Options of the transport, at both ends.
-        in_arena: Whether the transport allocates the pool. If not, it is ordinary memory of its process.
+        memory: Where the pool is: in memory that the transport allocates, in ordinary memory, or on the first GPU.
     """
 
     name: str
     scheme: str
     options: Mapping[str, object] = field(default_factory=dict)
-    in_arena: bool = True
+    memory: Literal["arena", "ordinary", "gpu"] = "arena"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ PATHS: Final[Mapping[str, Path]] = MappingProxyType(
         path.name: path
         for path in (
             Path("shm", "shm"),
-            Path("shm-foreign", "shm", in_arena=False),
+            Path("shm-foreign", "shm", memory="ordinary"),
+            Path("shm-gpu", "shm", memory="gpu"),
             Path("tcp", "tcp", _TCP_PLAINTEXT),
             Path("zeromq", "zeromq", {**_PLAINTEXT, "curve": "off"}),
             Path("auto", "auto", {"network": "tcp", "network_options": _TCP_PLAINTEXT}),
@@ -214,6 +215,31 @@ def at_host(path: Path, host: str, port_range: str = "") -> Path:
 # == one end =======================================================================================
 
 
+class HostMemory:
+    """A run of main memory as 8-byte words.
+
+    Attributes:
+        segment: The memory, for a pool.
+    """
+
+    def __init__(self, segment: Segment, owner: object) -> None:
+        """Wrap memory that lives as long as `owner`."""
+        self.segment = segment
+        self._owner = owner
+        words = (ctypes.c_int64 * (segment.num_bytes // 8)).from_address(segment.address)
+        self._words: Words = np.frombuffer(memoryview(words), dtype=np.int64)
+
+    def load(self) -> Words:
+        """Return the words themselves."""
+        return self._words
+
+    def store(self, words: Words) -> None:
+        """Do nothing: `load` returned the memory itself."""
+
+    def close(self) -> None:
+        """Do nothing: the owner frees the memory."""
+
+
 class End:
     """A transport with a registered pool, and its endpoint."""
 
@@ -223,24 +249,25 @@ class End:
         Raises:
             KVTransferError: it does not work on this machine; the message says why. Nothing stays open.
         """
-        self.transport = create_transport(path.scheme, path.options)
-        try:
-            if path.in_arena:
-                self._memory: Any = self.transport.allocate(pool_bytes)
-                segment = self._memory.segment
-            else:
-                self._memory = _private_memory(pool_bytes)
-                segment = Segment(np.frombuffer(self._memory, dtype=np.int64).ctypes.data, pool_bytes)
-            self.endpoint: Endpoint = self.transport.register(Pool([segment]))
-        except BaseException:
-            self.transport.close()
-            raise
-        words = (ctypes.c_int64 * (pool_bytes // 8)).from_address(segment.address)
-        self.words: Words = np.frombuffer(memoryview(words), dtype=np.int64)
+        with ExitStack() as opened:
+            if path.memory == "gpu":
+                self.memory: HostMemory | GpuMemory = GpuMemory(pool_bytes)
+                opened.callback(self.memory.close)
+            self.transport = create_transport(path.scheme, path.options)
+            opened.callback(self.transport.close)
+            if path.memory == "arena":
+                arena = self.transport.allocate(pool_bytes)
+                self.memory = HostMemory(arena.segment, arena)
+            elif path.memory == "ordinary":
+                private = _private_memory(pool_bytes)
+                address = np.frombuffer(private, dtype=np.int64).ctypes.data
+                self.memory = HostMemory(Segment(address, pool_bytes), private)
+            self.endpoint: Endpoint = self.transport.register(Pool([self.memory.segment]))
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the transport. Nothing may use `words` any more."""
-        self.transport.close()
+        """Close the transport, then free the memory."""
+        self._opened.close()
 
 
 def _private_memory(num_bytes: int) -> mmap.mmap:
@@ -261,7 +288,9 @@ class Source(End):
     def __init__(self, path: Path, pool_bytes: int) -> None:
         super().__init__(path, pool_bytes)
         try:
-            self.words[:] = np.arange(len(self.words))
+            words = self.memory.load()
+            words[:] = np.arange(len(words))
+            self.memory.store(words)
             self.transport.guards.set(_GUARD.index, _GUARD.value)
             self.address = self.endpoint.listen("")
         except BaseException:
@@ -326,15 +355,18 @@ class Reader(End):
             ValueError: a word is wrong.
         """
         local, remote, lengths = pairs.table.T // 8
+        words = self.memory.load()
         for at in (np.zeros_like(lengths), lengths - 1):
-            if not np.array_equal(self.words[local + at], remote + at):
+            if not np.array_equal(words[local + at], remote + at):
                 raise ValueError("the bytes that arrived are not those that were sent")
-            self.words[local + at] = -1
+            words[local + at] = -1
+        self.memory.store(words)
 
     def measure(self, shape: Shape, pool_bytes: int, seconds: float) -> tuple[Speed, str]:
-        """Read the shape again and again for some seconds, with a memcpy after each read; return the mechanism too."""
+        """Read the shape again and again for some seconds, with a memcpy in main memory after each; return the mechanism too."""
         random = np.random.default_rng(0)
-        source = np.frombuffer(_private_memory(pool_bytes), dtype=np.int64)
+        source, target = _private_memory(pool_bytes), self.memory.load()
+        source_address = np.frombuffer(source, dtype=np.int64).ctypes.data
         reads: list[float] = []
         copies: list[float] = []
         until = time.perf_counter() + seconds
@@ -346,7 +378,7 @@ class Reader(End):
             self.check(pairs)
             to, of = (random.integers(0, pool_bytes - shape.num_bytes + 1, 2) & ~4095).tolist()
             began = time.perf_counter()
-            ctypes.memmove(self.words.ctypes.data + to, source.ctypes.data + of, shape.num_bytes)
+            ctypes.memmove(target.ctypes.data + to, source_address + of, shape.num_bytes)
             copies.append(time.perf_counter() - began)
         # The first ones touch pages and open connections for the first time.
         speed = Speed(

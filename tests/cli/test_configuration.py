@@ -84,7 +84,7 @@ def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixtu
     assert _completed(script, "kvferry", "") == [*names, "--help", "--config"]
     assert _completed(script, "kvferry", "do") == ["doctor"]
     assert _completed(script, "kvferry", "doctor", "--pe") == ["--peer"]
-    assert _completed(script, "kvferry", "doctor", "--path", "shm") == ["shm", "shm-foreign"]
+    assert _completed(script, "kvferry", "doctor", "--path", "shm") == ["shm", "shm-foreign", "shm-gpu"]
     assert _completed(script, "kvferry", "completion", "f") == ["fish"]
 
 

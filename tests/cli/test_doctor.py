@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -17,8 +18,9 @@ import pytest
 from kvferry.cli.checks import Finding, gpus_of, machine
 from kvferry.cli.doctor import PATH_NAMES
 from kvferry.cli.main import main
-from kvferry.cli.paths import PATHS, Child, ProcessEndedError, Source, path_of
+from kvferry.cli.paths import PATHS, Child, Job, ProcessEndedError, Shape, Source, do, path_of
 from kvferry.cli.remote import Listener
+from kvferry.transports.testing.cuda_driver import CudaDriverStandIn, CUresult
 
 QUICK = ["--seconds", "0.02"]
 
@@ -199,3 +201,45 @@ def test_bench_measures_each_shape_over_each_path(capsys: pytest.CaptureFixture[
 def test_bench_names_a_shape_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--pool-mib", "4", "--shape", "64x64"]) == 2
     assert "--shape='64x64' takes 4 MiB" in capsys.readouterr().err
+
+
+class _DriverWithMemory(CudaDriverStandIn):
+    """The stand-in, with the calls by which a program allocates and fills memory."""
+
+    def cuMemAlloc(self, num_bytes: int) -> tuple[Any, ...]:
+        self.held["memory"] += 1
+        return (CUresult.CUDA_SUCCESS, self.allocate(num_bytes).segment.address)
+
+    def cuMemFree(self, address: int) -> tuple[Any, ...]:
+        self.held["memory"] -= 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyHtoD(self, target: int, source: int, num_bytes: int) -> tuple[Any, ...]:
+        ctypes.memmove(self._bytes(target), source, num_bytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, target: int, source: int, num_bytes: int) -> tuple[Any, ...]:
+        ctypes.memmove(target, self._bytes(source), num_bytes)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _bytes(self, address: int) -> int:
+        memory = self._find(address)
+        assert memory is not None
+        return address - memory.base + memory.shadow
+
+
+def test_a_pool_on_a_gpu_is_read_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _DriverWithMemory() as driver:
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+        source = Source(path_of("shm-gpu"), 1 << 20)
+        is_over = threading.Event()
+        thread = threading.Thread(target=source.serve_until, args=(is_over.is_set,))
+        thread.start()
+        outcome = do(Job(path_of("shm-gpu"), source.address, 1 << 20, (Shape(4, 64 << 10),), 0.01))
+        is_over.set()
+        thread.join()
+        source.close()
+        assert (outcome.status, outcome.reason) == ("ok", "")
+        assert outcome.mechanism == "cuda_ipc"
+        assert not driver.violations
+        assert not +driver.held

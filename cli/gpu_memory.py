@@ -1,0 +1,60 @@
+"""A pool on the first GPU, for the path `shm-gpu`: allocated by CUDA's driver, without PyTorch.
+
+Source: the documentation of the CUDA Driver API.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.transports import Segment
+from kvferry.transports._cuda import Driver
+
+Words = npt.NDArray[np.int64]
+
+
+class GpuMemory:
+    """Memory of the first GPU, which the CPU sees as a copy. The thread that made it uses and closes it.
+
+    Attributes:
+        segment: The memory, for a pool.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Allocate it.
+
+        Raises:
+            BackendUnavailableError: there are no bindings, no driver or no GPU.
+            TransportError: the GPU refuses, for example because so much memory is not free.
+        """
+        call = Driver().call
+        with ExitStack() as opened:
+            device = call("cuDeviceGet", 0)
+            context = call("cuDevicePrimaryCtxRetain", device)
+            opened.callback(call, "cuDevicePrimaryCtxRelease", device)
+            call("cuCtxPushCurrent", context)
+            opened.callback(call, "cuCtxPopCurrent")
+            address = call("cuMemAlloc", num_bytes)
+            opened.callback(call, "cuMemFree", address)
+            self._opened = opened.pop_all()
+        self._call: Any = call
+        self._address = address
+        self._words: Words = np.zeros(num_bytes // 8, dtype=np.int64)
+        self.segment = Segment(int(address), num_bytes, "cuda")
+
+    def load(self) -> Words:
+        """Return a copy of the memory as 8-byte words. Changes count only after `store`."""
+        self._call("cuMemcpyDtoH", self._words.ctypes.data, self._address, self._words.nbytes)
+        return self._words
+
+    def store(self, words: Words) -> None:
+        """Write all words."""
+        self._call("cuMemcpyHtoD", self._address, words.ctypes.data, words.nbytes)
+
+    def close(self) -> None:
+        """Free the memory. No transport may have it registered any more."""
+        self._opened.close()
