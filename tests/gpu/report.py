@@ -93,8 +93,10 @@ def steps(device: str, folder: Path) -> list[Step]:
         report = f"--junitxml={folder / name.replace(' ', '-')}.xml"
         return Step(name, [python, "-m", "pytest", *paths, *options, report], at_most_s, kept_s, tests=True)
 
-    def demo(connector: str) -> Step:
-        options = ["--device", device, "--model", model, "--num-blocks", "500", "--connector", connector]
+    def demo(connector: str, *more: str) -> Step:
+        options = ["--device", device, "--dtype", "float32", "--model", model, "--num-blocks", "500"]
+        # The model's tokens are bytes, and it has room for 512.
+        options += ["--connector", connector, "--prompt", "The ferry carries a cache. " * 12, *more]
         command = [python, "examples/disagg_pair.py", *options]
         return Step(f"demo over {connector}", command, 75, 35, shows_output=True)
 
@@ -124,7 +126,7 @@ def steps(device: str, folder: Path) -> list[Step]:
         tests("attention after a handoff", "test_attention_after_a_handoff.py", at_most_s=60, kept_s=20),
         Step("bench-gpu", [python, "benchmarks/gpu.py", *bench], 130, 90, shows_output=True),
         Step(MAKE_MODEL, [python, "-c", make_model, model], 40, 10),
-        demo("auto"),
+        demo("auto", "--overlap"),
         demo("tcp"),
         tests("engine and layouts", "test_engine.py", "test_layouts.py", at_most_s=110, kept_s=40),
     ]
@@ -282,7 +284,7 @@ def main() -> int:
             results.append(
                 run(step, min(factor * step.at_most_s, left_s), environment(arguments.device), folder)
             )
-            arguments.output.write_text(page(arguments.device, results))
+            arguments.output.write_text(page(arguments.device, results), encoding="utf-8")
     print(f"wrote {arguments.output}")
     return int(any(result.passed is False for result in results))
 
