@@ -268,6 +268,8 @@ def main() -> int:
     factor = 1 if arguments.device == "cuda" else REHEARSAL_FACTOR
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here; `--device cpu` rehearses the steps without one")
+    # So that a step does not outlive this program.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     until = time.monotonic() + arguments.seconds * factor
     results: list[Result] = []
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
