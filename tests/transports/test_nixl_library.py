@@ -91,7 +91,7 @@ def test_it_shares_a_process_with_ucx(make_world: Callable[..., World]) -> None:
         ended = world.read(link, pairs_of((0, 0, 4 * PAGE)), HELD)
         assert ended.error is None
         mechanisms.append(ended.mechanism)
-    assert mechanisms[:3] == ["nixl:UCX:local", "ucx:tcp", "nixl:UCX:tcp"]
+    assert mechanisms[:3] == ["nixl:UCX:^tcp", "ucx:tcp", "nixl:UCX:tcp"]
 
 
 def test_an_agent_that_something_refers_to_is_not_called_destroyed() -> None:

@@ -154,7 +154,7 @@ class NIXL:
     it finds no descriptor for it, so that must not happen for the sake of a peer.
 
     Attributes:
-        mechanism: What moves the bytes, as far as it is certain. See `_mechanism`.
+        mechanism: The backends, and the UCX transports that may move the bytes. NIXL does not report which one does.
     """
 
     def __init__(self, options: NIXLOptions) -> None:
@@ -170,26 +170,13 @@ class NIXL:
         self._environment = options.environment()
         self._backends = options.backend_names
         self._error_handling = _ERROR_HANDLING[0]
+        tls = self._environment.get("UCX_TLS", "")
+        self.mechanism = f"{SCHEME}:{'+'.join(self._backends)}" + (f":{tls}" if tls else "")
         try:
             self._first = self._first_agent(options)
         except BaseException:
             self.reserve.close()
             raise
-        self.mechanism = self._mechanism(options)
-
-    def _mechanism(self, options: NIXLOptions) -> str:
-        """Name the backends and, for UCX, what follows from its settings. NIXL does not report the UCX transport in use.
-
-        With its failure handling on, UCX uses networks only; so without TCP they are RDMA. If it must be off, there is no
-        network here. In all other cases this names the transports that UCX may choose from.
-        """
-        name = f"{SCHEME}:{'+'.join(self._backends)}"
-        tls = self._environment.get("UCX_TLS", "")
-        if self._backends == ("UCX",) and self._error_handling != _ERROR_HANDLING[0]:
-            return f"{name}:local"
-        if options.refuse_tcp and tls.startswith("^"):
-            return f"{name}:rdma"
-        return f"{name}:{tls}" if tls else name
 
     def _first_agent(self, options: NIXLOptions) -> Agent:
         reason = ""
@@ -232,7 +219,7 @@ class NIXL:
         return agent
 
     def require_network(self) -> None:
-        """See `Transport.require_network`. Only networks report the failure of a peer, so that shows whether there is one."""
+        """See `Transport.require_network`. NIXL starts with UCX's failure handling only where UCX finds one."""
         if self._error_handling != _ERROR_HANDLING[0]:
             raise BackendUnavailableError(
                 f"NIXL finds no network here that may be used with {self._environment}: is there an RDMA device, and does "
