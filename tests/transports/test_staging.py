@@ -392,7 +392,7 @@ def test_a_peer_that_does_not_receive_loses_its_buffers_to_those_that_wait(
 ) -> None:
     """It sends pings, so it is not silent."""
     producer = make_node(True, **TIGHT, peer_timeout_s=0.4)
-    stalled = world.link(producer, make_node(False, window_slices=64))
+    stalled = world.link(producer, make_node(False, slice_bytes=1 << 20, window_slices=64))
     other = world.link(producer, make_node(False, peer_timeout_s=0.4))
     for _ in range(4):
         start(stalled, EVERYTHING)
