@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 #: The pools of these are on a GPU. The rings have room for two slices.
-TIGHT = {"slice_bytes": 1 << 20, "staging_bytes": 4 << 20, "peer_timeout_s": 1.0}
+TIGHT = {"slice_bytes": 1 << 20, "staging_bytes": 4 << 20}
 CASES |= {f"{scheme}, staged": (scheme, TIGHT, "+staged") for scheme in ("zeromq", "tcp", "ucx")}
 
 #: `peer_timeout_s` is 2 s of time in which this node handles events. The rest is a reserve for busy machines.
