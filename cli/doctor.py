@@ -313,7 +313,9 @@ def to_doctor(
 
 def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
     """Connect to a running node, and read nothing: its pool belongs to its requests."""
-    from .paths import PATHS, Job, Readers
+    from kvferry.transports.errors import ConfigurationError
+
+    from .paths import PATHS, Job, Readers, towards
 
     scheme = address.partition("://")[0]
     if scheme not in PATHS:
@@ -321,9 +323,14 @@ def _connect(address: str, find: Callable[[str], Path]) -> Outcome:
             f"--peer={address!r} is of an unknown transport {scheme!r}; "
             f"known: {', '.join(sorted({path.scheme for path in PATHS.values()}))}"
         )
+    path, default = find(scheme), PATHS[scheme]
+    try:
+        path = towards(path, address) if path == default else path
+    except ConfigurationError as error:
+        raise UsageError(f"--peer={address!r}: {error}") from error
     readers = Readers()
     try:
-        outcome = readers.do(Job(find(scheme), address, 1 << 20, (), 0.0))
+        outcome = readers.do(Job(path, address, 1 << 20, (), 0.0))
     finally:
         readers.close()
     return outcome

@@ -37,6 +37,7 @@ from kvferry.transports import (
     Segment,
     TransferEnded,
 )
+from kvferry.transports.auto.address import AutoAddress
 from kvferry.transports.errors import BackendUnavailableError, KVTransferError, TransferTimeoutError
 from kvferry.transports.registry import create_transport
 
@@ -200,6 +201,20 @@ def path_of(name: str, options: Mapping[str, object] | None = None) -> Path:
     return path if options is None else replace(path, options=dict(options))
 
 
+def towards(path: Path, address: str) -> Path:
+    """Return the path with the network transport of an `auto` address, since both sides must have the same.
+
+    Raises:
+        ConfigurationError: the address is of `auto`, and malformed.
+    """
+    if path.scheme != "auto":
+        return path
+    network = AutoAddress.parse(address).network.partition(":")[0]
+    known = PATHS.get(network)
+    options = {} if known is None else {"network_options": known.options}
+    return replace(path, options={"network": network, **options})
+
+
 def at_host(path: Path, host: str, port_range: str = "") -> Path:
     """Return the path with a listener at `host`, an IP address of this machine, and on one of some ports."""
     if path.scheme == "shm":
@@ -207,7 +222,8 @@ def at_host(path: Path, host: str, port_range: str = "") -> Path:
     where = {"bind_host": host, **({"port_range": port_range} if port_range else {})}
     if path.scheme == "auto":
         inner = path.options.get("network_options", {})
-        assert isinstance(inner, Mapping)
+        if not isinstance(inner, Mapping):
+            return path  # the transport refuses it, and says why
         return replace(path, options={**path.options, "network_options": {**where, **inner}})
     return replace(path, options={**where, **path.options})
 

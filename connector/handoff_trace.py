@@ -30,7 +30,7 @@ from .handoff.messages import (
 from .metadata import HandoffMetadata, OpenOrder
 from .stats import HandoffEvent
 
-#: Claims whose requests are remembered. More than a node has under way; only claims that never end could exceed it.
+#: Claims whose requests are remembered: more than a node has under way.
 _MAX_CLAIMS = 4096
 
 
@@ -44,6 +44,7 @@ class HandoffTrace:
     def __init__(self, note: Callable[[HandoffEvent], None]) -> None:
         self._note_event = note
         self._claims: dict[tuple[str, int], str] = {}  # (the producer's request, lease) → this node's request
+        self._claim_of: dict[str, tuple[str, int]] = {}  # the inverse
         self._num_rounds: dict[str, int] = {}  # of loads under way
 
     def _note(self, request_id: str, name: str, **details: str | float) -> None:
@@ -61,9 +62,7 @@ class HandoffTrace:
         for request_id in orders.aborts:
             self._note(request_id, "offer aborted by the engine")
         for request_id, claimed in orders.claims.items():
-            self._claims[claimed.request_id, claimed.lease] = request_id
-            if len(self._claims) > _MAX_CLAIMS:
-                del self._claims[next(iter(self._claims))]
+            self._remember(request_id, (claimed.request_id, claimed.lease))
             self._note(
                 request_id,
                 "claim ordered",
@@ -144,7 +143,14 @@ class HandoffTrace:
             case Release(delivered=delivered, rank=rank):
                 self._note(request_id, f"release {way}", delivered=int(delivered), consumer_rank=rank)
 
+    def _remember(self, request_id: str, claim: tuple[str, int]) -> None:
+        self._claims[claim] = request_id
+        self._claim_of[request_id] = claim
+        if len(self._claim_of) > _MAX_CLAIMS:
+            # A claim that was dropped before its load was ordered has no end that would be seen here.
+            self._forget(next(iter(self._claim_of)))
+
     def _forget(self, request_id: str) -> None:
         self._num_rounds.pop(request_id, None)
-        for key in [key for key, ours in self._claims.items() if ours == request_id]:
-            del self._claims[key]
+        if (claim := self._claim_of.pop(request_id, None)) is not None:
+            self._claims.pop(claim, None)

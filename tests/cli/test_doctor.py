@@ -123,6 +123,7 @@ def test_the_paths_of_this_machine_are_measured_and_a_broken_one_is_named(
         (["--listen", "localhost"], "--listen must be HOST:PORT"),
         (["--peer", "::1:7000"], "--peer must be HOST:PORT, with brackets"),
         (["--peer", "gopher://x"], "unknown transport 'gopher'"),
+        (["--peer", "auto://x"], "--peer='auto://x': not an auto address"),
         (["--port-range", "1-2"], "--port-range needs --listen"),
     ],
 )
@@ -159,8 +160,10 @@ def test_a_peer_is_reached_over_the_transport_that_is_reported(
     assert [line.split(":")[1].strip() for line in lines] == ["tcp", "auto"]
 
 
-def test_a_running_node_is_connected_to_and_not_read(capsys: pytest.CaptureFixture[str]) -> None:
-    node = Source(path_of("tcp"), 1 << 20)
+@pytest.mark.parametrize("scheme", ["tcp", "auto"])
+def test_a_running_node_is_connected_to_and_not_read(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plaintext = {"network": "zeromq", "network_options": {"curve": "off"}} if scheme == "auto" else None
+    node = Source(path_of(scheme, plaintext), 1 << 20)
     is_over = threading.Event()
     thread = threading.Thread(target=node.serve_until, args=(is_over.is_set,))
     thread.start()
