@@ -58,7 +58,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds",
         type=positive,
-        default=1.5,
+        default=1.0,
         help="time in seconds for all measurements (default: %(default)s)",
     )
     parser.add_argument(
