@@ -202,17 +202,20 @@ def path_of(name: str, options: Mapping[str, object] | None = None) -> Path:
 
 
 def towards(path: Path, address: str) -> Path:
-    """Return the path with the network transport of an `auto` address, since both sides must have the same.
+    """Return the path with the network transports of an `auto` address, since both sides must have the same.
 
     Raises:
         ConfigurationError: the address is of `auto`, and malformed.
     """
     if path.scheme != "auto":
         return path
-    network = AutoAddress.parse(address).network.partition(":")[0]
-    known = PATHS.get(network)
-    options = {} if known is None else {"network_options": known.options}
-    return replace(path, options={"network": network, **options})
+    names = [network.partition(":")[0] for network in AutoAddress.parse(address).networks]
+    options: dict[str, object] = {name: PATHS[name].options for name in names if name in PATHS}
+    if len(names) == 1:
+        options = {"network_options": options[names[0]]} if options else {}
+    else:
+        options = {"network_options": options}
+    return replace(path, options={"network": ",".join(names), **options})
 
 
 def at_host(path: Path, host: str, port_range: str = "") -> Path:
