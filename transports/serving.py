@@ -70,17 +70,6 @@ class RegisteredPool:
         """The sizes of the segments, in bytes."""
         return tuple(segment.num_bytes for segment in self.pool.segments)
 
-    def max_slice_bytes(self, limits: SliceLimits, most: int) -> int:
-        """Return the most bytes that are served per slice; our hello states it, and the peer's slices keep to it.
-
-        A staging buffer holds one slice of ours, and those of a peer may be larger.
-
-        Args:
-            limits: How reads of ours are cut.
-            most: The most bytes that the protocol allows.
-        """
-        return limits.max_bytes if self.mover.needs_staging else most
-
     def require_read(self, remote: PeerPool, read: Read[C]) -> AddressArray:
         """Check everything about a read of ours that can be checked before it starts.
 
@@ -106,6 +95,17 @@ class ServedPool(RegisteredPool):
     """
 
     mover: Mover
+
+    def max_slice_bytes(self, limits: SliceLimits, most: int) -> int:
+        """Return the most bytes that are served per slice; our hello states it, and the peer's slices keep to it.
+
+        A staging buffer holds one slice of ours, and those of a peer may be larger.
+
+        Args:
+            limits: How reads of ours are cut.
+            most: The most bytes that the protocol allows.
+        """
+        return limits.max_bytes if self.mover.needs_staging else most
 
     def locate(self, rows: Int64Array, guard: Guard) -> AddressArray:
         """Check what a peer asks for, and return the addresses of the regions, shape `(num_rows,)`.
