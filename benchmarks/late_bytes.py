@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -240,7 +239,7 @@ def contenders() -> Iterator[tuple[Contender, Sequence[str], Callable[..., None]
         ("kvferry zeromq", "zeromq", {}),
         ("kvferry ucx, tcp", "ucx", {"tls": "tcp"}),
     ):
-        yield ours(name, scheme, options, is_patient=False), _OURS, _read_ours
+        yield ours(name, scheme, options), _OURS, _read_ours
     for tls in ("tcp", "cma"):
         alone, guarded = nixl_pair(tls)
         yield guarded, _OURS, _read_ours
@@ -266,14 +265,15 @@ def count(contender: Contender, how: str, read: Callable[..., None], repeats: in
     return Late(contender.name, contender.version, how, repeats, dict(ends), num_late, max(late), num_lost)
 
 
-def table(results: Sequence[Late]) -> Iterator[str]:
-    """Yield the results as a table in Markdown."""
-    yield f"| reader | how it gave up | end | late bytes, of {_POOL_BYTES:,} | owners that died |"
-    yield "|---|---|---|---|---|"
-    for r in results:
-        ends = ", ".join(f"{num} × {end}" for end, num in r.ends.items())
-        late = f"**{r.most_bytes:,}** ({r.num_late} of {r.num_times} times)" if r.num_late else "0"
-        yield f"| {r.reader} | {r.how} | {ends} | {late} | {r.num_owners_lost} of {r.num_times} |"
+#: The head of the table of results, in Markdown.
+HEAD = f"| reader | how it gave up | end | late bytes, of {_POOL_BYTES:,} | owners that died |\n|---|---|---|---|---|"
+
+
+def row(r: Late) -> str:
+    """Return a row of the table."""
+    ends = ", ".join(f"{num} × {end}" for end, num in r.ends.items())
+    late = f"**{r.most_bytes:,}** ({r.num_late} of {r.num_times} times)" if r.num_late else "0"
+    return f"| {r.reader} | {r.how} | {ends} | {late} | {r.num_owners_lost} of {r.num_times} |"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -301,19 +301,19 @@ def main() -> None:
     arguments = parse_arguments()
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    print(f"\n{HEAD}", flush=True)
     results, left_out = [], {}
     for contender, ways, read in contenders():
         if not any(text in contender.name for text in arguments.only):
             continue
         for how in ways:
-            if sys.stderr.isatty():
-                print(f"\r\033[K{contender.name}: {how}", end="", file=sys.stderr, flush=True)
             try:
                 results.append(count(contender, how, read, arguments.repeats))
             except FailedError as error:
                 left_out[f"{contender.name}, {how}"] = str(error)
-    print()
-    print("\n".join([*table(results), "", *(f"not measured: {n}: {why}" for n, why in left_out.items())]))
+            else:
+                print(row(results[-1]), flush=True)
+    print("\n".join(["", *(f"not measured: {name}: {why}" for name, why in left_out.items())]))
     if arguments.json:
         lines: list[Mapping[str, Any]] = [{"record": "machine", **about}]
         lines += [{"record": "left_out", "reader": name, "reason": why} for name, why in left_out.items()]
