@@ -231,14 +231,20 @@ def _own(contender: Contender, parent: Connection) -> None:
 # -- the program -------------------------------------------------------------------------------------
 
 
+#: Long enough for a busy machine, and the end of a read over UCX whose owner is frozen does not come before it.
+_PEER_TIMEOUT_S = 10
+
+
 def contenders() -> Iterator[tuple[Contender, Sequence[str], Callable[..., None]]]:
     """Yield each reader, how it can give up, and what its process runs."""
-    for name, scheme, options in (
+    over_network: Mapping[str, Any] = {"peer_timeout_s": _PEER_TIMEOUT_S}
+    chosen: Sequence[tuple[str, str, Mapping[str, Any]]] = (
         ("kvferry shm", "shm", {}),
-        ("kvferry tcp", "tcp", {}),
-        ("kvferry zeromq", "zeromq", {}),
-        ("kvferry ucx, tcp", "ucx", {"tls": "tcp"}),
-    ):
+        ("kvferry tcp", "tcp", over_network),
+        ("kvferry zeromq", "zeromq", over_network),
+        ("kvferry ucx, tcp", "ucx", {**over_network, "tls": "tcp"}),
+    )
+    for name, scheme, options in chosen:
         yield ours(name, scheme, options), _OURS, _read_ours
     for tls in ("tcp", "cma"):
         alone, guarded = nixl_pair(tls)
