@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -195,3 +196,30 @@ def test_a_peer_that_misbehaves_is_dropped(
     finally:
         transport.close()
     assert_serves(node)
+
+
+@needs_ucxx
+def test_a_peer_that_freezes_in_the_middle_of_a_message_that_was_not_asked_for_is_closed_at_once(
+    node: Endpoint,
+) -> None:
+    transport = UCXTransport()
+    # UCX would wait for the rest inside one call, which only the end of the process interrupts.
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        arena = transport.allocate(64 << 20)  # more than the sockets' buffers hold
+        peer = transport.register(Pool([arena.segment]))
+        assert isinstance(peer, PeerEndpoint)
+        peer_id = peer.start_connect(node.listen(""), timeout_s=20)
+        seen: list[object] = []
+        while not any(isinstance(event, Connected) for event in seen):
+            seen += [*node.wait_events(0.01), *peer.wait_events(0.01)]
+        worker = peer._table.connected_peer(peer_id).connection.worker
+        message = worker.send(12345, arena.segment.address, arena.segment.num_bytes)
+        worker.progress()
+        assert not message.is_done
+        for _ in range(5):  # the first part arrives; the peer sends no other
+            node.wait_events(0.01)
+        node.close()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        transport.close()

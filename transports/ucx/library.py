@@ -79,6 +79,12 @@ class _EndpointAttributes(ctypes.Structure):
     ]
 
 
+class _MessageInfo(ctypes.Structure):
+    """`ucp_tag_recv_info_t`"""
+
+    _fields_ = [("sender_tag", ctypes.c_uint64), ("length", ctypes.c_size_t)]
+
+
 class _Library:
     """`ucxx`'s core, its array type, and UCX below it."""
 
@@ -87,6 +93,10 @@ class _Library:
         self.ucp = ctypes.CDLL(nixl_ucx.SONAME, mode=os.RTLD_NOLOAD)
         self.ucp.ucp_ep_query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
         self.ucp.ucp_worker_get_efd.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+        self.ucp.ucp_tag_probe_nb.argtypes = (
+            ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.POINTER(_MessageInfo)
+        )  # fmt: skip
+        self.ucp.ucp_tag_probe_nb.restype = ctypes.c_void_p
         for destroy in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup):
             destroy.argtypes = (ctypes.c_void_p,)
             destroy.restype = None
@@ -339,6 +349,11 @@ class Worker:
         for operation in self._operations:
             operation.forget()
         self._worker.progress()
+        # `ucxx` ends a worker only after it has received every message that came unasked, and waits without a deadline:
+        # for ever if the peer froze, or closed in the middle of one. So take them away, unread; UCX frees them with the
+        # worker. There is no end of them only if UCX works in between, and from here on nothing lets it.
+        while self._library.ucp.ucp_tag_probe_nb(self._handle, 0, 0, True, ctypes.byref(_MessageInfo())):
+            pass
 
     def _is_open(self) -> bool:
         """Whether UCX's own worker still exists: then its descriptor is still the file that was registered."""
