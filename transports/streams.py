@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 #: library maps anything larger than 128 KiB anew each time, which takes longer than the call itself.
 RECEIVE_BYTES = 64 << 10
 
+#: Bytes which show that the peer lives although they complete no frame: less than one packet of a large frame, and more
+#: than a ping. If a length was damaged on its way, the frame swallows all that follows. Its pings must not keep such a
+#: connection, over which nothing else would ever arrive.
+SIGN_OF_LIFE_BYTES = 512
+
 #: System calls per `receive`, so that one peer cannot keep the loop to itself.
 _MAX_RECEIVES = 64
 
@@ -231,7 +236,9 @@ class FrameSocket:
         max_queued_bytes: Unsent bytes above which messages are refused.
 
     Attributes:
-        last_heard, last_said: When bytes last arrived, and when some were last sent, in `time.monotonic` seconds.
+        last_heard: When a frame was last complete, or at least `SIGN_OF_LIFE_BYTES` arrived at once, in
+            `time.monotonic` seconds.
+        last_said: When bytes were last sent.
         awaits_room: The poller was asked to report room to send; None while it does not know this socket.
     """
 
@@ -323,8 +330,10 @@ class FrameSocket:
                 if frames:
                     break
                 raise PeerLostError(self._reason)
-            self.last_heard = time.monotonic()
-            frames += self._reader.feed(data)
+            arrived = self._reader.feed(data)
+            if arrived or len(data) >= SIGN_OF_LIFE_BYTES:
+                self.last_heard = time.monotonic()
+            frames += arrived
             if len(data) < RECEIVE_BYTES:
                 break  # the socket is empty; the poller reports what comes later
         return frames

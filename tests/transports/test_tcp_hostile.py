@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -357,6 +358,26 @@ def test_bytes_that_come_after_a_read_was_stopped_are_thrown_away(
     peer.send(End(fetch.tag, 0, False))
     world.serve(lambda: bool(node.ends_of(again)))
     assert isinstance(node.ends_of(again)[0].error, StaleRegionError)
+
+
+@pytest.mark.parametrize("part", ["slice", "frame"])
+def test_pings_that_a_damaged_length_swallows_do_not_keep_the_connection(
+    world: World, node: Node, owner: tuple[Peer, int], part: str
+) -> None:
+    peer, peer_id = owner
+    if part == "slice":
+        read(node, peer_id, num_bytes=100_000)
+        peer.send(Slice(peer.frame().tag, 100_000), bytes(1000))
+    else:
+        peer.send(encode_frame(Kind.MESSAGE, bytes(100_000))[:1000])
+    ping = encode_frame(Kind.PING, b"")
+    began = time.monotonic()
+    while not node.of_type(PeerLost):
+        assert time.monotonic() < began + 20, "the connection is kept, although nothing can arrive over it"
+        with suppress(OSError):  # the node may have hung up
+            peer.send(ping)
+        node.history += node.endpoint.wait_events(0.1)
+    assert "silent" in str(node.of_type(PeerLost)[0].error)
 
 
 def test_frames_in_small_pieces_are_understood(world: World, node: Node, owner: tuple[Peer, int]) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import KVTransferError, PeerLostError, PeerRefusedError, ProtocolError
-from ..streams import RECEIVE_BYTES, FrameSocket
+from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket
 from .iovec import Iovec, Pieces, address_of
 from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
@@ -180,7 +180,8 @@ class TcpStream(FrameSocket):
             raise PeerLostError(f"the connection broke: {error}") from error
         if not num_bytes:
             raise PeerLostError(self._reason)
-        self.last_heard = time.monotonic()
+        if num_bytes >= SIGN_OF_LIFE_BYTES:
+            self.last_heard = time.monotonic()
         if self._filling is not None and not self._filling.num_left:
             self._filling = None
             self._arrived += self._end
@@ -206,6 +207,7 @@ class TcpStream(FrameSocket):
         end = _HEAD.size + num_bytes
         if len(self._arrived) < end:
             return None
+        self.last_heard = time.monotonic()
         body = bytes(self._arrived[_HEAD.size : end])
         del self._arrived[:end]
         if kind == Kind.SLICE:
