@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("connector", "runner_mixin", "transports", "src", "examples", "benchmarks", "tests")
+FOLDERS = ("cli", "connector", "runner_mixin", "transports", "src", "examples", "benchmarks", "tests")
 
 
 def _only_imports(source: str) -> str:
