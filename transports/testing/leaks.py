@@ -314,8 +314,9 @@ class Leaks:
 
 def pytest_collection_finish() -> None:
     """Exempt what the imported modules hold from collections, each of which would visit it: up to 0.4 s per test."""
-    gc.collect()
-    gc.freeze()
+    if not gc.get_freeze_count():  # what a session within a test imports ends with that test
+        gc.collect()
+        gc.freeze()
 
 
 def _checked(request: pytest.FixtureRequest) -> Iterator[None]:
