@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from reference.router.main import main
+from kvferry.reference.router.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 
 #: vLLM's KV transfer configuration for kvferry, without the connector's own options.
 KVFERRY: Mapping[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 from kvferry.cli.errors import CommandError
 from kvferry.cli.explain import ask, tell
 from kvferry.connector.stats import HandoffEvent, KVConnectorStats
-from reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
-from reference.node.stories import MAX_EVENTS, MAX_STORIES, Stories
+from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput
+from kvferry.reference.node.stories import MAX_EVENTS, MAX_STORIES, Stories
 
 METRICS = RequestMetrics(8, 1, 0, 7, 0, 0.25, None)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.launcher import Launcher, Spawn
+from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.support.client import Client
 from tests.support.tiny_models import write_tiny_model
 from tests.support.zygote import Zygote

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
+from kvferry.reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
 from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
 
 PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2

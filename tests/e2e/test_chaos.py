@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.launcher import Launcher, Spawn
+from kvferry.reference.demo.launcher import Launcher, Spawn
 from tests.support.chaos.fleet import Fleet
 from tests.support.chaos.soak import Soak
 from tests.support.client import Client

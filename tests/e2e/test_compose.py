@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from kvferry.reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
 from tests.support.client import Client, assert_answers_like
 
 COMPOSE: Mapping[str, Any] = yaml.safe_load((EXAMPLES.parent / "docker" / "compose.yaml").read_text())

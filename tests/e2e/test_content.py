@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reference.demo.launcher import Launcher
+from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
 from tests.support.tiny_models import write_tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reference.demo.launcher import Launcher
+from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import Client, wait_until
 from tests.support.layer_store import MARK
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
-from reference.demo.launcher import EXAMPLES
+from kvferry.reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
+from kvferry.reference.demo.launcher import EXAMPLES
 from tests.support.client import children_of, wait_until
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from reference.demo.launcher import Launcher, Spawn
-from reference.demo.near_tie import assert_same_answer
-from reference.engine.default_model import default_model_folder
+from kvferry.reference.demo.launcher import Launcher, Spawn
+from kvferry.reference.demo.near_tie import assert_same_answer
+from kvferry.reference.engine.default_model import default_model_folder
 from tests.support.client import Client, Reply, ask_alone, wait_until
 
 BLOCK = 16

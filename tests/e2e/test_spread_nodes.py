@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from reference.demo.launcher import LaunchedProcess, Launcher
-from reference.demo.near_tie import assert_same_answer
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.reference.demo.near_tie import assert_same_answer
 from tests.support.client import (
     DO_REMOTE_DECODE,
     Client,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.reference.engine.errors import InvalidRequestError, PromptTooLongError
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.errors import InvalidRequestError, PromptTooLongError
 from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 Reference = Callable[[str, Sequence[int], int], list[int]]

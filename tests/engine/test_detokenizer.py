@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reference.engine.detokenizer import IncrementalDetokenizer, StopMatcher
+from kvferry.reference.engine.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
 class ByteDecoder:

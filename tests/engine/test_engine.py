@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.errors import ConnectorError
-from reference.engine.engine import Engine
-from reference.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from reference.engine.settings import EngineSettings
-from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
 
 DEADLINE_S = 20.0

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvferry.reference.engine.errors import InvalidRequestError
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.weights import load_model
+from kvferry.reference.node.cli import parse_arguments
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.errors import InvalidRequestError
-from reference.engine.settings import EngineSettings
-from reference.engine.weights import load_model
-from reference.node.cli import parse_arguments
 from tests.support.engines import served_engine
 from tests.support.tiny_models import generate_greedily
 

@@ -15,12 +15,12 @@ import pytest
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
-import reference.node.app
+import kvferry.reference.node.app
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.node.app import NodeServer
+from kvferry.reference.node.main import main
 from kvferry.runner_mixin.kv_cache import KVCacheManager
-from reference.engine.engine import Engine
-from reference.engine.settings import EngineSettings
-from reference.node.app import NodeServer
-from reference.node.main import main
 from tests.support.client import wait_until
 from tests.support.engines import served_engine
 
@@ -105,7 +105,9 @@ def engine_admission(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def wording(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "chunk"):
         monkeypatch.setattr(
-            reference.node.app.Envelope, name, _raising_for_victim(getattr(reference.node.app.Envelope, name))
+            kvferry.reference.node.app.Envelope,
+            name,
+            _raising_for_victim(getattr(kvferry.reference.node.app.Envelope, name)),
         )
 
 

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-import reference.engine.batch
-import reference.engine.runner
+import kvferry.reference.engine.batch
+import kvferry.reference.engine.runner
 from kvferry.connector.base import SchedulerHalf
 from kvferry.connector.config import KVTransferConfig
-from reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
-from reference.engine.engine import Engine
-from reference.engine.errors import EngineDeadError
-from reference.engine.settings import EngineSettings
-from reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
+from kvferry.reference.engine.core import MAX_FAILED_STEPS_IN_A_ROW, EngineCore
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.errors import EngineDeadError
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.types import GenerationRequest, RequestOutput, SamplingParams
 from tests.support.engines import running_engine
 
 DEADLINE_S = 90.0
@@ -145,7 +145,7 @@ def tokenizer(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = reference.engine.runner.sample
+    sample = kvferry.reference.engine.runner.sample
 
     def raising(logits: Any, samplers: Any) -> list[int]:
         tokens = sample(logits, samplers)
@@ -153,12 +153,12 @@ def sampler(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Boom
         return tokens
 
-    monkeypatch.setattr(reference.engine.runner, "sample", raising)
+    monkeypatch.setattr(kvferry.reference.engine.runner, "sample", raising)
 
 
 def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the victim's random numbers raise, after those for earlier requests in the batch were drawn."""
-    make = reference.engine.batch.TokenSampler
+    make = kvferry.reference.engine.batch.TokenSampler
 
     class BrokenStream:
         def __init__(self, stream: Any) -> None:
@@ -170,18 +170,18 @@ def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
             one.generator = BrokenStream(one.generator)  # type: ignore[assignment]
         return one
 
-    monkeypatch.setattr(reference.engine.batch, "TokenSampler", making)
+    monkeypatch.setattr(kvferry.reference.engine.batch, "TokenSampler", making)
 
 
 def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = reference.engine.batch.TokenSampler
+    make = kvferry.reference.engine.batch.TokenSampler
 
     def raising(params: SamplingParams) -> Any:
         if params.seed == VICTIM_SEED:
             raise OSError(24, "Unable to open /dev/urandom: Boom")
         return make(params)
 
-    monkeypatch.setattr(reference.engine.batch, "TokenSampler", raising)
+    monkeypatch.setattr(kvferry.reference.engine.batch, "TokenSampler", raising)
 
 
 def inputs_from(num_computed_tokens: int) -> Sabotage:

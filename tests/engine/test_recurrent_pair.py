@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.reference.engine.errors import InvalidRequestError
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.errors import InvalidRequestError
 from tests.support.tiny_models import write_tiny_model
 
 FAMILIES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference.engine.errors import InvalidRequestError
-from reference.engine.sampling import TokenSampler, sample, top_logits
-from reference.engine.types import SamplingParams
+from kvferry.reference.engine.errors import InvalidRequestError
+from kvferry.reference.engine.sampling import TokenSampler, sample, top_logits
+from kvferry.reference.engine.types import SamplingParams
 
 VOCAB = 50
 

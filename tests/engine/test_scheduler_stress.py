@@ -18,12 +18,12 @@ from kvferry.connector.kv_cache_specs import (
     SlidingWindowSpec,
 )
 from kvferry.connector.output import KVConnectorOutput
+from kvferry.reference.engine.request import Request
+from kvferry.reference.engine.scheduler import Scheduler
+from kvferry.reference.engine.step import StepPlan
+from kvferry.reference.engine.types import GenerationRequest, SamplingParams
 from kvferry.runner_mixin.kv_cache import KVCacheManager, get_request_block_hasher, sha256
 from kvferry.runner_mixin.outputs import ModelRunnerOutput
-from reference.engine.request import Request
-from reference.engine.scheduler import Scheduler
-from reference.engine.step import StepPlan
-from reference.engine.types import GenerationRequest, SamplingParams
 
 BLOCK = 4
 NUM_BLOCKS = 40

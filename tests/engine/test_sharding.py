@@ -15,17 +15,17 @@ from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
+from kvferry.reference.engine.attention import attention_layers
+from kvferry.reference.engine.core import EngineCore
+from kvferry.reference.engine.parallel.codec import decode, encode
+from kvferry.reference.engine.parallel.sharding import layers_of_rank, require_divisible, shard
+from kvferry.reference.engine.parallel.steps import StepMirror, StepSender
+from kvferry.reference.engine.request import Request
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.step import ScheduledRequest, StepPlan
+from kvferry.reference.engine.types import GenerationRequest, SamplingParams
+from kvferry.reference.engine.weights import load_model
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.attention import attention_layers
-from reference.engine.core import EngineCore
-from reference.engine.parallel.codec import decode, encode
-from reference.engine.parallel.sharding import layers_of_rank, require_divisible, shard
-from reference.engine.parallel.steps import StepMirror, StepSender
-from reference.engine.request import Request
-from reference.engine.settings import EngineSettings
-from reference.engine.step import ScheduledRequest, StepPlan
-from reference.engine.types import GenerationRequest, SamplingParams
-from reference.engine.weights import load_model
 from tests.support.tiny_models import write_tiny_model
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}

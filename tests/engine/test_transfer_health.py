@@ -15,9 +15,9 @@ from kvferry.connector.aggregator import KVOutputAggregator
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import TransferRecord
-from reference.engine.settings import EngineSettings
-from reference.engine.types import RequestMetrics
-from reference.node.replies import transfer_outcome
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.types import RequestMetrics
+from kvferry.reference.node.replies import transfer_outcome
 from tests.support.engines import served_engine
 
 DEADLINE_S = 20.0

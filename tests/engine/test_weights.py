@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.reference.engine.settings import DEFAULT_MODEL, EngineSettings
+from kvferry.reference.engine.weights import describe_model, load_model, model_folder, model_identity
 from kvferry.transports.errors import ConfigurationError
-from reference.engine.default_model import default_model_folder
-from reference.engine.settings import DEFAULT_MODEL, EngineSettings
-from reference.engine.weights import describe_model, load_model, model_folder, model_identity
 from tests.support.tiny_models import scale_tensor, write_tiny_model
 
 CPU = torch.device("cpu")

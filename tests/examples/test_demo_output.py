@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.cli import DEFAULT_PROMPTS, parse_arguments
-from reference.demo.client import Answer
-from reference.demo.near_tie import Comparison
-from reference.demo.report import (
+from kvferry.reference.demo.cli import DEFAULT_PROMPTS, parse_arguments
+from kvferry.reference.demo.client import Answer
+from kvferry.reference.demo.near_tie import Comparison
+from kvferry.reference.demo.report import (
     RequestReport,
     explain_nothing,
     explain_slower,
@@ -19,9 +19,9 @@ from reference.demo.report import (
     format_table,
     report_of,
 )
-from reference.engine import progress
-from reference.engine.progress import Elapsed
-from reference.web.serving import StartupError
+from kvferry.reference.engine import progress
+from kvferry.reference.engine.progress import Elapsed
+from kvferry.reference.web.serving import StartupError
 from tests.support.client import wait_until
 
 TRANSFER = {"num_bytes": 4096, "seconds": 0.1, "num_blocks": 3, "num_regions": 2, "transport": "shm"}

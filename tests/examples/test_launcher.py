@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from reference.demo.launcher import Child, Launcher
+from kvferry.reference.demo.launcher import Child, Launcher
 from tests.support.client import wait_until
 
 #: A program that reports to its launcher as a node does: it listens, is ready, and then ends in one of several ways.

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
-from reference.engine.types import EngineStats, EngineTotals, RequestMetrics
-from reference.node.metrics import NodeMetrics
-from reference.router.handoffs import Handoffs
-from reference.router.metrics import RouterMetrics
-from reference.router.nodes import UpstreamNode
+from kvferry.reference.engine.types import EngineStats, EngineTotals, RequestMetrics
+from kvferry.reference.node.metrics import NodeMetrics
+from kvferry.reference.router.handoffs import Handoffs
+from kvferry.reference.router.metrics import RouterMetrics
+from kvferry.reference.router.nodes import UpstreamNode
 from tests.support.metrics_page import assert_promtool_is_content, declared
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reference.demo.launcher import EXAMPLES
-from reference.node.cli import parse_arguments
+from kvferry.reference.demo.launcher import EXAMPLES
+from kvferry.reference.node.cli import parse_arguments
 
 ROOT = EXAMPLES.parent
 PROGRAMS = [

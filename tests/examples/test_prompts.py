@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from reference.engine.errors import PromptTooLongError
-from reference.engine.settings import DEFAULT_MODEL
-from reference.engine.weights import model_folder
-from reference.node.openai_request import ChatPrompt, Message, parse_completion
-from reference.node.prompt_sizes import size_bound_of
-from reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
-from reference.web.errors import ApiError
+from kvferry.reference.engine.errors import PromptTooLongError
+from kvferry.reference.engine.settings import DEFAULT_MODEL
+from kvferry.reference.engine.weights import model_folder
+from kvferry.reference.node.openai_request import ChatPrompt, Message, parse_completion
+from kvferry.reference.node.prompt_sizes import size_bound_of
+from kvferry.reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
+from kvferry.reference.web.errors import ApiError
 
 LONGEST = 100
 #: Pieces of text that tokenizers treat very differently: many bytes become one token, one character many, or none.

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from reference.demo.launcher import EXAMPLES
+from kvferry.reference.demo.launcher import EXAMPLES
 
 PROGRAM = """
 import logging, sys
-from reference.web.serving import BrokenError, StartupError, exit_status_of, leave_now, say, set_up_logging
+from kvferry.reference.web.serving import BrokenError, StartupError, exit_status_of, leave_now, say, set_up_logging
 
 def run():
     set_up_logging("info", "test")
@@ -64,7 +64,7 @@ def test_output_that_can_be_written_is_complete(end: str) -> None:
 def test_a_program_may_open_as_many_files_as_its_hard_limit_allows() -> None:
     program = (
         "import resource\n"
-        "from reference.web.serving import exit_status_of\n"
+        "from kvferry.reference.web.serving import exit_status_of\n"
         "exit_status_of('serve.py', lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))\n"
     )
     limited = ("sh", "-c", 'ulimit -S -n 300 && ulimit -H -n 700 && exec "$@"', "sh")

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.reference.engine.weights import load_model
 from kvferry.transports.testing.leaks import Leaks
-from reference.engine.weights import load_model
 from tests.support.engines import MakeNode, stepped_nodes
 from tests.support.gpu_memory import StartChild, stand_in_driver
 from tests.support.tiny_models import generate_greedily, tiny_models_in

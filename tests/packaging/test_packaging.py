@@ -17,7 +17,14 @@ from kvferry.connector.p2p import connector_over
 from kvferry.transports.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "connector", "runner_mixin", "transports")
+#: Where each package of `kvferry` lies in the tree.
+PACKAGES = {
+    "cli": ROOT / "cli",
+    "connector": ROOT / "connector",
+    "reference": ROOT / "examples" / "reference",
+    "runner_mixin": ROOT / "runner_mixin",
+    "transports": ROOT / "transports",
+}
 
 
 def _run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -28,16 +35,16 @@ def test_every_package_on_disk_is_listed() -> None:
     """An unlisted subpackage imports from a checkout and is missing from the wheel."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     on_disk = {
-        "kvferry." + ".".join(init.parent.relative_to(ROOT).parts)
-        for package in PACKAGES
-        for init in (ROOT / package).rglob("__init__.py")
+        "kvferry." + ".".join(init.parent.relative_to(folder.parent).parts)
+        for folder in PACKAGES.values()
+        for init in folder.rglob("__init__.py")
     }
     assert listed == on_disk | {"kvferry"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_linked_where_tools_look_for_it(package: str) -> None:
-    assert (ROOT / "src" / "kvferry" / package).resolve() == ROOT / package
+    assert (ROOT / "src" / "kvferry" / package).resolve() == PACKAGES[package]
 
 
 def test_the_version_is_the_newest_release_of_the_changelog() -> None:
@@ -60,7 +67,7 @@ def test_the_entry_points_are_those_of_the_table_of_built_in_transports() -> Non
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_one_name(package: str) -> None:
     """Imported by its folder name it would be a second set of classes."""
-    done = _run(f"import {package}", ROOT)
+    done = _run(f"import {package}", PACKAGES[package].parent)
     assert done.returncode != 0
     assert f"import kvferry.{package}, not {package}" in done.stderr
 

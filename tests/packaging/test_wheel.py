@@ -73,8 +73,10 @@ def _run(python: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_wheel_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"kvferry/__init__.py", "kvferry/py.typed"} <= names
-    for package in ("cli", "connector", "transports", "runner_mixin"):
-        sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+    for package in ("cli", "connector", "reference", "transports", "runner_mixin"):
+        folder = (ROOT / "src" / "kvferry" / package).resolve()
+        sources = {str(path.relative_to(folder.parent)) for path in folder.rglob("*.py")}
+        assert sources
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names
     assert "kvferry/transports/_native.abi3.so" in names

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from reference.router.app import kept_alive_socket
-from reference.router.health import Health
-from reference.router.nodes import NodeState, UpstreamNode
+from kvferry.reference.router.app import kept_alive_socket
+from kvferry.reference.router.health import Health
+from kvferry.reference.router.nodes import NodeState, UpstreamNode
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -120,7 +120,9 @@ async def until_checked(node: Player, times: int) -> None:
 
 def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
     """Return the states in the log's lines about nodes with that role, in order."""
-    lines = [record.getMessage() for record in caplog.records if record.name == "reference.router.nodes"]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "kvferry.reference.router.nodes"
+    ]
     return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reference.demo import client
-from reference.demo.launcher import LaunchedProcess
-from reference.demo.near_tie import AskAlone, assert_same_answer
+from kvferry.reference.demo import client
+from kvferry.reference.demo.launcher import LaunchedProcess
+from kvferry.reference.demo.near_tie import AskAlone, assert_same_answer
 
 #: The `kv_transfer_params` of a router's request to a prefill node.
 DO_REMOTE_DECODE = {"do_remote_decode": True}
@@ -114,7 +114,7 @@ class Client:
 
 
 def ask_alone(single: Client, **fields: Any) -> AskAlone:
-    """See `reference.demo.client.ask_alone`."""
+    """See `kvferry.reference.demo.client.ask_alone`."""
     return client.ask_alone(single.process.port, **fields)
 
 

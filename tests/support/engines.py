@@ -14,12 +14,12 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from kvferry.connector.config import KVTransferConfig
 from kvferry.connector.stats import KVConnectorStats
+from kvferry.reference.engine.core import EngineCore
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput, SamplingParams
+from kvferry.reference.node.app import NodeServer
 from kvferry.runner_mixin import state
-from reference.engine.core import EngineCore
-from reference.engine.engine import Engine
-from reference.engine.settings import EngineSettings
-from reference.engine.types import GenerationRequest, RequestMetrics, RequestOutput, SamplingParams
-from reference.node.app import NodeServer
 
 #: Seconds after which a test gives up waiting for what should have happened.
 DEADLINE_S = 20.0

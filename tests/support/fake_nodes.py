@@ -10,10 +10,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
-from reference.router.app import DecodeAlone, Router
-from reference.router.health import NodeState
-from reference.router.nodes import NodePool
-from reference.web.errors import error_middleware
+from kvferry.reference.router.app import DecodeAlone, Router
+from kvferry.reference.router.health import NodeState
+from kvferry.reference.router.nodes import NodePool
+from kvferry.reference.web.errors import error_middleware
 
 #: Seconds for the first health check of a fake node.
 DEADLINE_S = 10.0

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from reference.engine.progress import quiet_loading
+from kvferry.reference.engine.progress import quiet_loading
 
 _EOS = "<eos>"
 _COMMON = {

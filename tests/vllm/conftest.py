@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from reference.demo.launcher import run_script
-from reference.demo.near_tie import Expectation, assert_same_answer
+from kvferry.reference.demo.launcher import run_script
+from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
 

@@ -35,10 +35,10 @@ from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.connector.vllm.worker import WorkerSide
 from kvferry.connector.worker_half import HandoffWorker
+from kvferry.reference.engine.types import EngineStats
+from kvferry.reference.node.metrics import NodeMetrics
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import create_transport
-from reference.engine.types import EngineStats
-from reference.node.metrics import NodeMetrics
 from tests.support.metrics_page import declared
 
 RECORD = TransferRecord("r", "shm", "mapped", "per-layer", 2, 8, 8, 4096, 0.5)

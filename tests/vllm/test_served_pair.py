@@ -14,8 +14,8 @@ import urllib.request
 import aiohttp
 import pytest
 
-from reference.demo.launcher import Launcher
-from reference.engine.default_model import default_model_folder
+from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.engine.default_model import default_model_folder
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.figures import read_transfers
 from vllm_pair.run import NODE_ARGUMENTS, in_front_of

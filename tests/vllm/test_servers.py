@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from reference.demo.launcher import LaunchedProcess, Launcher
-from reference.demo.near_tie import Expectation, assert_same_answer
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.metrics_page import assert_promtool_is_content
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.run import ASK_FOR_LOGITS, top_logits

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from reference.engine.engine import Engine
-from reference.engine.settings import EngineSettings
-from reference.node.app import NodeServer
-from reference.router.nodes import RETRY_AFTER_S, NodePool, NodeState
-from reference.web.errors import ApiError, unavailable
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.settings import EngineSettings
+from kvferry.reference.node.app import NodeServer
+from kvferry.reference.router.nodes import RETRY_AFTER_S, NodePool, NodeState
+from kvferry.reference.web.errors import ApiError, unavailable
 
 
 def test_only_a_temporary_failure_says_when_to_retry() -> None:

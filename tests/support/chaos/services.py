@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError, Spawn
 
 #: Seconds from SIGTERM to a node's end: its drain, its engine's shutdown, and a reserve for busy machines.
 END_TIMEOUT_S = 30.0

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from kvferry.transports.errors import ConfigurationError
@@ -27,8 +26,6 @@ LINK_TIMEOUT_S = 30.0
 STOP_GRACE_S = 8.0
 #: Seconds to wait for the exit status of a process whose link broke, because the status shows why.
 EXIT_STATUS_WAIT_S = 1.0
-
-_EXAMPLES = Path(__file__).resolve().parents[3]
 
 Reply = TypeVar("Reply")
 
@@ -46,14 +43,18 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
-                    "reference.engine.parallel.worker",
+                    "kvferry.reference.engine.parallel.worker",
                     str(theirs.fileno()),
                     str(rendezvous_fd),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), rendezvous_fd),
-                env={**os.environ, "PYTHONPATH": _with_examples(os.environ.get("PYTHONPATH", ""))},
+                env={
+                    **os.environ,  # Whatever this process could import, such as a connector in the user's folder, the worker can.
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
             on_failure.pop_all()
 
@@ -221,7 +222,3 @@ class WorkerGroup:
             if status is not None and status < 0:
                 return EngineDeadError(other.describe_end(status))
         return EngineDeadError(f"the worker process of rank {worker.rank} failed: {failed.text}")
-
-
-def _with_examples(path: str) -> str:
-    return os.pathsep.join(part for part in (str(_EXAMPLES), path) if part)

@@ -1,4 +1,4 @@
-"""The worker process: `python -m reference.engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
+"""The worker process: `python -m kvferry.reference.engine.parallel.worker LINK_FD RENDEZVOUS_FD`. Only `WorkerGroup` starts it."""
 
 from __future__ import annotations
 
