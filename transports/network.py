@@ -73,6 +73,21 @@ class HostPort:
         return cls(host, port), parts.query
 
 
+@dataclass(frozen=True)
+class PlainAddress(HostPort):
+    """`scheme://host:port`, with the scheme of the subclass and nothing more."""
+
+    scheme: ClassVar[str]
+
+    @classmethod
+    def parse(cls, text: str, scheme: str = "") -> Self:
+        """Read an address. Raises ConfigurationError: it is malformed, or of another scheme."""
+        return super().parse(text, scheme or cls.scheme)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+
 def malformed_address(text: str, scheme: str) -> ConfigurationError:
     """Make the error for an address that is not one of `scheme`."""
     return ConfigurationError(f"not a {scheme}://host:port address: {text!r}", key="address", value=text)
@@ -154,21 +169,62 @@ class NetworkOptions(HandshakeOptions):
             )
         return range(int(low), int(high) + 1)
 
-    def advertised(self, listener: socket.socket) -> HostPort:
-        """Return where peers connect to reach a listening socket.
+    def ports_of(self, address: HostPort | None) -> tuple[str, range]:
+        """Return the host to listen on and the ports to try: those of an address, or without one those of the options."""
+        if address is None:
+            return self.bind_host, self.ports()
+        return address.host, range(address.port, address.port + 1)
+
+    def listen(
+        self, host: str, ports: range, prepare: Callable[[socket.socket], None] = lambda _: None
+    ) -> tuple[socket.socket, HostPort]:
+        """Listen on the first of `ports` that is free; return the socket, and where peers connect to reach it.
+
+        Args:
+            prepare: See `listen_on`.
 
         Raises:
-            ConfigurationError: `advertise_host` is not set, and the socket is on every interface.
+            ConfigurationError: see `listen_on`; or `advertise_host` is not set, and the socket is on every interface.
         """
-        host, port = listener.getsockname()[:2]
-        if not self.advertise_host and ipaddress.ip_address(host).is_unspecified:
+        listener = listen_on(host, ports, prepare)
+        bound_host, port = listener.getsockname()[:2]
+        if not self.advertise_host and ipaddress.ip_address(bound_host).is_unspecified:
+            listener.close()
             raise ConfigurationError(
-                f"cannot listen on {host}: that is every interface; set advertise_host to the address that peers "
+                f"cannot listen on {bound_host}: that is every interface; set advertise_host to the address that peers "
                 "connect to",
                 key="advertise_host",
                 value="",
             )
-        return HostPort(self.advertise_host or host, port)
+        return listener, HostPort(self.advertise_host or bound_host, port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaintextOptions(NetworkOptions):
+    """Options of a transport that can neither encrypt nor authenticate.
+
+    Attributes:
+        allow_plaintext: Talk to other machines. Any process that reaches the port can read the pool, so use it only on a
+            network where there are only nodes.
+    """
+
+    scheme: ClassVar[str]
+
+    allow_plaintext: bool = False
+
+    def require_reachable_by(self, host: str) -> None:
+        """Check that we may talk to `host`, or listen on it.
+
+        Raises:
+            ConfigurationError: it is on another machine, and `allow_plaintext` is not set.
+        """
+        if not self.allow_plaintext and not is_loopback(host):
+            raise ConfigurationError(
+                f"{host} is beyond this machine, and {self.scheme} neither encrypts nor authenticates: set "
+                "allow_plaintext=true if only nodes are on that network, or use tcp or zeromq",
+                key="allow_plaintext",
+                value=False,
+            )
 
 
 # == listening =====================================================================================

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from ..checked import integer, seconds
 from ..errors import ConfigurationError
-from ..network import HostPort, NetworkOptions, is_loopback
+from ..network import PlainAddress, PlaintextOptions
 
 SCHEME = "nixl"
 
@@ -21,12 +21,10 @@ REMEDY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class NIXLOptions(NetworkOptions):
-    """Options of the transport, in addition to those of `NetworkOptions`.
+class NIXLOptions(PlaintextOptions):
+    """Options of the transport, in addition to those of `PlaintextOptions`.
 
     Attributes:
-        allow_plaintext: Talk to other machines. The control connection is neither encrypted nor authenticated: any
-            process that reaches the port can read the pool, so use it only on a network where there are only nodes.
         backends: NIXL's plug-ins that may move bytes, separated by commas, best first.
         tls: UCX transports to choose from, as in `UCX_TLS`, which is the default; empty means all.
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means that variable, otherwise all, or
@@ -38,10 +36,10 @@ class NIXLOptions(NetworkOptions):
         poll_us: Shortest pause between two looks at a read, in microseconds. Later pauses grow with the read's duration.
     """
 
+    scheme: ClassVar[str] = SCHEME
     MAX_SLICE_BYTES: ClassVar[int] = 1 << 30
     MAX_WINDOW_BYTES: ClassVar[int] = 16 << 30
 
-    allow_plaintext: bool = False
     backends: str = "UCX"
     tls: str = ""
     net_devices: str = ""
@@ -79,20 +77,6 @@ class NIXLOptions(NetworkOptions):
         """`backends` as names."""
         return tuple(name.strip() for name in self.backends.split(","))
 
-    def require_reachable_by(self, host: str) -> None:
-        """Check that we may talk to `host`, or listen on it.
-
-        Raises:
-            ConfigurationError: it is on another machine, and `allow_plaintext` is not set.
-        """
-        if not self.allow_plaintext and not is_loopback(host):
-            raise ConfigurationError(
-                f"{host} is beyond this machine, and nixl neither encrypts nor authenticates: set "
-                "allow_plaintext=true if only nodes are on that network, or use zeromq",
-                key="allow_plaintext",
-                value=False,
-            )
-
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the variables that UCX must see while an agent is made. UCX has no other way to be told.
 
@@ -121,13 +105,7 @@ class NIXLOptions(NetworkOptions):
 
 
 @dataclass(frozen=True)
-class Address(HostPort):
+class Address(PlainAddress):
     """`nixl://host:port`."""
 
-    @classmethod
-    def parse(cls, text: str, scheme: str = SCHEME) -> Self:
-        """Read an address. Raises ConfigurationError: it is malformed, or of another scheme."""
-        return super().parse(text, scheme)
-
-    def __str__(self) -> str:
-        return f"{SCHEME}://{self.authority}"
+    scheme: ClassVar[str] = SCHEME

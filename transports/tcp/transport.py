@@ -23,7 +23,7 @@ from ..errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from ..network import Found, Lookups, listen_on
+from ..network import Found, Lookups
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, KeepAlive, StreamBackend
@@ -122,18 +122,9 @@ class TcpBackend(StreamBackend[Link]):
             ConfigurationError: the address is malformed, taken or not ours to bind; TLS is needed and there are no
                 certificates; or the address is a wildcard and `advertise_host` is not set.
         """
-        if address:
-            parsed = Address.parse(address)
-            host, ports = parsed.host, range(parsed.port, parsed.port + 1)
-        else:
-            host, ports = self._options.bind_host, self._options.ports()
+        host, ports = self._options.ports_of(Address.parse(address) if address else None)
         with_tls = self._security.for_listening(host)
-        listener = listen_on(host, ports, self._tune)
-        try:
-            where = self._options.advertised(listener)
-        except BaseException:
-            listener.close()
-            raise
+        listener, where = self._options.listen(host, ports, self._tune)
         self.accept_from(listener, partial(self._accepted, with_tls))
         return str(Address(where.host, where.port, with_tls))
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from ..checked import integer
 from ..errors import ConfigurationError, PeerRefusedError
-from ..network import HostPort, NetworkOptions, is_loopback
+from ..network import PlainAddress, PlaintextOptions
 
 SCHEME = "ucx"
 
@@ -16,12 +16,10 @@ REMEDY = "join the nodes by a network that both may use, or change refuse_tcp, t
 
 
 @dataclass(frozen=True, kw_only=True)
-class UCXOptions(NetworkOptions):
-    """Options of the transport, in addition to those of `NetworkOptions`.
+class UCXOptions(PlaintextOptions):
+    """Options of the transport, in addition to those of `PlaintextOptions`.
 
     Attributes:
-        allow_plaintext: Talk to other machines. UCX neither encrypts nor authenticates: any process that reaches the
-            port can read the pool, so use it only on a network where there are only nodes.
         tls: UCX transports to choose from, as in `UCX_TLS`; empty means all. Shared memory is never used: UCX
             cannot survive a peer's death over it.
         net_devices: Network devices to choose from, as in `UCX_NET_DEVICES`. Empty means all, or `lo` alone unless
@@ -37,10 +35,10 @@ class UCXOptions(NetworkOptions):
             slice is in flight; twice as long after it starts a read. 0: it blocks at once.
     """
 
+    scheme: ClassVar[str] = SCHEME
     MAX_SLICE_BYTES: ClassVar[int] = 64 << 20
     MAX_WINDOW_BYTES: ClassVar[int] = 256 << 20
 
-    allow_plaintext: bool = False
     tls: str = ""
     net_devices: str = ""
     refuse_tcp: bool = False
@@ -55,20 +53,6 @@ class UCXOptions(NetworkOptions):
         if self.refuse_tcp and "tcp" in self.tls.lstrip("^").split(",") and not self.tls.startswith("^"):
             raise ConfigurationError(
                 f"refuse_tcp=true, and tls={self.tls!r} asks for tcp", key="refuse_tcp", value=True
-            )
-
-    def require_reachable_by(self, host: str) -> None:
-        """Check that we may talk to `host`, or listen on it.
-
-        Raises:
-            ConfigurationError: it is on another machine, and `allow_plaintext` is not set.
-        """
-        if not self.allow_plaintext and not is_loopback(host):
-            raise ConfigurationError(
-                f"{host} is beyond this machine, and ucx neither encrypts nor authenticates: set "
-                "allow_plaintext=true if only nodes are on that network, or use zeromq",
-                key="allow_plaintext",
-                value=False,
             )
 
     def require_allowed(self, mechanism: str) -> None:
@@ -108,13 +92,7 @@ class UCXOptions(NetworkOptions):
 
 
 @dataclass(frozen=True)
-class Address(HostPort):
+class Address(PlainAddress):
     """`ucx://host:port`."""
 
-    @classmethod
-    def parse(cls, text: str, scheme: str = SCHEME) -> Self:
-        """Read an address. Raises ConfigurationError: it is malformed, or of another scheme."""
-        return super().parse(text, scheme)
-
-    def __str__(self) -> str:
-        return f"{SCHEME}://{self.authority}"
+    scheme: ClassVar[str] = SCHEME

@@ -27,7 +27,7 @@ from ..errors import (
     ProtocolError,
     TransferTimeoutError,
 )
-from ..network import Found, Lookups, listen_on
+from ..network import Found, Lookups
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, KeepAlive, StreamBackend
@@ -140,18 +140,9 @@ class UCXBackend(StreamBackend[Connection]):
         return None if isinstance(connection, Address) else connection.channel
 
     def listen(self, address: str) -> str:
-        if address:
-            parsed = Address.parse(address)
-            host, ports = parsed.host, range(parsed.port, parsed.port + 1)
-        else:
-            host, ports = self._options.bind_host, self._options.ports()
+        host, ports = self._options.ports_of(Address.parse(address) if address else None)
         self._options.require_reachable_by(host)
-        listener = listen_on(host, ports)
-        try:
-            where = self._options.advertised(listener)
-        except BaseException:
-            listener.close()
-            raise
+        listener, where = self._options.listen(host, ports)
         self.accept_from(listener, self._handshake)
         return str(Address(where.host, where.port))
 

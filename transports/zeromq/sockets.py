@@ -13,7 +13,7 @@ from .._descriptors import Reserve, descriptor_limit, warn_if_few
 from .._limited_log import LimitedLog
 from .._outside import outside, survived, typed
 from ..errors import ConfigurationError
-from ..network import Found, listen_on
+from ..network import Found
 from ..streams import Poller
 from .channel import Channel, Context, DialedChannel, Observer, Port
 from .listener import Authenticator, Listener
@@ -92,14 +92,13 @@ class Sockets:
         """Accept peers on the first free port; return the address to give to them.
 
         Raises:
-            ConfigurationError: see `listen_on`, `Security.for_listening` and `NetworkOptions.advertised`; or the congestion
+            ConfigurationError: see `NetworkOptions.listen` and `Security.for_listening`; or the congestion
                 control is not available. Nothing is open.
         """
-        bound = listen_on(host, ports, self._set_congestion_control)
+        bound, where = self._options.listen(host, ports, self._set_congestion_control)
         try:
             keys = self._security.for_listening(bound.getsockname()[0])
             server_key = keys.public_bytes if keys is not None else b""
-            where = self._options.advertised(bound)
             address = Address(where.host, where.port, server_key)
             with outside(f"cannot listen on {address}", ConfigurationError):
                 if keys is not None and self._authenticator is None:

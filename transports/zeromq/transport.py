@@ -93,10 +93,7 @@ class ZeroMQBackend(Backend[Connection]):
             ConfigurationError: the address is malformed, taken or not ours to bind; CURVE is needed and there are no
                 keys; or the address is a wildcard and `advertise_host` is not set.
         """
-        if not address:
-            return self._sockets.listen(self._options.bind_host, self._options.ports())
-        parsed = Address.parse(address)
-        return self._sockets.listen(parsed.host, range(parsed.port, parsed.port + 1))
+        return self._sockets.listen(*self._options.ports_of(Address.parse(address) if address else None))
 
     def on_accepted(self, channel: Channel) -> None:
         self._known[channel] = self._peers.add_incoming(Handshake(channel))
