@@ -13,7 +13,7 @@ from ..transports.regions import MemoryKind, Pool, Segment
 from .handoff.messages import PROTOCOL_VERSION
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from .planning.layout import KVLayout, LayerLayout, layer_layout_of_view
-from .planning.slots import WHOLE, Shard, SlotArray, slot_array_of_view
+from .planning.slots import WHOLE, Shard, SlotArray, head_array_of_view, slot_array_of_view
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +47,16 @@ def describe_caches(
     kv_caches: Mapping[str, torch.Tensor],
     arenas: Sequence[Segment],
     host_fields: Mapping[str, str] = NO_FIELDS,
+    *,
+    is_packed: bool = False,
 ) -> Registration:
     """Describe caches by where their tensors really are.
 
     Args:
         kv_caches: Layer → its cache in logical order; see `KVConnectorBase.register_kv_caches`.
         arenas: Memory that the transport allocated; a cache elsewhere is served as foreign memory.
-        host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a page. If there
-            are any, pages are treated as opaque: only whole pages of equal format are handed over.
+        host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a page.
+        is_packed: Where tokens are inside a head's share of a page, only those kernels know.
 
     Raises:
         ConfigurationError: there is no cache, one is on a device that nothing serves, or one does not fit `kv_cache_config` or the
@@ -68,7 +70,7 @@ def describe_caches(
         replace(
             _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool),
             shard=_shard(specs[name][1], config),
-            slots=None if host_fields else _slots(cache, specs[name][1], kv_cache_config.num_blocks),
+            slots=_slots(cache, specs[name][1], kv_cache_config.num_blocks, is_packed=is_packed),
         )
         for name, cache in caches.items()
     )
@@ -176,18 +178,22 @@ def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
     return Shard(rank * total // num_ranks, num, total)
 
 
-def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> SlotArray | None:
-    """Say where each token's vectors lie; None if the cache does not have a known shape."""
+def _slots(cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int, *, is_packed: bool) -> SlotArray | None:
+    """Say where each token's vectors lie, or each head's share of a page; None if the cache does not have a known shape."""
     if not isinstance(spec, AttentionSpec):
         return None
     shape, strides = tuple(cache.shape), cache.stride()
-    kernel_block_size = spec.block_size * num_blocks // shape[0]
-    if spec.use_mla and shape[1:] == (kernel_block_size, spec.head_size):
-        shape = (shape[0], 1, kernel_block_size, 1, spec.head_size)
+    itemsize, element = cache.element_size(), _dtype_name(cache)
+    num_slots = spec.block_size * num_blocks // shape[0]
+    num_heads = 1 if spec.use_mla else spec.num_kv_heads
+    if shape[1:-1] == (num_heads, num_slots):
+        return head_array_of_view(shape, strides, itemsize=itemsize, element=element, is_packed=is_packed)
+    if spec.use_mla and shape[1:] == (num_slots, spec.head_size):
+        shape = (shape[0], 1, num_slots, 1, spec.head_size)
         strides = (strides[0], 0, strides[1], 0, strides[2])
-    elif spec.use_mla or shape[1:] != (2, kernel_block_size, spec.num_kv_heads, spec.head_size):
+    if is_packed or shape[1:] != (1 if spec.use_mla else 2, num_slots, num_heads, spec.head_size):
         return None
-    return slot_array_of_view(shape, strides, itemsize=cache.element_size(), element=_dtype_name(cache))
+    return slot_array_of_view(shape, strides, itemsize=itemsize, element=element)
 
 
 # -- memory ------------------------------------------------------------------------------------------

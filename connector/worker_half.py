@@ -193,12 +193,16 @@ class HandoffWorker(WorkerHalf):
         return torch.frombuffer(arena.buffer, dtype=torch.int8)
 
     def register_kv_caches(
-        self, kv_caches: Mapping[str, torch.Tensor], host_fields: Mapping[str, str] = NO_FIELDS
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        host_fields: Mapping[str, str] = NO_FIELDS,
+        *,
+        is_packed: bool = False,
     ) -> None:
         """Learn where each layer's cache is, start to listen, and start the handoff thread.
 
         Args:
-            host_fields: What else must be equal on a peer; see `describe_caches`.
+            host_fields, is_packed: What only the engine knows; see `describe_caches`.
 
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
@@ -208,7 +212,9 @@ class HandoffWorker(WorkerHalf):
         if self._running is not None:
             raise KVTransferStateError("the KV caches are registered already")
         arenas = [arena.segment for arena in self._arenas]
-        registration = describe_caches(self._config, self._kv_cache_config, kv_caches, arenas, host_fields)
+        registration = describe_caches(
+            self._config, self._kv_cache_config, kv_caches, arenas, host_fields, is_packed=is_packed
+        )
         self._memory.extend(kv_caches.values())
         mark = partial(mark_computed, self._memory[0].device)
         self._running = RunningHandoffs(self._config, registration, self._transport, self._options, mark)

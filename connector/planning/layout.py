@@ -39,7 +39,7 @@ def _is_fragment(value: object) -> bool:
 
 
 def _slots(value: object) -> SlotArray | None:
-    return record(SlotArray).read(value) if mapping(value) else None
+    return SlotArray.from_plain(known) if (known := mapping(value)) else None
 
 
 def _layers(value: object) -> tuple[LayerLayout, ...]:

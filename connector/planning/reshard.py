@@ -2,7 +2,7 @@
 
 Bytes are paired by what they mean: layer, token, keys or values, head. So the nodes may differ in the number of
 ranks and in the heads and layers of each, in block size, in the order inside a page, and in where pages lie.
-If the order inside a layer's pages is unknown, whole pages move. See `plan.py` for two nodes of the same shape.
+If the order inside a layer's pages is unknown, whole pages move, or whole heads of them. See `plan.py` for two nodes of the same shape.
 
 A *unit* is the longest run of tokens that is never cut by a block of either side. All units of a layer are alike, so one is
 planned once per peer and repeated for the blocks of a request. Everything is numpy arrays, end to end.
@@ -77,7 +77,8 @@ class _Step:
     """What layers whose bytes move in the same strides have in common.
 
     Attributes:
-        grain: Tokens that move together: 1, or those of a block if only whole pages can move.
+        grain: Tokens that move together: 1, or those of a block if the order inside a page, or inside a head's share
+            of it, is unknown.
         unit: Tokens per unit; a multiple of `grain`.
     """
 
@@ -203,7 +204,7 @@ def _step_of(share: Share, local_num_blocks: int, remote_num_blocks: int) -> _St
             for layer, num_blocks in zip(layers, nums, strict=True)
         ]
     else:
-        grain, unit = 1, gcd(*(array.kernel_block_size for array in slots))
+        grain, unit = slots[0].grain, gcd(*(array.kernel_block_size for array in slots))
         sides = [
             _Side(
                 num_blocks,

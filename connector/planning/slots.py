@@ -6,11 +6,11 @@ attention kernel; one or more consecutive kernel blocks make a block of the bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Self
 
-from ...transports.checked import Refused, integer, text
+from ...transports.checked import Refused, integer, record, text
 
 # Limits of what a peer may describe. Every offset inside an accepted layout fits an int64.
 MAX_BYTES = 2**60
@@ -73,6 +73,8 @@ class SlotArray:
         slot_stride: Bytes from one slot to the next in a kernel block.
         part_stride: Bytes from keys to values.
         head_stride: Bytes from one head to the next.
+        grain: Slots that move together: 1; or `kernel_block_size`, if only the engine's kernels know where the tokens are
+            inside one head's share of a kernel block. Then a "vector" is that share, and `slot_stride` means nothing.
     """
 
     element: Name
@@ -83,21 +85,37 @@ class SlotArray:
     slot_stride: Offset
     part_stride: Offset
     head_stride: Offset
+    grain: Annotated[int, integer(1, _MAX_KERNEL_BLOCK_SIZE)] = 1
+
+    def require_consistent(self) -> None:
+        """Check an array that a peer described."""
+        if self.grain not in (1, self.kernel_block_size):
+            raise Refused(
+                f"must be 1 or kernel_block_size {self.kernel_block_size}, got {self.grain}", ".grain"
+            )
 
     def end(self, num_slots: int, num_heads: int) -> int:
         """Bytes from the layer's base offset to the end of the last vector."""
         num_kernel_blocks = num_slots // self.kernel_block_size
         return (
             (num_kernel_blocks - 1) * self.kernel_block_stride
-            + (self.kernel_block_size - 1) * self.slot_stride
+            + (self.kernel_block_size // self.grain - 1) * self.slot_stride
             + (self.num_parts - 1) * self.part_stride
             + (num_heads - 1) * self.head_stride
             + self.vector_bytes
         )
 
     def to_plain(self) -> dict[str, object]:
-        """Return a map of strings and integers, for a peer."""
-        return asdict(self)
+        """Return a map of strings and integers, for a peer. A grain of 1 is left out, as peers before `grain` sent it."""
+        plain = asdict(self)
+        if self.grain == 1:
+            del plain["grain"]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[object, object]) -> Self:
+        """Read what `to_plain` returns. Raises Refused: it is malformed."""
+        return record(cls).read({"grain": 1, **plain})  # type: ignore[no-any-return]
 
 
 def slot_array_of_view(
@@ -125,4 +143,45 @@ def slot_array_of_view(
         slot_stride=slot,
         part_stride=part,
         head_stride=head,
+    )
+
+
+def head_array_of_view(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    *,
+    itemsize: int,
+    element: str,
+    is_packed: bool,
+) -> SlotArray | None:
+    """Describe an attention layer's cache from a view that has heads before tokens and one run per head and token.
+
+    Args:
+        shape: `(num_kernel_blocks, num_heads, kernel_block_size, size)`; `size` elements are all that one head keeps of one
+            token.
+        strides: Of the same axes, in elements.
+        itemsize: Bytes per element.
+        is_packed: The engine's kernels keep a head's tokens in an order of their own within a kernel block, so the strides
+            of the last two axes only say where the head's share is.
+
+    Returns:
+        The array; None if what moves together is not contiguous, so that only whole pages can move.
+    """
+    kernel_block, head, slot, elem = (stride * itemsize for stride in strides)
+    _, _, num_slots, size = shape
+    if elem != itemsize and size > 1:
+        return None
+    vector_bytes = size * itemsize
+    if is_packed and slot != vector_bytes and num_slots > 1:
+        return None
+    return SlotArray(
+        element=element,
+        num_parts=1,
+        vector_bytes=vector_bytes * (num_slots if is_packed else 1),
+        kernel_block_size=num_slots,
+        kernel_block_stride=kernel_block,
+        slot_stride=0 if is_packed else slot,
+        part_stride=0,
+        head_stride=head,
+        grain=num_slots if is_packed else 1,
     )

@@ -109,8 +109,11 @@ def _require_same_meaning(ours: LayerLayout, theirs: LayerLayout) -> None:
             _require_equal(f"{prefix}.{what}", getattr(ours, what), getattr(theirs, what))
         return
     sizes = (ours.block_size, theirs.block_size)
-    _require(f"{prefix}.block_size", not max(sizes) % min(sizes), *sizes)
-    for what in ("element", "num_parts", "vector_bytes"):
+    is_cut = (
+        ours.slots.grain == theirs.slots.grain == 1
+    )  # a token's vectors can move without the rest of its block
+    _require(f"{prefix}.block_size", not max(sizes) % min(sizes) if is_cut else sizes[0] == sizes[1], *sizes)
+    for what in ("element", "grain", "num_parts", "vector_bytes"):
         _require_equal(f"{prefix}.{what}", getattr(ours.slots, what), getattr(theirs.slots, what))
 
 

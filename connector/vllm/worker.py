@@ -71,7 +71,9 @@ class WorkerSide:
             ConfigurationError: a cache cannot be served; vLLM does not start.
         """
         require_whole_caches(self._kv_cache_config, kv_caches)
-        self._half.register_kv_caches(kv_caches, host_fields(self._vllm_config, list(kv_caches)))
+        fields = host_fields(self._vllm_config, list(kv_caches))
+        # CPU attention packs keys. The strides of a GPU's views say where each token is.
+        self._half.register_kv_caches(kv_caches, fields, is_packed=bool(fields["packing"]))
         logger.info(
             "kvferry serves %d layers at %s; the cache is in %s",
             len(kv_caches),

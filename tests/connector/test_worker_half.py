@@ -355,7 +355,9 @@ class TestRegistration:
     def test_pages_that_the_engine_packs_its_own_way_are_opaque(self) -> None:
         config = cache_config(num_layers=1)
         caches = {names(config)[0]: torch.zeros(8, *SHAPE.logical_page)}
-        registration = describe_caches(engine_config("inproc"), config, caches, [], {"packing": "amx"})
+        registration = describe_caches(
+            engine_config("inproc"), config, caches, [], {"packing": "amx"}, is_packed=True
+        )
         assert registration.layout.layers[0].slots is None
         assert registration.fields["packing"] == "amx"
 

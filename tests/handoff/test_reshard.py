@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from kvferry.connector.planning.layout import KVLayout, LayerLayout, layer_layout_of_view
 from kvferry.connector.planning.plan import Planner
 from kvferry.connector.planning.reshard import GroupTables, ReshardPlanner
-from kvferry.connector.planning.slots import Shard, slot_array_of_view
-from kvferry.transports.errors import RegionError
+from kvferry.connector.planning.slots import Shard, head_array_of_view, slot_array_of_view
+from kvferry.transports.errors import IncompatiblePeerError, RegionError
 from kvferry.transports.regions import RegionPairs
 
 # -- nodes -------------------------------------------------------------------------------------------
@@ -362,6 +362,73 @@ def test_opaque_pages_are_transferred_whole_from_the_rank_with_the_same_shard() 
     plans = ReshardPlanner(second, producers).plan([tables_of(0, [1, 2], [3, 4])], 5)
     assert [len(pairs) for pairs in plans] == [0, 1]
     assert plans[1].num_bytes == 2 * sum(layer.page_bytes for layer in second.layers)
+
+
+# -- heads that are transferred whole ----------------------------------------------------------------
+
+
+def rank_with_packed_heads(shard: Shard, *, block_size: int = 4, seed: int = 0) -> Rank:
+    """Two layers, each as (block, head, slot, byte); the engine keeps the slots of a block in an order of its own."""
+    shape = (2, 8, shard.num, block_size, 6)
+    pool = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)), dtype=np.uint8)
+    views = dict(zip(("layers.0", "layers.1"), pool.reshape(shape), strict=True))
+    layers = tuple(
+        layer_layout_of_view(
+            name,
+            group_index=0,
+            page_format=f"u1{view.shape[1:]}",
+            data_offset=index * view.nbytes,
+            shape=view.shape,
+            strides=view.strides,
+            itemsize=1,
+            block_size=block_size,
+            shard=shard,
+            slots=head_array_of_view(view.shape, view.strides, itemsize=1, element="u1", is_packed=True),
+        )
+        for index, (name, view) in enumerate(views.items())
+    )
+    return Rank(pool, KVLayout(8, pool.size, layers), views, shard)
+
+
+@pytest.mark.parametrize(("our_tp", "their_tp"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 4), (8, 2), (2, 8)])
+def test_packed_heads_move_whole_between_any_numbers_of_ranks(our_tp: int, their_tp: int) -> None:
+    producers = [rank_with_packed_heads(shard, seed=1 + i) for i, shard in enumerate(shards_of(4, their_tp))]
+    replicas_made_equal(
+        [
+            replace(rank, views={name: view.swapaxes(1, 2)[:, :, None] for name, view in rank.views.items()})
+            for rank in producers
+        ]
+    )
+    heads: dict[tuple[str, int], np.ndarray] = {
+        (name, rank.shard.first + head): view[:, head]
+        for rank in producers
+        for name, view in rank.views.items()
+        for head in range(rank.shard.num)
+    }
+    for shard in shards_of(4, our_tp):
+        ours = rank_with_packed_heads(shard)
+        planner = ReshardPlanner(ours.layout, [rank.layout for rank in producers])
+        plans = planner.plan([tables_of(0, [1, 2], [5, 3])], 5)
+        found = copied(ours, producers, plans)
+        for name, view in ours.views.items():
+            for head in range(shard.num):
+                view[1, head], view[2, head] = (heads[name, shard.first + head][block] for block in (5, 3))
+        assert (found == ours.pool).all()
+
+
+def test_packed_heads_need_equal_blocks() -> None:
+    ours, theirs = (rank_with_packed_heads(Shard(0, 4, 4), block_size=size) for size in (4, 8))
+    with pytest.raises(IncompatiblePeerError, match=r"layers\.0\.block_size differs"):
+        ReshardPlanner(ours.layout, [theirs.layout])
+
+
+def test_heads_whose_share_of_a_block_is_in_pieces_move_with_whole_pages() -> None:
+    view = np.zeros((8, 4, 2, 6), dtype=np.uint8).swapaxes(1, 2)  # slots before heads
+    known = {"itemsize": 1, "element": "u1"}
+    assert head_array_of_view(view.shape, view.strides, is_packed=True, **known) is None
+    array = head_array_of_view(view.shape, view.strides, is_packed=False, **known)
+    assert array is not None
+    assert (array.slot_stride, array.head_stride, array.vector_bytes, array.grain) == (12, 6, 6, 1)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

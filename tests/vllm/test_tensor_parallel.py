@@ -31,12 +31,3 @@ def test_an_offer_that_was_already_read(pair, prompt, policy):
     pair.decode.order("forget")
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     pair.assert_ended_by(policy, answer, tokens)
-
-
-def test_differently_sharded_heads_are_refused(shm_pair, pair, prompt):
-    """vLLM does not reveal how heads lie inside a page, so a page cannot be assembled from parts of two ranks."""
-    tokens = prompt(100)
-    mixed = type(pair)(shm_pair.prefill, pair.decode, pair.names)
-    answer = mixed.hand_over(tokens)
-    mixed.assert_ended_by("fail", answer, tokens)
-    assert "self_attn.attn.page_format differs" in mixed.decode.log
