@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import ssl
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from typing import Any, Final
 from .._limited_log import LimitedLog
 from ..errors import ConfigurationError, PeerRefusedError
 from ..network import is_loopback
+from ..tls_files import load_ca, load_chain, reason_of, require_readable, versions_of
 from .options import Address, TcpOptions
 
 logger = logging.getLogger(__name__)
@@ -135,16 +135,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def _versions(options: TcpOptions) -> object:
-    """Return something that changes whenever one of the files does."""
-    return [_version(getattr(options, key)) for key in _FILE_KEYS]
-
-
-def _version(name: str) -> object:
-    try:
-        state = os.stat(name)
-    except (OSError, ValueError):  # loading it says why
-        return None
-    return state.st_ino, state.st_size, state.st_mtime_ns
+    return versions_of(getattr(options, key) for key in _FILE_KEYS)
 
 
 def load_contexts(options: TcpOptions) -> Contexts:
@@ -155,29 +146,13 @@ def load_contexts(options: TcpOptions) -> Contexts:
             verify the certificate, for example because it has expired.
     """
     for key in _FILE_KEYS:
-        _require_readable(key, getattr(options, key))
+        require_readable(key, getattr(options, key), is_secret=key == "tls_key")
     contexts = Contexts(
         _context(ssl.PROTOCOL_TLS_SERVER, options),
         _context(ssl.PROTOCOL_TLS_CLIENT, options),
     )
     _require_own_admission(contexts, options)
     return contexts
-
-
-def _require_readable(key: str, name: str) -> None:
-    try:
-        with open(name, "rb") as file:
-            file.read(1)
-            mode = os.fstat(file.fileno()).st_mode
-    except (OSError, ValueError) as error:  # ValueError: no path can be like that
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(
-            f"cannot read {key}={name!r}: {reason}; is the path right, and may this user read it?",
-            key=key,
-            value=name,
-        ) from error
-    if key == "tls_key" and mode & 0o004:
-        logger.warning("every user of this machine can read tls_key=%r; run `chmod 600 %s`", name, name)
 
 
 def _context(protocol: ssl._SSLMethod, options: TcpOptions) -> ssl.SSLContext:
@@ -188,59 +163,9 @@ def _context(protocol: ssl._SSLMethod, options: TcpOptions) -> ssl.SSLContext:
         context.check_hostname = options.tls_verify_host
     else:
         context.num_tickets = 0  # no session is resumed, so each connection checks the certificates
-    try:
-        context.load_verify_locations(cafile=options.tls_ca)
-    except ssl.SSLError as error:
-        raise ConfigurationError(
-            f"tls_ca={options.tls_ca!r} contains no certificate: {_reason(error)}; it must be a PEM file",
-            key="tls_ca",
-            value=options.tls_ca,
-        ) from error
-    try:
-        # A password would be asked for on the terminal, where no one answers.
-        context.load_cert_chain(options.tls_cert, options.tls_key, password=lambda: "")
-    except ssl.SSLError as error:
-        raise _chain_error(error, options) from error
+    load_ca(context, "tls_ca", options.tls_ca)
+    load_chain(context, "tls_cert", options.tls_cert, "tls_key", options.tls_key)
     return context
-
-
-def _chain_error(error: ssl.SSLError, options: TcpOptions) -> ConfigurationError:
-    if error.reason == "KEY_VALUES_MISMATCH":
-        return ConfigurationError(
-            f"tls_key={options.tls_key!r} is not the key of the certificate in tls_cert={options.tls_cert!r}; set the key "
-            "that the certificate was made with",
-            key="tls_key",
-            value=options.tls_key,
-        )
-    # OpenSSL does not say which of the two files it could not use. As a file of trusted certificates, the certificate
-    # is read without its key.
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=options.tls_cert)
-    except (OSError, ssl.SSLError) as certificate_error:
-        return ConfigurationError(
-            f"tls_cert={options.tls_cert!r} contains no certificate: {_reason(certificate_error)}; it must be a PEM file",
-            key="tls_cert",
-            value=options.tls_cert,
-        )
-    if (
-        error.reason
-    ):  # OpenSSL has read both files and does not want the certificate, for example because it is weak
-        return ConfigurationError(
-            f"cannot use tls_cert={options.tls_cert!r}: {_reason(error)}; have the CA sign a new certificate with a key "
-            "of a usual kind, such as EC P-256",
-            key="tls_cert",
-            value=options.tls_cert,
-        )
-    return ConfigurationError(
-        f"cannot read the key in tls_key={options.tls_key!r}: {_reason(error)}; it must be a PEM file, and not encrypted",
-        key="tls_key",
-        value=options.tls_key,
-    )
-
-
-def _reason(error: OSError) -> str:
-    reason = getattr(error, "reason", None) or "it has no PEM block that can be read"
-    return str(reason).lower().replace("_", " ")
 
 
 def _require_own_admission(contexts: Contexts, options: TcpOptions) -> None:
@@ -267,7 +192,7 @@ def _require_own_admission(contexts: Contexts, options: TcpOptions) -> None:
         ) from error
     except ssl.SSLError as error:
         raise ConfigurationError(
-            f"cannot use tls_cert={options.tls_cert!r}: {_reason(error)}",
+            f"cannot use tls_cert={options.tls_cert!r}: {reason_of(error)}",
             key="tls_cert",
             value=options.tls_cert,
         ) from error
