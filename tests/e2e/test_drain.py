@@ -71,7 +71,7 @@ def token_ids(events: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def is_draining(client: Client) -> bool:
-    return client.get("/health") == (503, b'{"status": "draining"}')
+    return client.get("/ready") == (503, b'{"status": "draining"}')
 
 
 def retry_after(client: Client) -> str | None:

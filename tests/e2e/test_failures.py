@@ -215,7 +215,7 @@ def test_a_client_that_leaves_while_the_prompt_is_computed(tiny_fleet: Any, uniq
     finally:
         prefill.process.send_signal(signal.SIGCONT)
     wait_until(prefill.is_whole)
-    wait_until(lambda: tiny_fleet.router.get("/health")[0] == 200)
+    wait_until(lambda: tiny_fleet.router.get("/ready")[0] == 200)
 
 
 @pytest.mark.every_transport
@@ -313,10 +313,10 @@ def test_a_router_without_a_prefill_node_reports_it_and_uses_a_decode_node_alone
     assert reply.status == 503
     assert "no prefill node" in reply.error
     assert "the process is gone: connection refused" in reply.error
-    wait_until(lambda: never.get("/health")[0] == 503)
+    wait_until(lambda: never.get("/ready")[0] == 503)
     expected(auto.complete(unique_prompt, max_tokens=MAX_TOKENS).token_ids)
     wait_until(lambda: b"no prefill node is ready" in auto.get("/health")[1])
-    assert auto.get("/health")[0] == 200
+    assert auto.get("/ready")[0] == 200
 
 
 def test_a_stream_whose_decode_node_is_killed_ends_with_the_cause(

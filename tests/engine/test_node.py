@@ -62,8 +62,8 @@ def ask(client: Client, name: str, **more: Any) -> Awaitable[ClientResponse]:
     return client.post("/v1/completions", json=body_of(name, **more), headers=headers)
 
 
-async def health(client: Client) -> tuple[int, Mapping[str, Any]]:
-    async with client.get("/health") as response:
+async def health(client: Client, path: str = "/health") -> tuple[int, Mapping[str, Any]]:
+    async with client.get(path) as response:
         return response.status, await response.json()
 
 
@@ -177,8 +177,10 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         begun = [asyncio.ensure_future(ask(client, "a", max_tokens=100, stream=s)) for s in (True, False)]
         while server.num_answering < 2:
             await asyncio.sleep(0.002)
+        assert await health(client, "/ready") == (200, {"status": "ok"})
         server.drain()
-        assert await health(client) == (503, {"status": "draining"})
+        assert await health(client, "/ready") == (503, {"status": "draining"})
+        assert await health(client) == (200, {"status": "draining"})
         refused = await ask(client, "b")
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
         assert "node is stopping" in (await refused.json())["error"]["message"]

@@ -64,7 +64,7 @@ class Running:
     async def until_draining(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                async with self.session.get(f"{self.url}/health") as response:
+                async with self.session.get(f"{self.url}/ready") as response:
                     if (await response.json())["status"] == "draining":
                         assert response.status == 503
                         return

@@ -216,19 +216,37 @@ async def test_a_connection_is_closed_after_a_bad_request_and_kept_after_a_good_
         assert await client.is_closed()
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"\x16\x03\x01\x02\r\n\r\n", HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n"],
-    ids=["not HTTP", "a long line"],
-)
 async def test_bytes_that_are_not_http_are_answered_400_without_a_traceback(
-    raw: bytes, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with place() as here:
         client = await here.connect()
-        client.writer.write(raw)
+        client.writer.write(b"\x16\x03\x01\x02\r\n\r\n")
         assert (await client.reader.readline()).startswith(b"HTTP/1.0 400")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("line", [b"X: " + b"a" * 2000, b"X: a\r\n" * 300], ids=["one line", "many lines"])
+async def test_a_header_that_is_too_large_is_answered_431_and_closed(line: bytes) -> None:
+    async with place(max_header_bytes=1024) as here:
+        client = await here.connect()
+        reply = await client.ask(HEAD + line + b"\r\n\r\n")
+        assert (reply.status, reply.headers["connection"]) == (431, "close")
+        assert "--max-header-bytes" in reply.body["error"]["message"]
+        assert await client.is_closed()
+
+
+async def test_the_limit_of_a_header_counts_neither_bodies_nor_earlier_requests() -> None:
+    async with place(max_header_bytes=1024) as here:
+        client = await here.connect()
+        for _ in range(3):
+            head = HEAD + b"X: " + b"a" * 500 + b"\r\nContent-Length: 5002\r\n\r\n"
+            client.writer.write(head[:300])
+            await client.writer.drain()
+            client.writer.write(head[300:-2])
+            await client.writer.drain()
+            assert (await client.ask(head[-2:] + b'"' + b"b" * 5000 + b'"')).status == 400  # not an object
+            client = await here.connect()
 
 
 # -- numbers -------------------------------------------------------------------------------------------

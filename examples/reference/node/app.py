@@ -19,6 +19,8 @@ from kvferry.connector.stats import KVConnectorStats
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, RequestOutput
+from ..web.admin import admin_application
+from ..web.connections import is_overloaded, turn_of
 from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from .metrics import NodeMetrics
@@ -47,13 +49,16 @@ Parser = Callable[[Mapping[str, Any]], ClientRequest]
 class NodeServer:
     """Serves OpenAI's API over one engine. Before the engine runs it answers too, with status `starting`.
 
-    `/health` answers `{"status": ...}` and, if the node is not well, `"error"`. The status is one of
+    `/health` says whether the process is alive, and `/ready` whether it should receive new requests. Both answer
+    `{"status": ...}` and, if something is wrong, `"error"`. The status is one of
 
-        starting   503   the model is being loaded
-        ok         200
-        draining   503   the node is stopping; it finishes the requests in flight, and refuses new ones
-        failing    503   the node can no longer transfer caches; `"error"` says why, and it must be restarted
-        dead       503   the engine ended; `"error"` says why, and the process is about to exit
+                   /health  /ready
+        starting   503      503    the model is being loaded
+        ok         200      200
+        overloaded 200      503    as many requests wait as may; the next one would be answered 429
+        draining   200      503    the node is stopping; it finishes what it has accepted, and delivers its offers
+        failing    503      503    the node can no longer transfer caches; `"error"` says why, and it must be restarted
+        dead       503      503    the engine ended; `"error"` says why, and the process is about to exit
 
     Args:
         engine: The engine. The caller starts it, and then calls `engine_is_ready`.
@@ -68,6 +73,7 @@ class NodeServer:
         self._is_ready = False
         self._is_draining = False
         self._num_answering = 0
+        self._admin_port: int | None = None
         self._created = int(time.time())
 
     def engine_is_ready(self) -> None:
@@ -92,11 +98,31 @@ class NodeServer:
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
-        app.router.add_get("/admin/requests", self._latest_requests)
-        app.router.add_get("/admin/requests/{request_id:.+}", self._story)
         app.on_cleanup.append(self._close_prompts)
         return app
+
+    def admin_application(self, on_drain: Callable[[], None], port: int | None) -> web.Application:
+        """Return the admin endpoints.
+
+        Args:
+            on_drain: Starts the drain, after which the process ends.
+            port: Where they are served, for `/health`. None: they are not.
+        """
+        self._admin_port = port
+
+        async def drain(request: web.Request) -> web.Response:
+            on_drain()
+            return web.json_response({"status": "draining", "requests": self._num_answering}, status=202)
+
+        return admin_application(
+            [
+                web.post("/admin/drain", drain),
+                web.get("/admin/requests", self._latest_requests),
+                web.get("/admin/requests/{request_id:.+}", self._story),
+            ]
+        )
 
     async def _close_prompts(self, app: web.Application) -> None:
         if self._is_ready:
@@ -105,22 +131,41 @@ class NodeServer:
     # -- small answers -------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        status, error = self._status()
+        # A node that drains is alive: whoever restarts it now would cut off its last requests.
+        is_alive = status in ("ok", "draining")
+        # `kvferry explain` asks for stories at this port.
+        admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
+        return self._described(status, error, is_alive, **admin)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        status, error = self._status()
+        if status == "ok" and is_overloaded(request):
+            status, error = "overloaded", "as many requests wait as --max-queued-requests allows"
+        return self._described(status, error, status == "ok")
+
+    def _described(self, status: str, error: str, is_well: bool, **facts: Any) -> web.Response:
+        body = {"status": status, **({"error": error} if error else {}), **facts}
+        if status == "ok":
+            kv_transfer = self._engine.settings.kv_transfer
+            # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
+            body |= {"load_failure_policy": kv_transfer.kv_load_failure_policy} if kv_transfer else {}
+            warning = self._engine.stats().transfer_warning
+            body |= {"warning": warning} if warning else {}
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in ("starting", "overloaded") else {}
+        return web.json_response(body, status=200 if is_well else 503, headers=headers)
+
+    def _status(self) -> tuple[str, str]:
+        """Return the status, and what is wrong."""
         if not self._is_ready:
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return web.json_response({"status": "starting"}, status=503, headers=headers)
+            return "starting", ""
         if self._is_draining:
-            return web.json_response({"status": "draining"}, status=503)
+            return "draining", ""
         stats = self._engine.stats()
         if not stats.healthy:
-            return web.json_response({"status": "dead", "error": stats.error}, status=503)
-        if stats.transfer_error:
-            # The node could only recompute or fail every handoff, so routers should use another one.
-            return web.json_response({"status": "failing", "error": stats.transfer_error}, status=503)
-        warning = {"warning": stats.transfer_warning} if stats.transfer_warning else {}
-        kv_transfer = self._engine.settings.kv_transfer
-        # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
-        policy = {"load_failure_policy": kv_transfer.kv_load_failure_policy} if kv_transfer else {}
-        return web.json_response({"status": "ok", **policy, **warning})
+            return "dead", stats.error
+        # The node could only recompute or fail every handoff, so routers should use another one.
+        return ("failing", stats.transfer_error) if stats.transfer_error else ("ok", "")
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
@@ -179,10 +224,11 @@ class NodeServer:
             ).response()
         self._num_answering += 1
         try:
-            response = await self._answer(request, parse, reply_format)
-            if not response.prepared:
-                await response.prepare(request)
-                await response.write_eof()
+            async with turn_of(request):
+                response = await self._answer(request, parse, reply_format)
+                if not response.prepared:
+                    await response.prepare(request)
+                    await response.write_eof()
             return response
         finally:
             self._num_answering -= 1

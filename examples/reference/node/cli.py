@@ -14,8 +14,10 @@ from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.registry import BUILT_IN
 
 from ..engine.settings import EngineSettings
+from ..web.access import Access
+from ..web.admin import Admin, add_admin_arguments, admin_of
 from ..web.connections import ConnectionLimits
-from ..web.serving import StartupError, add_serving_arguments, limits_of
+from ..web.serving import StartupError, add_serving_arguments, checked_access, limits_of
 from .options import DEFAULT_CONNECTOR, add_option
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -43,6 +45,8 @@ class NodeOptions:
         launcher_fd: Descriptor of the launcher's socket; negative if there is no launcher.
         drain_timeout_s: Seconds to finish answers and to deliver offers after a signal to stop.
         limits: Limits on clients.
+        access: What clients must present.
+        admin: The bound listener of the admin endpoints. None: there are none.
     """
 
     role: str
@@ -53,6 +57,8 @@ class NodeOptions:
     launcher_fd: int
     drain_timeout_s: float
     limits: ConnectionLimits
+    access: Access
+    admin: Admin | None
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
@@ -72,6 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
     if not 0 <= options.drain_timeout_s < math.inf:
         raise StartupError(f"--drain-timeout-s {options.drain_timeout_s:g}: it must be 0 or more")
     limits = limits_of(options, descriptors_each=1)
+    access = checked_access(options)
     port = DEFAULT_PORTS[role] if options.port is None else options.port
     return NodeOptions(
         role,
@@ -82,6 +89,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
         options.launcher_fd,
         options.drain_timeout_s,
         limits,
+        access,
+        admin_of(options, access.tls),
     )
 
 
@@ -96,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serving_arguments(
         parser, port=None, port_default="8100 for --role prefill or both, 8200 for decode, 8000 for single"
     )
+    add_admin_arguments(parser)
     parser.add_argument_group("stopping").add_argument(
         "--drain-timeout-s",
         type=float,

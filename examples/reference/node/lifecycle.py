@@ -13,6 +13,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError
+from ..web.admin import serving_admin
 from ..web.launcher_link import Link
 from ..web.serving import (
     SHUTDOWN_DEADLINE_S,
@@ -47,11 +48,17 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
     stop, died = StopRequest(link), asyncio.Event()
     engine = Engine(options.settings, on_death=lambda: _set_from_thread(loop, died))
     server = NodeServer(engine)
-    async with serving(server.application(), listener, options.limits):
+    admin = server.admin_application(stop.begin_drain, options.admin.port if options.admin else None)
+    async with (
+        serving_admin(admin, options.admin),
+        serving(server.application(), listener, options.limits, options.access),
+    ):
+        if options.admin is not None:
+            say(f"{options.role} node's admin endpoints on {options.admin.url}")
         await _start(engine, stop)
         server.engine_is_ready()
         host, port = listener.getsockname()[:2]
-        say(f"{options.role} node ready on http://{host}:{port}")
+        say(f"{options.role} node ready on {options.access.scheme}://{host}:{port}")
         link.report(ready=True)
         await _first_of(stop.drain, died)
         # Keep the listener open until the end, so that health checks and new requests of routers still get an answer.

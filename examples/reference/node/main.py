@@ -26,7 +26,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     link = open_link(options.launcher_fd)
     try:
         with bind(options.host, options.port) as listener:
-            link.report(listening=listener.getsockname()[1])
+            admin = {} if options.admin is None else {"admin": options.admin.port}
+            link.report(listening=listener.getsockname()[1], **admin)
             # Importing PyTorch takes seconds. Report a wrong option or a port in use before that.
             from .lifecycle import serve
 

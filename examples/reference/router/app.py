@@ -7,19 +7,21 @@ import contextlib
 import logging
 import socket
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ..web.admin import admin_application
+from ..web.connections import is_overloaded, turn_of
 from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from .handoffs import Handoff, Handoffs, has_loaded
 from .health import NodeState
 from .metrics import RouterMetrics
-from .nodes import NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
+from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .phases import Call, check_body, decode_body, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
@@ -84,9 +86,23 @@ class Router:
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
         app.cleanup_ctx.append(self._connected)
         return app
+
+    def admin_application(self, on_drain: Callable[[], None]) -> web.Application:
+        """Return the admin endpoints.
+
+        Args:
+            on_drain: Starts the drain, after which the process ends.
+        """
+
+        async def drain(request: web.Request) -> web.Response:
+            on_drain()
+            return web.json_response({"status": "draining", "requests": self._num_under_way}, status=202)
+
+        return admin_application([web.post("/admin/drain", drain)])
 
     async def wait_until_ready(self) -> None:
         """Return as soon as a prefill node and a decode node are ready."""
@@ -136,12 +152,19 @@ class Router:
             }
             for node in self._nodes
         ]
+        status, _ = self._status()
+        # The router is alive, also without nodes: a restart would help none of them.
+        return web.json_response({"status": status, "nodes": nodes, "handoffs": self._handoffs.report()})
+
+    async def _ready(self, request: web.Request) -> web.Response:
         status, is_ready = self._status()
-        body = {"status": status, "nodes": nodes, "handoffs": self._handoffs.report()}
-        return web.json_response(body, status=200 if is_ready else 503)
+        if is_ready and is_overloaded(request):
+            status, is_ready = "overloaded", False
+        headers = {} if is_ready else {"Retry-After": str(RETRY_AFTER_S)}
+        return web.json_response({"status": status}, status=200 if is_ready else 503, headers=headers)
 
     def _status(self) -> tuple[str, bool]:
-        """Return the status line of `/health`, and whether requests can be answered."""
+        """Return the status, and whether requests can be answered."""
         if self._is_draining:
             return "draining", False
         problems = list(self._handoffs.problems())
@@ -185,6 +208,10 @@ class Router:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
+        async with turn_of(request):
+            return await self._admitted(request)
+
+    async def _admitted(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex

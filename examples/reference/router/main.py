@@ -12,6 +12,8 @@ from typing import get_args
 
 from yarl import URL
 
+from ..web.access import Access
+from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from ..web.connections import ConnectionLimits
 from ..web.launcher_link import Link, open_link
 from ..web.serving import (
@@ -19,6 +21,7 @@ from ..web.serving import (
     StopRequest,
     add_serving_arguments,
     bind,
+    checked_access,
     exit_status_of,
     limits_of,
     say,
@@ -52,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serving_arguments(parser, port=DEFAULT_PORT)
+    add_admin_arguments(parser)
     group = parser.add_argument_group("nodes")
     for role in ("prefill", "decode"):
         group.add_argument(
@@ -114,6 +118,8 @@ def _run(options: argparse.Namespace) -> None:
     set_up_logging(options.log_level, "router")
     _check_times(options)
     limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
+    access = checked_access(options)
+    admin = admin_of(options, access.tls)
     router = Router(
         NodePool("prefill", [_url(text) for text in options.prefill]),
         NodePool("decode", [_url(text) for text in options.decode]),
@@ -126,7 +132,7 @@ def _run(options: argparse.Namespace) -> None:
     link = open_link(options.launcher_fd)
     try:
         with bind(options.host, options.port) as listener:
-            asyncio.run(_serve(router, listener, link, options.drain_timeout_s, limits))
+            asyncio.run(_serve(router, listener, link, options.drain_timeout_s, limits, access, admin))
     except StartupError as error:
         link.report(failed=str(error))
         raise
@@ -146,13 +152,24 @@ def _check_times(options: argparse.Namespace) -> None:
 
 
 async def _serve(
-    router: Router, listener: socket.socket, link: Link, drain_timeout_s: float, limits: ConnectionLimits
+    router: Router,
+    listener: socket.socket,
+    link: Link,
+    drain_timeout_s: float,
+    limits: ConnectionLimits,
+    access: Access,
+    admin: Admin | None,
 ) -> None:
     stop = StopRequest(link)
     host, port = listener.getsockname()[:2]
-    async with serving(router.application(), listener, limits):
-        link.report(listening=port)
-        say(f"router listening on http://{host}:{port}")
+    async with (
+        serving_admin(router.admin_application(stop.begin_drain), admin),
+        serving(router.application(), listener, limits, access),
+    ):
+        link.report(listening=port, **({} if admin is None else {"admin": admin.port}))
+        if admin is not None:
+            say(f"router's admin endpoints on {admin.url}")
+        say(f"router listening on {access.scheme}://{host}:{port}")
         ready = asyncio.create_task(router.wait_until_ready())
         ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
         await stop.drain.wait()

@@ -1,24 +1,27 @@
-"""Limits on connections, and on the time that a request's header may take.
+"""Limits on connections, on the time and size of a request's header, and on the number of requests.
 
-aiohttp limits the size of a header, and closes a connection that was idle for `keepalive_timeout`. It limits neither the
-number of connections nor the time until the first header, so `LimitedRunner` wraps aiohttp's protocol of each connection.
+aiohttp closes a connection that was idle for `keepalive_timeout`. It limits neither the number of connections nor the time
+until the first header, and it limits the size of a header only line by line. So `LimitedRunner` wraps aiohttp's protocol of each
+connection. The limit on requests is for handlers to apply, with `turn_of`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from .errors import unavailable
+from .errors import ApiError, too_many_requests, unavailable
+from .json_body import MAX_BODY_BYTES
 
 #: The default number of connections is at most this, whatever the limit of open files.
 MOST_CONNECTIONS = 4096
@@ -43,11 +46,19 @@ class ConnectionLimits:
         header_timeout_s: Seconds from the connection, or from the first byte of a later request, to the end of the header.
         body_timeout_s: Seconds from the end of the header to the end of the body.
         max_connections: Connections served at a time.
+        max_header_bytes: Largest header: the request line and all fields.
+        max_body_bytes: Largest body.
+        max_concurrent_requests: Completions answered at a time.
+        max_queued_requests: Completions that wait for their turn.
     """
 
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     max_connections: int = 512
+    max_header_bytes: int = 16 << 10
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_concurrent_requests: int = 1024
+    max_queued_requests: int = 1024
 
     @classmethod
     def of_options(cls, options: argparse.Namespace, descriptors_each: int) -> ConnectionLimits:
@@ -71,7 +82,79 @@ class ConnectionLimits:
                 f"--max-connections {given}: it must be 1 to {most} with the process's limit of "
                 f"{_open_file_limit()} open files, half of which is kept for handoffs; raise the limit with `ulimit -n`"
             )
-        return cls(options.header_timeout_s, options.body_timeout_s, given or min(most, MOST_CONNECTIONS))
+        numbers = {}
+        for name, least in _LEAST.items():
+            numbers[name] = getattr(options, name)
+            if numbers[name] < least:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {numbers[name]}: it must be at least {least}")
+        return cls(
+            options.header_timeout_s,
+            options.body_timeout_s,
+            given or min(most, MOST_CONNECTIONS),
+            **numbers,
+        )
+
+
+#: The least values of limits that are numbers.
+_LEAST = {
+    "max_header_bytes": 1024,
+    "max_body_bytes": 1,
+    "max_concurrent_requests": 1,
+    "max_queued_requests": 0,
+}
+
+
+class RequestGate:
+    """Lets a limited number of requests be answered at a time. More wait in order, and further ones are refused."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._turns = asyncio.Semaphore(limits.max_concurrent_requests)
+        self._num_waiting = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next request would be refused."""
+        return self._turns.locked() and self._num_waiting >= self._limits.max_queued_requests
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, and hold it inside the block.
+
+        Raises:
+            ApiError: As many requests wait as may (429).
+        """
+        if self.is_full:
+            raise too_many_requests(
+                f"too many requests: {self._limits.max_concurrent_requests} are being answered and {self._num_waiting} wait; "
+                "retry later"
+            )
+        self._num_waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+
+#: The gate of a server's application. An application that is served by itself, as in tests, has none.
+GATE = web.AppKey("request_gate", RequestGate)
+
+
+def turn_of(request: web.Request) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return the block in which a completion may be answered. Raises ApiError: see `RequestGate.turn`."""
+    gate = request.app.get(GATE)
+    return contextlib.nullcontext() if gate is None else gate.turn()
+
+
+def is_overloaded(request: web.Request) -> bool:
+    """Return whether the server of a request would refuse the next completion with 429."""
+    gate = request.app.get(GATE)
+    return gate is not None and gate.is_full
 
 
 def _most_connections(descriptors_each: int) -> int:
@@ -182,10 +265,12 @@ class _Connection(asyncio.Protocol):
         self._admission = admission
         self._make_inner = make_inner
         self._loop = asyncio.get_running_loop()
-        self._inner: asyncio.Protocol | None = None  # None if the connection was refused
+        self._inner: asyncio.Protocol | None = None  # None if the connection was refused when it was made
+        self._is_refused = False  # ignore what the client sends
         self._transport: asyncio.Transport
         self._num_requests = 0  # in flight
         self._timer: asyncio.TimerHandle | None = None  # runs while a header is due
+        self._header: _HeaderSize | None = None  # None while no header is due, or after its end
         self._stall: asyncio.TimerHandle | None = None  # runs while the client reads nothing of its answer
 
     @property
@@ -203,17 +288,24 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if not self._admission.admit(self, self._loop.time()):
-            self._refuse()
+            self._refuse(_TOO_MANY_CONNECTIONS)
             return
         self._expect_header()
         self._inner = self._make_inner()
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._inner is None:
+        if self._inner is None or self._is_refused:
             return
         if self._num_requests == 0 and self._timer is None:
             self._expect_header()  # another request begins
+        if self._header is not None:
+            self._header.add(data)
+            if self._header.size > self._admission.limits.max_header_bytes:
+                self._refuse(_LARGE_HEADER)
+                return
+            if self._header.is_complete:
+                self._header = None
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -252,6 +344,7 @@ class _Connection(asyncio.Protocol):
             self._admission.note_idle(self)
 
     def _expect_header(self) -> None:
+        self._header = _HeaderSize()
         due = self._loop.time() + self._admission.limits.header_timeout_s
         self._timer = self._loop.call_at(due, self._header_is_late, due)
 
@@ -266,11 +359,14 @@ class _Connection(asyncio.Protocol):
         )
         self.abort()
 
-    def _refuse(self) -> None:
+    def _refuse(self, answer: bytes) -> None:
+        """Send an answer and ignore what the client sends from now on."""
+        self._stop(self._timer)
+        self._is_refused = True
         if not self._admission.may_explain(self):
             self.abort()
             return
-        self._transport.write(_REFUSAL)
+        self._transport.write(answer)
         if self._transport.can_write_eof():
             self._transport.write_eof()
         # If we closed now, with unread bytes, the system would reset the connection and the client would lose the answer.
@@ -282,16 +378,45 @@ class _Connection(asyncio.Protocol):
             timer.cancel()
 
 
-def _raw_refusal() -> bytes:
-    error = unavailable(
-        "the server has reached its limit of connections, and all of them have requests: retry later"
-    )
+class _HeaderSize:
+    """Counts the bytes of a header as they arrive."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.is_complete = False
+        self._end = b""  # the last bytes, because the empty line may arrive in pieces
+
+    def add(self, data: bytes) -> None:
+        """Count bytes up to the empty line that ends the header."""
+        known = len(self._end)
+        found = (self._end + data).find(b"\r\n\r\n")
+        self.is_complete = found >= 0
+        self.size += found + 4 - known if self.is_complete else len(data)
+        self._end = (self._end + data)[-3:]
+
+
+def _raw(status: str, error: ApiError) -> bytes:
+    """Return an answer as bytes, for a connection that aiohttp does not serve."""
     body = json.dumps(error.body()).encode()
+    retry = "" if error.retry_after_s is None else f"Retry-After: {error.retry_after_s}\r\n"
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after_s}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n"
     )
     return head.encode() + body
 
 
-_REFUSAL = _raw_refusal()
+_TOO_MANY_CONNECTIONS = _raw(
+    "503 Service Unavailable",
+    unavailable(
+        "the server has reached its limit of connections, and all of them have requests: retry later"
+    ),
+)
+_LARGE_HEADER = _raw(
+    "431 Request Header Fields Too Large",
+    ApiError(
+        431,
+        "the request's header is too large: send a smaller one (the server's --max-header-bytes)",
+        kind="invalid_request_error",
+    ),
+)

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 logger = logging.getLogger(__name__)
 
 #: After these errors, close the connection: what the client sends next may be the rest of a bad request.
-CLOSED_AFTER = frozenset({400, 408, 413, 415})
+CLOSED_AFTER = frozenset({400, 401, 408, 413, 415})
 #: Seconds until a retry if nothing is known about the cause.
 RETRY_AFTER_S = 1
 
@@ -55,6 +55,8 @@ class ApiError(Exception):
     def response(self) -> web.Response:
         """Return the HTTP answer."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return web.json_response(self.body(), status=self.status, headers=headers)
 
 
@@ -71,6 +73,13 @@ def unavailable(message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> A
     """
     return ApiError(
         503, message, kind="service_unavailable_error", code="unavailable", retry_after_s=retry_after_s
+    )
+
+
+def too_many_requests(message: str) -> ApiError:
+    """Make the error for a request that may be served later: HTTP 429."""
+    return ApiError(
+        429, message, kind="rate_limit_error", code="too_many_requests", retry_after_s=RETRY_AFTER_S
     )
 
 

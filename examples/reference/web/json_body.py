@@ -11,6 +11,8 @@ from aiohttp import web
 
 from .errors import ApiError, bad_request
 
+#: The application's limit on the size of a body, in bytes.
+MAX_BODY = web.AppKey("max_body_bytes", int)
 MAX_BODY_BYTES = 8 << 20
 #: The application's limit on the time of a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout_s", float)
@@ -30,23 +32,32 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         raise _refusal(
             415, f"content encoding {encoding[:80]!r} is not supported: send the body without encoding"
         )
-    if (request.content_length or 0) > MAX_BODY_BYTES:
-        raise _too_large()
+    most_bytes = request.app.get(MAX_BODY, MAX_BODY_BYTES)
+    if (request.content_length or 0) > most_bytes:
+        raise _too_large(most_bytes)
     timeout_s = request.app.get(BODY_TIMEOUT, DEFAULT_BODY_TIMEOUT_S)
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await request.read()
+            raw = await _read(request, most_bytes)
     except TimeoutError:
         raise _refusal(408, f"the request body did not arrive within {timeout_s:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
     except web.RequestPayloadError as error:
         raise bad_request(f"the request body is malformed: {error}") from None
     return parse_json(raw)
 
 
-def _too_large() -> ApiError:
-    return _refusal(413, f"the request body is too large: the limit is {MAX_BODY_BYTES} bytes")
+async def _read(request: web.Request, most_bytes: int) -> bytes:
+    """Read a body piece by piece, because it need not say how long it is."""
+    body = bytearray()
+    while piece := await request.content.readany():
+        body += piece
+        if len(body) > most_bytes:
+            raise _too_large(most_bytes)
+    return bytes(body)
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return _refusal(413, f"the request body is too large: the limit is {most_bytes} bytes (--max-body-bytes)")
 
 
 def _refusal(status: int, message: str) -> ApiError:

@@ -17,8 +17,11 @@ from typing import NoReturn, TextIO
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from .connections import MOST_CONNECTIONS, ConnectionLimits, LimitedRunner
-from .json_body import BODY_TIMEOUT
+from kvferry.transports.errors import ConfigurationError
+
+from .access import OPEN_PATHS, Access, access_of, add_access_arguments, require_key
+from .connections import GATE, MOST_CONNECTIONS, ConnectionLimits, LimitedRunner, RequestGate
+from .json_body import BODY_TIMEOUT, MAX_BODY
 from .launcher_link import Link
 
 #: Exit status of a process that cannot continue and should be restarted.
@@ -36,8 +39,6 @@ SHUTDOWN_GRACE_S = 1.0
 KEEP_ALIVE_S = 75.0
 #: Read a refused body for this long, so that the client has finished sending when its connection is closed.
 LINGER_S = 2.0
-#: Limit of the request line, and of each line of a header. aiohttp accepts at most 128 lines.
-MAX_HEADER_LINE_BYTES = 8190
 #: A process that has not ended by then is killed.
 SHUTDOWN_DEADLINE_S = 10.0
 
@@ -64,7 +65,7 @@ class BrokenError(Exception):
 def add_serving_arguments(
     parser: argparse.ArgumentParser, *, port: int | None, port_default: str = "%(default)s"
 ) -> None:
-    """Add the options for the address, the limits on clients, and the log.
+    """Add the options for the address, the limits on clients, keys and TLS, and the log.
 
     Args:
         port: The default port. None if the caller decides later.
@@ -100,6 +101,27 @@ def add_serving_arguments(
         help="connections served at a time; one more closes the connection that has been idle for the longest, or is answered "
         f"503 if none is idle (default: as many as half of the limit of open files allows, at most {MOST_CONNECTIONS})",
     )
+    for name, default, what in (
+        (
+            "max-header-bytes",
+            ConnectionLimits.max_header_bytes,
+            "largest header; a larger one is answered 431",
+        ),
+        ("max-body-bytes", ConnectionLimits.max_body_bytes, "largest body; a larger one is answered 413"),
+        (
+            "max-concurrent-requests",
+            ConnectionLimits.max_concurrent_requests,
+            "completions answered at a time; more wait for their turn",
+        ),
+        (
+            "max-queued-requests",
+            ConnectionLimits.max_queued_requests,
+            "completions that wait for their turn; one more is answered 429 with Retry-After, and /ready says overloaded",
+        ),
+    ):
+        group.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -113,6 +135,7 @@ def add_serving_arguments(
         metavar="FD",
         help="inherited socket for reports to a launcher; the process ends when the other end closes (default: no launcher)",
     )
+    add_access_arguments(parser)
 
 
 def limits_of(options: argparse.Namespace, *, descriptors_each: int) -> ConnectionLimits:
@@ -130,6 +153,18 @@ def limits_of(options: argparse.Namespace, *, descriptors_each: int) -> Connecti
         raise StartupError(str(error)) from None
 
 
+def checked_access(options: argparse.Namespace) -> Access:
+    """Return what `options` ask of clients.
+
+    Raises:
+        StartupError: A file or a key cannot be used, or beyond loopback there is no TLS or no key.
+    """
+    try:
+        return access_of(options)
+    except ConfigurationError as error:
+        raise StartupError(str(error)) from None
+
+
 def set_up_logging(level: str, name: str) -> None:
     """Log to stderr. Each line contains the program's `name`."""
     logging.basicConfig(
@@ -137,14 +172,18 @@ def set_up_logging(level: str, name: str) -> None:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = False) -> socket.socket:
     """Listen on `host:port`.
+
+    Args:
+        option: The option that named the port, for errors.
+        is_shared: Other processes of this user may listen on the same port, if they ask for it as well (SO_REUSEPORT).
 
     Raises:
         StartupError: The port is in use, or the address is not one of this host.
     """
     if not 0 <= port <= MAX_PORT:
-        raise StartupError(f"--port {port}: it must be 0 to {MAX_PORT}")
+        raise StartupError(f"{option} {port}: it must be 0 to {MAX_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -154,6 +193,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)
@@ -167,16 +208,21 @@ def bind(host: str, port: int) -> socket.socket:
 class StopRequest:
     """Requests to stop this process.
 
-    The first SIGTERM or SIGINT sets `drain`. A second one, or the end of the launcher, sets `drain` and `now`. A third signal
-    ends the process immediately.
+    The first SIGTERM or SIGINT, or `begin_drain`, sets `drain`. A second signal, or the end of the launcher, sets `drain` and
+    `now`. A third signal ends the process immediately.
     """
 
     def __init__(self, link: Link) -> None:
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
+        self._was_signalled = False
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         link.watch(self.at_once)
+
+    def begin_drain(self) -> None:
+        """Drain, as after a first signal. The signal that a service manager sends after its drain hook is still the first one."""
+        self.drain.set()
 
     def at_once(self) -> None:
         self.drain.set()
@@ -185,17 +231,36 @@ class StopRequest:
     def _on_signal(self, number: int) -> None:
         if self.now.is_set():
             leave_now(128 + number)
-        if self.drain.is_set():
+        if self._was_signalled:
             self.now.set()
+        self._was_signalled = True
         self.drain.set()
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: web.Application, listener: socket.socket, limits: ConnectionLimits
-) -> AsyncIterator[None]:
-    """Serve `app` on `listener` inside the block, within `limits`. If a client disconnects, its handler is cancelled."""
+    app: web.Application,
+    listener: socket.socket,
+    limits: ConnectionLimits,
+    access: Access | None = None,
+    open_paths: frozenset[str] = OPEN_PATHS,
+) -> AsyncIterator[asyncio.Server]:
+    """Serve `app` on `listener` inside the block, within `limits`. If a client disconnects, its handler is cancelled.
+
+    Args:
+        access: What clients must present. None: nothing, over plain HTTP.
+        open_paths: Routes that need no key.
+
+    Yields:
+        What accepts connections, for a program that stops accepting before it stops serving.
+    """
+    access = access or Access()
     app[BODY_TIMEOUT] = limits.body_timeout_s
+    app[MAX_BODY] = limits.max_body_bytes
+    app[GATE] = RequestGate(limits)
+    app.middlewares.append(
+        require_key(access.keys, open_paths)
+    )  # last, so inside of the one that answers errors
     runner = LimitedRunner(
         app,
         limits,
@@ -206,14 +271,27 @@ async def serving(
         keepalive_timeout=KEEP_ALIVE_S,
         lingering_time=LINGER_S,
         auto_decompress=False,
-        max_line_size=MAX_HEADER_LINE_BYTES,
-        max_field_size=MAX_HEADER_LINE_BYTES,
+        # The whole header has this limit, and `LimitedRunner` watches it, so it is none for a single line.
+        max_line_size=limits.max_header_bytes,
+        max_field_size=limits.max_header_bytes,
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, listener, backlog=runner.accepted_at_once).start()
+        make_protocol = runner.server
+        assert make_protocol is not None, "`setup` made it"
+        tls = access.ssl_context
+        server = await asyncio.get_running_loop().create_server(
+            make_protocol,
+            sock=listener,
+            backlog=runner.accepted_at_once,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else limits.header_timeout_s,
+        )
         listener.listen(BACKLOG)  # `backlog` above also set the system's queue, which must be longer
-        yield
+        try:
+            yield server
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
 
