@@ -96,7 +96,7 @@ class Stack:
     @contextmanager
     def single_node(self) -> Iterator[str]:
         """Start one more node, which hands nothing over, and yield its container."""
-        command = ("serve.py", "--host=0.0.0.0", "--port=8000", "--role=single")
+        command = ("serve.py", "--host=0.0.0.0", "--insecure-http", "--port=8000", "--role=single")
         container = self.compose("run", "--detach", "--no-deps", f"decode-{self.profile}", *command)
         try:
             wait_healthy(container)

@@ -143,7 +143,7 @@ def test_a_node_ends_quickly_and_cleanly_at_a_second_signal_and_with_its_launche
         whole = background.submit(client.complete, "Another one", **long)
         wait_until(lambda: client.metric("kvferry_engine_running_requests") == 2)
         told.terminate()
-        wait_until(lambda: client.get("/health")[0] == 503)
+        wait_until(lambda: client.get("/ready")[0] == 503)
         told.send_signal(number)
         assert "error" in list(events)[-1]
         # No byte of this answer was sent yet, so a router can have another node answer the request.

@@ -47,7 +47,7 @@ class Host:
         """Start one of the examples. Returns at once."""
         place = (self._namespace, str(EXAMPLES / script))
         return self._launcher.start(
-            script, str(INSIDE), *place, "--host", "0.0.0.0", "--port", "0", *arguments
+            script, str(INSIDE), *place, "--host", "0.0.0.0", "--insecure-http", "--port", "0", *arguments
         )
 
     def url_of(self, node: LaunchedProcess) -> str:

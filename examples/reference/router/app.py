@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ..web.access import NodeAccess
 from ..web.admin import admin_application
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import ApiError, error_middleware
@@ -49,6 +50,8 @@ class Router:
         check_timeout_s: Seconds after which a health check has failed.
         decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if its
             `/health` reports the policy `recompute`.
+        node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
+        passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
     """
 
     def __init__(
@@ -61,12 +64,16 @@ class Router:
         check_interval_s: float,
         check_timeout_s: float,
         decode_alone: DecodeAlone,
+        node_access: NodeAccess | None = None,
+        passes_keys_on: bool = True,
     ) -> None:
         self._prefill_pool = prefill_pool
         self._decode_pool = decode_pool
         self._answer_timeout_s = answer_timeout_s
         self._check_times_s = check_interval_s, check_timeout_s
         self._decode_alone_mode = decode_alone
+        self._node_access = node_access or NodeAccess()
+        self._passes_keys_on = passes_keys_on
         self._handoffs = Handoffs()
         self._metrics = RouterMetrics(self._nodes, self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
@@ -127,9 +134,16 @@ class Router:
         return self._prefill_pool.has_ready_node and self._decode_pool.has_ready_node
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=kept_alive_socket)
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            force_close=True,
+            socket_factory=kept_alive_socket,
+            ssl=self._node_access.ssl_context,
+        )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector, middlewares=(self._node_access.present,)
+        ) as self._session:
             watchers = [
                 asyncio.create_task(node.watch(self._session, *self._check_times_s)) for node in self._nodes
             ]
@@ -182,7 +196,10 @@ class Router:
         while True:
             with contextlib.suppress(NodeGoneError):
                 async with self._decode_pool.use_one(tried) as node, node.exchange():
-                    async with self._session.get(node.url + "/v1/models") as response:
+                    headers = self._headers(
+                        request, request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
+                    )
+                    async with self._session.get(node.url + "/v1/models", headers=headers) as response:
                         payload = await response.read()
                 return web.Response(body=payload, status=response.status, content_type=response.content_type)
 
@@ -215,7 +232,7 @@ class Router:
         body = await read_json(request)
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
-        call = Call(self._session, request.path, body, _headers(request, request_id))
+        call = Call(self._session, request.path, body, self._headers(request, request_id))
         reply = Reply(request)
         try:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
@@ -268,6 +285,13 @@ class Router:
                 handoff.read_tail(reply.tail)
                 return response
 
+    def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
+        """Return the headers for both nodes. They share one request id, as vLLM's nodes require."""
+        headers = {"X-Request-Id": request_id}
+        if self._passes_keys_on and "Authorization" in request.headers:
+            headers["Authorization"] = request.headers["Authorization"]
+        return headers
+
     def _can_decode_alone(self, tried: Tried) -> bool:
         """Whether a ready decode node that was not tried yet would compute a whole prompt itself."""
         nodes = (node for node in self._decode_pool.nodes if node not in tried)
@@ -281,14 +305,6 @@ class Router:
                 return False
             case "auto":
                 return node.load_failure_policy == "recompute"
-
-
-def _headers(request: web.Request, request_id: str) -> dict[str, str]:
-    """Return the headers for both nodes. They share one request id, as vLLM's nodes require."""
-    headers = {"X-Request-Id": request_id}
-    if "Authorization" in request.headers:
-        headers["Authorization"] = request.headers["Authorization"]
-    return headers
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:

@@ -12,7 +12,9 @@ from typing import get_args
 
 from yarl import URL
 
-from ..web.access import Access
+from kvferry.transports.errors import ConfigurationError
+
+from ..web.access import Access, NodeAccess, add_node_access_arguments, node_access_of
 from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from ..web.connections import ConnectionLimits
 from ..web.launcher_link import Link, open_link
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"seconds after which a health check has failed; after {FAILED_CHECKS_UNTIL_GONE} failures in a row the node counts "
         "as gone, and its requests end (default: %(default)g)",
     )
+    add_node_access_arguments(group)
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--answer-timeout-s",
@@ -120,6 +123,7 @@ def _run(options: argparse.Namespace) -> None:
     limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
     access = checked_access(options)
     admin = admin_of(options, access.tls)
+    node_access = _node_access(options)
     router = Router(
         NodePool("prefill", [_url(text) for text in options.prefill]),
         NodePool("decode", [_url(text) for text in options.decode]),
@@ -128,6 +132,9 @@ def _run(options: argparse.Namespace) -> None:
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,
         decode_alone=options.decode_alone,
+        node_access=node_access,
+        # A key of the router's own clients is no key of the nodes.
+        passes_keys_on=not access.keys,
     )
     link = open_link(options.launcher_fd)
     try:
@@ -138,6 +145,17 @@ def _run(options: argparse.Namespace) -> None:
         raise
     finally:
         link.close()
+
+
+def _node_access(options: argparse.Namespace) -> NodeAccess:
+    try:
+        access = node_access_of(options)
+    except ConfigurationError as error:
+        raise StartupError(str(error)) from None
+    for text in (*options.prefill, *options.decode):
+        if refusal := access.refusal(URL(_url(text))):
+            raise StartupError(f"{text}: {refusal}")
+    return access
 
 
 def _check_times(options: argparse.Namespace) -> None:

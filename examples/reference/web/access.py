@@ -15,11 +15,11 @@ import os
 import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler, Middleware
+from yarl import URL
 
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.network import is_loopback
@@ -304,15 +304,97 @@ class ClientTls:
             require_readable(names[1], self._key, is_secret=self._key != self._certificate)
             load_chain(context, names[0], self._certificate, names[1], self._key)
 
-    def trace_config(self) -> aiohttp.TraceConfig:
-        """Return what makes a client session refresh before each connection."""
 
-        async def refresh(*_: Any) -> None:
-            self.refresh()
+# == towards nodes =================================================================================
 
-        config = aiohttp.TraceConfig()
-        config.on_connection_create_start.append(refresh)
-        return config
+
+class NodeAccess:
+    """What a router presents to nodes, and how it verifies them.
+
+    Args:
+        may_send_plainly: Send the key to nodes beyond loopback over plain HTTP, too.
+    """
+
+    def __init__(
+        self, key: OwnKey | None = None, tls: ClientTls | None = None, *, may_send_plainly: bool = False
+    ) -> None:
+        self._key = key or OwnKey(NODE_KEY_VARIABLE)
+        self._tls = tls or ClientTls()
+        self._may_send_plainly = may_send_plainly
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """For the connections of the client session."""
+        return self._tls.context
+
+    def refusal(self, url: URL) -> str:
+        """Return why the key must not be sent to a node; empty if it may be."""
+        if not self._key or url.scheme == "https" or self._may_send_plainly or is_loopback(url.host or ""):
+            return ""
+        return (
+            f"the router does not send its key over plain HTTP: give the node's URL with https ({url.origin()}), or add "
+            "--insecure-http in a network that you trust"
+        )
+
+    async def present(
+        self, request: aiohttp.ClientRequest, handler: ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Present the key. This is a middleware of the client session."""
+        if refusal := self.refusal(request.url):
+            raise aiohttp.ClientConnectionError(refusal)
+        self._tls.refresh()
+        request.headers.update(self._key.headers)
+        return await handler(request)
+
+
+def add_node_access_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options for what a router presents to nodes."""
+    group.add_argument(
+        "--node-api-key-file",
+        default="",
+        metavar="FILE",
+        help="file whose first line is the key that the router presents to nodes; read again when it changes (default: the "
+        f"variable {NODE_KEY_VARIABLE}; without either, the client's own key, unless the router asks for one itself)",
+    )
+    group.add_argument(
+        "--node-ca-certs",
+        default="",
+        metavar="FILE",
+        help="PEM file of the CAs that signed the certificates of https nodes (default: the CAs of the system)",
+    )
+    group.add_argument(
+        "--node-certfile",
+        default="",
+        metavar="FILE",
+        help="PEM file of the certificate that the router shows to nodes with --ssl-ca-certs (default: none)",
+    )
+    group.add_argument(
+        "--node-keyfile",
+        default="",
+        metavar="FILE",
+        help="PEM file of that certificate's key (default: the file of --node-certfile)",
+    )
+
+
+def node_access_of(options: argparse.Namespace) -> NodeAccess:
+    """Return what the options of `add_node_access_arguments` say.
+
+    Raises:
+        ConfigurationError: A file or a key cannot be used.
+    """
+    certificate, key = options.node_certfile, options.node_keyfile
+    if key and not certificate:
+        raise ConfigurationError("--node-keyfile needs --node-certfile", key="--node-keyfile", value=key)
+    return NodeAccess(
+        OwnKey(
+            NODE_KEY_VARIABLE,
+            os.environ.get(NODE_KEY_VARIABLE, ""),
+            "--node-api-key-file",
+            options.node_api_key_file,
+        ),
+        ClientTls(options.node_ca_certs, certificate, key or certificate),
+        may_send_plainly=options.insecure_http,
+    )
 
 
 # == options =======================================================================================
