@@ -23,6 +23,7 @@ from ..web.admin import admin_application
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
+from ..web.serving import close_connections_while
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
 from .prompts import PromptReader
@@ -71,7 +72,8 @@ class NodeServer:
         engine.on_handoffs = self._observe_handoffs
         self._prompts: PromptReader
         self._is_ready = False
-        self._is_draining = False
+        self._is_draining = False  # says `/ready`
+        self._refuses = False  # new requests
         self._num_answering = 0
         self._admin_port: int | None = None
         self._created = int(time.time())
@@ -82,9 +84,13 @@ class NodeServer:
         self._prompts = PromptReader(self._engine.tokenizer, self._engine.max_model_len - 1)
         self._is_ready = True
 
+    def announce_drain(self) -> None:
+        """Answer 503 on `/ready` from now on, and still accept requests."""
+        self._is_draining = True
+
     def drain(self) -> None:
         """Refuse new requests from now on. Requests in flight continue."""
-        self._is_draining = True
+        self._is_draining = self._refuses = True
 
     @property
     def num_answering(self) -> int:
@@ -101,6 +107,7 @@ class NodeServer:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
         app.on_cleanup.append(self._close_prompts)
+        close_connections_while(app, lambda: self._is_draining)
         return app
 
     def admin_application(self, on_drain: Callable[[], None], port: int | None) -> web.Application:
@@ -217,7 +224,7 @@ class NodeServer:
         self, request: web.Request, parse: Parser, reply_format: ReplyFormat
     ) -> web.StreamResponse:
         """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
-        if self._is_draining:
+        if self._refuses:
             # Do not decline the offer that the request names: a router may send it to another node.
             return unavailable(
                 "the node is stopping and accepts no new requests; send the request to another node"

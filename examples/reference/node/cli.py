@@ -17,7 +17,7 @@ from ..engine.settings import EngineSettings
 from ..web.access import Access
 from ..web.admin import Admin, add_admin_arguments, admin_of
 from ..web.connections import ConnectionLimits
-from ..web.serving import StartupError, add_serving_arguments, checked_access, limits_of
+from ..web.serving import StartupError, add_drain_arguments, add_serving_arguments, checked_access, limits_of
 from .options import DEFAULT_CONNECTOR, add_option
 
 ROLES: dict[str, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -43,6 +43,7 @@ class NodeOptions:
     Attributes:
         role: `prefill`, `decode`, `both` or `single`, for logs.
         launcher_fd: Descriptor of the launcher's socket; negative if there is no launcher.
+        drain_delay_s: Seconds for which a drain still accepts requests.
         drain_timeout_s: Seconds to finish answers and to deliver offers after a signal to stop.
         limits: Limits on clients.
         access: What clients must present.
@@ -55,6 +56,7 @@ class NodeOptions:
     port: int
     log_level: str
     launcher_fd: int
+    drain_delay_s: float
     drain_timeout_s: float
     limits: ConnectionLimits
     access: Access
@@ -75,8 +77,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
     role = options.role or (kv_transfer.kv_role if kv_transfer else SINGLE)
-    if not 0 <= options.drain_timeout_s < math.inf:
-        raise StartupError(f"--drain-timeout-s {options.drain_timeout_s:g}: it must be 0 or more")
+    for name in ("drain_timeout_s", "drain_delay_s"):
+        value = getattr(options, name)
+        if not 0 <= value < math.inf:
+            raise StartupError(f"--{name.replace('_', '-')} {value:g}: it must be 0 or more")
     limits = limits_of(options, descriptors_each=1)
     access = checked_access(options)
     port = DEFAULT_PORTS[role] if options.port is None else options.port
@@ -87,6 +91,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
         port,
         options.log_level,
         options.launcher_fd,
+        options.drain_delay_s,
         options.drain_timeout_s,
         limits,
         access,
@@ -106,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         parser, port=None, port_default="8100 for --role prefill or both, 8200 for decode, 8000 for single"
     )
     add_admin_arguments(parser)
-    parser.add_argument_group("stopping").add_argument(
+    stopping = parser.add_argument_group("stopping")
+    add_drain_arguments(stopping)
+    stopping.add_argument(
         "--drain-timeout-s",
         type=float,
         default=30.0,

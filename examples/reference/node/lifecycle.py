@@ -63,6 +63,8 @@ async def serve(options: NodeOptions, listener: socket.socket, link: Link) -> No
         await _first_of(stop.drain, died)
         # Keep the listener open until the end, so that health checks and new requests of routers still get an answer.
         if not died.is_set():
+            server.announce_drain()
+            await _first_of(stop.now, died, timeout_s=options.drain_delay_s)
             server.drain()
             await _drain(server, engine, stop, died, options.drain_timeout_s)
         why = f"the engine ended: {engine.stats().error}"

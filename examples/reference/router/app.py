@@ -19,6 +19,7 @@ from ..web.admin import admin_application
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
+from ..web.serving import close_connections_while
 from .handoffs import Handoff, Handoffs, has_loaded
 from .health import NodeState
 from .metrics import RouterMetrics
@@ -79,7 +80,8 @@ class Router:
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession
-        self._is_draining = False
+        self._is_draining = False  # says `/ready`
+        self._refuses = False  # new requests
         self._num_under_way = 0
 
     @property
@@ -96,6 +98,7 @@ class Router:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
         app.cleanup_ctx.append(self._connected)
+        close_connections_while(app, lambda: self._is_draining)
         return app
 
     def admin_application(self, on_drain: Callable[[], None]) -> web.Application:
@@ -116,16 +119,23 @@ class Router:
         while not self._has_pair:
             await asyncio.sleep(self._check_times_s[0] / 4)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait at most `timeout_s` for the requests in flight."""
+    def announce_drain(self) -> None:
+        """Answer 503 on `/ready` from now on, and still accept requests."""
         self._is_draining = True
+
+    def refuse_requests(self) -> None:
+        """Refuse new requests from now on. Requests in flight continue."""
+        self._is_draining = self._refuses = True
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of the requests in flight."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._num_under_way and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(min(0.05, timeout_s))
 
     def stop(self) -> None:
         """End the requests in flight; each client receives an error."""
-        self._is_draining = True
+        self._is_draining = self._refuses = True
         for pool in (self._prefill_pool, self._decode_pool):
             pool.close()
 
@@ -223,7 +233,7 @@ class Router:
     # -- answers -------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if self._is_draining:
+        if self._refuses:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
         async with turn_of(request):
             return await self._admitted(request)

@@ -21,6 +21,7 @@ from ..web.launcher_link import Link, open_link
 from ..web.serving import (
     StartupError,
     StopRequest,
+    add_drain_arguments,
     add_serving_arguments,
     bind,
     checked_access,
@@ -29,6 +30,7 @@ from ..web.serving import (
     say,
     serving,
     set_up_logging,
+    steer_to_newest,
 )
 from .app import DecodeAlone, Router
 from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
@@ -36,6 +38,9 @@ from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
 DESCRIPTORS_EACH = 3
+
+#: Seconds in which a connection that is being made is complete, and its request arrives.
+HALF_OPEN_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         "load failure policy recompute; always uses any node, which vLLM's nodes need because they do not report it "
         "(default: %(default)s)",
     )
+    add_drain_arguments(group)
+    group.add_argument(
+        "--reuse-port",
+        action="store_true",
+        help="share the port with another router of this user that has this option (SO_REUSEPORT): start the new router, then "
+        "stop the old one, and no request is lost (default: the port belongs to one process)",
+    )
     group.add_argument(
         "--drain-timeout-s",
         type=float,
@@ -138,8 +150,8 @@ def _run(options: argparse.Namespace) -> None:
     )
     link = open_link(options.launcher_fd)
     try:
-        with bind(options.host, options.port) as listener:
-            asyncio.run(_serve(router, listener, link, options.drain_timeout_s, limits, access, admin))
+        with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
+            asyncio.run(_serve(router, listener, link, options, limits, access, admin))
     except StartupError as error:
         link.report(failed=str(error))
         raise
@@ -159,7 +171,13 @@ def _node_access(options: argparse.Namespace) -> NodeAccess:
 
 
 def _check_times(options: argparse.Namespace) -> None:
-    for name in ("check_interval_s", "check_timeout_s", "answer_timeout_s", "drain_timeout_s"):
+    for name in (
+        "check_interval_s",
+        "check_timeout_s",
+        "answer_timeout_s",
+        "drain_timeout_s",
+        "drain_delay_s",
+    ):
         value = getattr(options, name)
         may_be_0 = not name.startswith("check")
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
@@ -173,7 +191,7 @@ async def _serve(
     router: Router,
     listener: socket.socket,
     link: Link,
-    drain_timeout_s: float,
+    options: argparse.Namespace,
     limits: ConnectionLimits,
     access: Access,
     admin: Admin | None,
@@ -182,7 +200,7 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     async with (
         serving_admin(router.admin_application(stop.begin_drain), admin),
-        serving(router.application(), listener, limits, access),
+        serving(router.application(), listener, limits, access) as server,
     ):
         link.report(listening=port, **({} if admin is None else {"admin": admin.port}))
         if admin is not None:
@@ -193,13 +211,31 @@ async def _serve(
         await stop.drain.wait()
         ready.cancel()
         if not stop.now.is_set():
-            logger.info("draining for up to %g s; a second signal ends the router at once", drain_timeout_s)
-            draining = asyncio.create_task(router.drain(drain_timeout_s))
+            draining = asyncio.create_task(_drain(router, server, listener, options))
             stopped = asyncio.create_task(stop.now.wait())
             await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
             stopped.cancel()
         router.stop()
+
+
+async def _drain(
+    router: Router, server: asyncio.Server, listener: socket.socket, options: argparse.Namespace
+) -> None:
+    """Accept no more requests, and wait for those in flight."""
+    timeout_s = options.drain_timeout_s
+    logger.info("draining for up to %g s; a second signal ends the router at once", timeout_s)
+    router.announce_drain()
+    await asyncio.sleep(options.drain_delay_s)
+    if options.reuse_port:
+        # The other router serves new connections. This one serves what it has accepted, and closes the connections after it.
+        steer_to_newest(listener)
+        await asyncio.sleep(HALF_OPEN_S)  # accept the connections that were being made
+        server.close()
+        await asyncio.sleep(HALF_OPEN_S)  # read their requests
+    else:
+        router.refuse_requests()
+    await router.finish(timeout_s)
 
 
 def _url(text: str) -> str:

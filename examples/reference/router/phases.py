@@ -130,7 +130,7 @@ async def open_prefill(
 
 
 def _raise_refusal(node: UpstreamNode, status: int, payload: bytes) -> NoReturn:
-    if 400 <= status < 500:
+    if 400 <= status < 500 and status != 429:
         raise UpstreamAnswer(status, payload)
     raise _failed(node, status, payload)
 
@@ -138,6 +138,7 @@ def _raise_refusal(node: UpstreamNode, status: int, payload: bytes) -> NoReturn:
 def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     if status in (502, 503):
         node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
+    # A node that answers 429 is well, and has more requests than it may have. Another one may have fewer.
     return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
 
 
@@ -184,7 +185,7 @@ async def open_answer(
             posted = call.session.post(node.url + call.path, json=body, headers=call.headers)
             response = await stack.enter_async_context(posted)
             first = await (response.content.readany() if is_stream(response) else response.read())
-            if response.status in (502, 503):
+            if response.status in (429, 502, 503):
                 raise _failed(node, response.status, first)
         yield response, first
 

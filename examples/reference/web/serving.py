@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn, TextIO
@@ -203,6 +205,48 @@ def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = Fals
         reason = getattr(error, "strerror", None) or str(error)
         raise StartupError(f"cannot listen on {host}:{port}: {reason}") from None
     return listener
+
+
+def steer_to_newest(listener: socket.socket) -> None:
+    """Let the system give new connections to the second listener of a shared port, if there are two.
+
+    Otherwise it chooses by a hash, so the one that is about to close would lose those that arrive at that moment. If there is
+    one listener only, or the system cannot do this, nothing changes.
+    """
+    program = ctypes.create_string_buffer(_RETURN_1)
+    with contextlib.suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_REUSEPORT_CBPF, struct.pack("@HP", 1, ctypes.addressof(program))
+        )
+
+
+#: Linux's name of an option that Python does not know: which listener gets a connection, as a program of BPF's classic form.
+SO_ATTACH_REUSEPORT_CBPF = 51
+#: `return 1`: listeners are numbered from 0 in the order in which they were opened.
+_RETURN_1 = struct.pack("=HBBI", 0x06, 0, 0, 1)
+
+
+def close_connections_while(app: web.Application, is_draining: Callable[[], bool]) -> None:
+    """Close each connection after its answer while `is_draining`, so that clients find another server for their next request."""
+
+    async def close(request: web.Request, response: web.StreamResponse) -> None:
+        if is_draining():
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+    app.on_response_prepare.append(close)
+
+
+def add_drain_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the option for the beginning of a drain."""
+    group.add_argument(
+        "--drain-delay-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds for which a drain still accepts requests after /ready has begun to answer 503, so that load balancers "
+        "notice first (default: %(default)g)",
+    )
 
 
 class StopRequest:
