@@ -127,11 +127,19 @@ class Router:
         """Refuse new requests from now on. Requests in flight continue."""
         self._is_draining = self._refuses = True
 
-    async def finish(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the end of the requests in flight."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._num_under_way and asyncio.get_running_loop().time() < deadline:
+    async def finish(self, timeout_s: float, quiet_s: float = 0.0) -> None:
+        """Wait at most `timeout_s` for the end of the requests in flight.
+
+        Args:
+            quiet_s: Wait until no request was in flight for this long, because the client of a stream that began before the drain
+                cannot know that its connection is about to close, and may use it for its next request.
+        """
+        now = asyncio.get_running_loop().time
+        deadline, quiet_since = now() + timeout_s, now()
+        while now() < deadline and (self._num_under_way or now() - quiet_since < quiet_s):
             await asyncio.sleep(min(0.05, timeout_s))
+            if self._num_under_way:
+                quiet_since = now()
 
     def stop(self) -> None:
         """End the requests in flight; each client receives an error."""

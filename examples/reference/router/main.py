@@ -39,7 +39,7 @@ DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
 DESCRIPTORS_EACH = 3
 
-#: Seconds in which a connection that is being made is complete, and its request arrives.
+#: Seconds in which a connection that is being made is complete, or the next request of a connection arrives.
 HALF_OPEN_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -232,10 +232,9 @@ async def _drain(
         steer_to_newest(listener)
         await asyncio.sleep(HALF_OPEN_S)  # accept the connections that were being made
         server.close()
-        await asyncio.sleep(HALF_OPEN_S)  # read their requests
     else:
         router.refuse_requests()
-    await router.finish(timeout_s)
+    await router.finish(timeout_s, quiet_s=HALF_OPEN_S if options.reuse_port else 0.0)
 
 
 def _url(text: str) -> str:
