@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from .access import Get, add_access, fetch, getter
 from .errors import FAILED, OK, CommandError
-from .metrics_page import MetricsPage, fetch
+from .metrics_page import MetricsPage
 from .output import add_json, columns, print_json
 from .top import nodes_of_router, require_urls
 
 _DESCRIPTION: Final = """\
 Tell one request's story: what each node did for it and when, its claims, reads and guards, what moved its KV cache, and how
 much of that time nothing hid. REQUEST is the answer's id, or the X-Request-Id of the request. Nodes are reference nodes; each
-keeps the stories of its latest requests. The URL of a router stands for all of its nodes.
+keeps the stories of its latest requests, and tells them at its admin port (--admin-port there). The URL of a router stands for
+all of its nodes.
 """
 
 _TIMEOUT_S: Final = 5.0
@@ -32,6 +34,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("request", metavar="REQUEST", help="id of the answer, or X-Request-Id of the request")
     parser.add_argument("urls", nargs="+", metavar="URL", help="of a node or a router: http://HOST:PORT")
+    add_access(parser, has_admin=True)
     add_json(parser)
     return parser
 
@@ -39,7 +42,8 @@ def add(commands: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Ask every node, and print one story."""
     require_urls(arguments.urls)
-    told = ask(arguments.request, [url.rstrip("/") for url in arguments.urls])
+    get, get_admin = getter(arguments), getter(arguments, is_admin=True)
+    told = ask(arguments.request, [url.rstrip("/") for url in arguments.urls], get, get_admin)
     found = any(node["stories"] for node in told)
     if arguments.json:
         print_json({"request": arguments.request, "nodes": told})
@@ -48,27 +52,51 @@ def run(arguments: argparse.Namespace) -> int:
     return OK if found else FAILED
 
 
-def ask(request: str, urls: Sequence[str], get: Callable[[str, float], str] = fetch) -> list[dict[str, Any]]:
-    """Return what each node knows: `url`, `engine_id`, `stories`, and `error` if it could not be asked."""
+def ask(
+    request: str, urls: Sequence[str], get: Get = fetch, get_admin: Get | None = None
+) -> list[dict[str, Any]]:
+    """Return what each node knows: `url`, `engine_id`, `stories`, and `error` if it could not be asked.
+
+    Args:
+        get: Fetches the text at a URL.
+        get_admin: The same for admin endpoints. None: `get`.
+    """
     nodes: dict[str, None] = {}
     for url in urls:
         try:
-            behind = nodes_of_router(MetricsPage(get(f"{url}/metrics", _TIMEOUT_S)))
+            found = nodes_of_router(MetricsPage(get(f"{url}/metrics", _TIMEOUT_S)))
         except CommandError:
-            behind = []  # the question below says why it does not answer
-        nodes |= dict.fromkeys(behind or [url])
-    return [_ask_node(request, url, get) for url in nodes]
+            found = []  # the question below says why it does not answer
+        nodes |= dict.fromkeys(found or [url])
+    return [_ask_node(request, url, get, get_admin or get) for url in nodes]
 
 
-def _ask_node(request: str, url: str, get: Callable[[str, float], str]) -> dict[str, Any]:
+def _ask_node(request: str, url: str, get: Get, get_admin: Get) -> dict[str, Any]:
     known: dict[str, Any] = {"url": url, "engine_id": "", "stories": [], "error": ""}
+    admin_url, hint = _admin_url(url, get)
     try:
-        answer = json.loads(get(f"{url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S))
+        answer = json.loads(
+            get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
+        )
         return known | {"engine_id": answer["engine_id"], "stories": list(answer["stories"])}
     except CommandError as error:
-        return known | {"error": _message_in(str(error))}
+        return known | {"error": _message_in(str(error)) + hint}
     except (ValueError, KeyError, TypeError) as error:
         return known | {"error": f"it answers what no reference node answers: {error!r}"}
+
+
+def _admin_url(url: str, get: Get) -> tuple[str, str]:
+    """Return where a node's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
+    try:
+        health = json.loads(get(f"{url}/health", _TIMEOUT_S))
+    except (CommandError, ValueError):
+        return url, ""
+    port = health.get("admin_port") if isinstance(health, dict) else None
+    if not isinstance(port, int):
+        return url, "; the node has no admin endpoints: start it with --admin-port"
+    parts = urllib.parse.urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{port}", ""
 
 
 def _message_in(text: str) -> str:

@@ -1,18 +1,11 @@
-"""Reading a page of metrics in Prometheus' text format, with nothing but the standard library."""
+"""Reading a page of metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
-
-from .errors import CommandError
-
-#: More than any page of ours has.
-MAX_BYTES: Final = 16 << 20
 
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL: Final = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -62,23 +55,3 @@ def _samples_of(text: str) -> Iterator[tuple[str, Sample]]:
 
 def _unescaped(match: re.Match[str]) -> str:
     return _ESCAPES.get(match.group(), match.group())
-
-
-def fetch(url: str, timeout_s: float) -> str:
-    """Return the text at a URL.
-
-    Raises:
-        CommandError: there is none within the time, or it is too long. The message does not name the URL.
-    """
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            data: bytes = response.read(MAX_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read(2000).decode(errors="replace").strip()
-        raise CommandError(f"HTTP status {error.code}: {text or error.reason}") from error
-    except (OSError, ValueError) as error:
-        raise CommandError(str(getattr(error, "reason", error))) from error
-    if len(data) > MAX_BYTES:
-        raise CommandError(f"the answer is longer than {MAX_BYTES} bytes")
-    return data.decode(errors="replace")

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from .access import add_access, fetch, getter
 from .doctor import positive
 from .errors import FAILED, OK, CommandError, UsageError
-from .metrics_page import MetricsPage, fetch
+from .metrics_page import MetricsPage
 from .output import add_json, columns, print_json
 
 _DESCRIPTION: Final = """\
@@ -46,6 +47,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         default=2.0,
         help="time in seconds between refreshes (default: %(default)s)",
     )
+    add_access(parser)
     add_json(parser)
     return parser
 
@@ -270,7 +272,7 @@ def require_urls(urls: Sequence[str]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Refresh until interrupted, or print one interval."""
     require_urls(arguments.urls)
-    watch = Watch([url.rstrip("/") for url in arguments.urls])
+    watch = Watch([url.rstrip("/") for url in arguments.urls], getter(arguments))
     views = watch.look()
     is_screen = sys.stdout.isatty() and not arguments.json and not arguments.once
     while True:

@@ -1,0 +1,52 @@
+"""A vLLM server that is stopped with `--shutdown-timeout` delivers its offers before it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.reference.demo.launcher import Launcher
+from tests.support.client import children_of
+from tests.vllm.test_servers import ARGUMENTS, LOADS, OPTIONS, Server, _wait_until_ready
+from vllm_pair.cluster import KVFERRY, start_vllm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+#: Longer than the test takes, so that only the delivery of the offer can end the drain before the end of the lease.
+LEASE_S = 60
+END_S = 30.0
+
+
+@pytest.fixture
+def pair(model) -> Iterator[tuple[Server, Server]]:
+    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        extra = {"transport": "shm", **OPTIONS, "lease_s": LEASE_S}
+        transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
+        arguments = (*ARGUMENTS, "--shutdown-timeout", str(LEASE_S))
+        servers = [
+            Server(start_vllm(launcher, name, str(model), arguments, transfer))
+            for name in ("prefill", "decode")
+        ]
+        _wait_until_ready(*servers)
+        yield servers[0], servers[1]
+
+
+def test_a_prefill_server_that_is_stopped_ends_as_soon_as_its_offers_are_delivered(pair, prompt):
+    prefill, decode = pair
+    tokens = prompt(300)
+    params = prefill.offer(tokens)
+    (server,) = children_of(prefill.process.pid)
+    os.kill(server, signal.SIGTERM)  # as Kubernetes does: only the first process
+    time.sleep(3.0)  # an engine that did not wait for the offer would be gone by then
+    assert prefill.process.is_running
+    began = time.monotonic()
+    reply = decode.complete(tokens, kv_transfer_params=params)
+    assert (reply.status, decode.metric(LOADS)) == (200, 1)
+    decode.assert_like_alone(tokens, *reply.tokens)
+    assert prefill.process.wait(END_S) == 0
+    assert time.monotonic() - began < END_S
