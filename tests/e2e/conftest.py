@@ -141,12 +141,26 @@ def launch_fleet(launcher: Launcher, single: Client, *arguments: str) -> Fleet:
 
 
 @pytest.fixture(scope="session")
+def admin_key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The key of the admin endpoints of `tiny_fleet`."""
+    file = tmp_path_factory.mktemp("keys") / "admin"
+    file.write_text("sk-admin\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture(scope="session")
 def tiny_fleet(
-    spawn: Spawn, tiny_single: Client, tiny_arguments: tuple[str, ...], transport: str
+    spawn: Spawn,
+    tiny_single: Client,
+    tiny_arguments: tuple[str, ...],
+    transport: str,
+    admin_key_file: Path,
 ) -> Iterator[Fleet]:
-    """The tiny model in the uniform layout."""
+    """The tiny model in the uniform layout, with admin endpoints."""
+    admin = ("--admin-port", "0", "--admin-api-key-file", str(admin_key_file))
     with Launcher(spawn) as launcher:
-        yield launch_fleet(launcher, tiny_single, *tiny_arguments)
+        yield launch_fleet(launcher, tiny_single, *tiny_arguments, *admin)
 
 
 @pytest.fixture(scope="module")

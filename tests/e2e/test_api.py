@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,11 +231,12 @@ def test_a_header_says_how_the_load_ended(tiny_fleet: Any) -> None:
 
 
 def test_one_request_is_explained_on_both_nodes(
-    tiny_fleet: Any, transport: str, capsys: pytest.CaptureFixture[str]
+    tiny_fleet: Any, admin_key_file: Path, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     router = tiny_fleet.router.process.url
     answer = tiny_fleet.router.complete("Why did this one take so long? " * 4, max_tokens=2)
-    assert main(["explain", answer.body["id"], router, "--json"]) == 0
+    key = ("--admin-api-key-file", str(admin_key_file))
+    assert main(["explain", answer.body["id"], router, *key, "--json"]) == 0
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     (prefill,), (decode,) = (node["stories"] for node in nodes)
     assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
@@ -250,7 +252,7 @@ def test_one_request_is_explained_on_both_nodes(
         "finished",
     ]
     assert [name for name in names if name in wanted] == wanted
-    assert main(["explain", answer.body["id"], router]) == 0
+    assert main(["explain", answer.body["id"], router, *key]) == 0
     text = capsys.readouterr().out
     assert f"loaded by {transport}: " in text
     assert "exposed" in text
@@ -258,9 +260,10 @@ def test_one_request_is_explained_on_both_nodes(
 
 
 def test_a_request_that_no_node_knows_ends_with_status_1(
-    tiny_fleet: Any, capsys: pytest.CaptureFixture[str]
+    tiny_fleet: Any, admin_key_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", "no-such-request", tiny_fleet.decode.process.url]) == 1
+    key = ("--admin-api-key-file", str(admin_key_file))
+    assert main(["explain", "no-such-request", tiny_fleet.decode.process.url, *key]) == 1
     assert "no story of request 'no-such-request'" in capsys.readouterr().out
 
 
