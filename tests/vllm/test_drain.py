@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
-from tests.support.client import children_of
+from tests.support.client import children_of, wait_until
 from tests.vllm.test_servers import ARGUMENTS, LOADS, OPTIONS, Server, _wait_until_ready
 from vllm_pair.cluster import KVFERRY, start_vllm
 
@@ -42,8 +42,7 @@ def test_a_prefill_server_that_is_stopped_ends_as_soon_as_its_offers_are_deliver
     params = prefill.offer(tokens)
     (server,) = children_of(prefill.process.pid)
     os.kill(server, signal.SIGTERM)  # as Kubernetes does: only the first process
-    time.sleep(3.0)  # an engine that did not wait for the offer would be gone by then
-    assert prefill.process.is_running
+    wait_until(lambda: "mode=drain" in prefill.process.log_tail, END_S)
     began = time.monotonic()
     reply = decode.complete(tokens, kv_transfer_params=params)
     assert (reply.status, decode.metric(LOADS)) == (200, 1)
