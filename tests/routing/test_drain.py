@@ -50,6 +50,7 @@ class Running:
 
     node: Node
     url: str
+    admin_url: str  # empty without an admin port
     session: aiohttp.ClientSession
     stream: aiohttp.ClientResponse
     process: asyncio.subprocess.Process
@@ -86,12 +87,14 @@ async def running(*arguments: str) -> AsyncIterator[Running]:
             theirs.close()
             try:
                 assert process.stdout is not None
-                line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
-                url = line.decode().split()[-1]
+                urls = [""]
+                while "listening on" not in urls[-1]:
+                    urls.append((await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)).decode())
+                admin_url, url = (line.rpartition(" ")[2].strip() for line in urls[-2:])
                 body = {"prompt": "p", "stream": True}
                 async with session.post(f"{url}/v1/completions", json=body) as stream:
                     assert await stream.content.readexactly(len(EVENTS[0])) == EVENTS[0]
-                    yield Running(node, url, session, stream, process, ours)
+                    yield Running(node, url, admin_url, session, stream, process, ours)
             finally:
                 if process.returncode is None:
                     process.kill()
@@ -107,6 +110,23 @@ async def test_a_router_that_is_stopped_finishes_the_requests_in_flight() -> Non
             assert response.status == 503
             assert int(response.headers["Retry-After"]) > 0
             assert "the router is draining" in json.loads(await response.read())["error"]["message"]
+        router.node.may_end.set()
+        assert await router.rest() == b"".join(EVENTS[1:]).decode()
+        assert await router.ended() == 0
+
+
+async def test_after_a_drain_hook_the_first_signal_changes_nothing_and_requests_are_still_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVFERRY_ADMIN_API_KEY", "sk-admin")
+    async with running("--admin-port", "0", "--drain-delay-s", "0.1") as router:
+        headers = {"Authorization": "Bearer sk-admin"}
+        async with router.session.post(f"{router.admin_url}/admin/drain", headers=headers) as response:
+            assert (response.status, await response.json()) == (202, {"status": "draining", "requests": 1})
+        await router.until_draining()
+        async with router.session.get(f"{router.url}/health") as response:
+            assert (response.status, response.headers["Connection"]) == (200, "close")
+        router.process.send_signal(signal.SIGTERM)
         router.node.may_end.set()
         assert await router.rest() == b"".join(EVENTS[1:]).decode()
         assert await router.ended() == 0

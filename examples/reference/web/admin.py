@@ -126,6 +126,7 @@ async def serving_admin(app: web.Application, admin: Admin | None) -> AsyncItera
     if admin is None:
         yield
         return
+    assert admin.access.keys, "admin endpoints without a key would be open to every user of the machine"
     with admin.listener:
         async with serving(app, admin.listener, LIMITS, admin.access, open_paths=frozenset()):
             yield
