@@ -241,3 +241,33 @@ async def test_a_request_that_the_decode_node_would_refuse_is_refused_before_the
     ((status, _),) = await ask([prefill], [FakeNode(answer_whole)], **fields)
     assert status == 400
     assert not prefill.bodies
+
+
+async def abort(request: web.Request) -> web.StreamResponse:
+    """Answer as a vLLM server that is stopping: the status is 200, and there is no token."""
+    choice = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
+    answer = json.dumps({"choices": [choice], "kv_transfer_params": None}).encode()
+    if not (await request.json())["stream"]:
+        return web.Response(body=answer, content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: " + answer + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlapped"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_a_stopping_vllm_server_aborts_is_answered_by_another_node(
+    overlap: bool, stream: bool
+) -> None:
+    prefill, decode = FakeNode(offer), FakeNode(answer_stream if stream else answer_whole)
+    for is_prefill in (True, False):
+        stopping = FakeNode(abort)
+        prefills, decodes = ([stopping, prefill], [decode]) if is_prefill else ([prefill], [stopping, decode])
+        async with routed(prefills, decodes, overlap=overlap) as client:
+            for _ in range(3):
+                async with client.post("/v1/completions", json={"prompt": "p", "stream": stream}) as response:
+                    assert response.status == 200
+                    assert "abort" not in await response.text()
+        assert stopping.bodies
+    assert all(body["kv_transfer_params"] == PARAMS for body in decode.bodies)

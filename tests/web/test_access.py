@@ -41,6 +41,7 @@ from kvferry.reference.web.json_body import read_json
 from kvferry.reference.web.serving import StartupError, bind, serving
 from kvferry.transports.errors import ConfigurationError
 from kvferry.transports.testing.certificates import Authority
+from tests.support import fake_nodes
 
 DEADLINE_S = 20.0
 KEY, OTHER = "sk-the-right-key", "sk-another-key"
@@ -445,6 +446,31 @@ async def test_requests_beyond_those_that_are_answered_and_those_that_wait_are_a
             slow.may_end.set()
         assert await asyncio.gather(*asked) == [200, 200]
         assert await _status_of_post(session, url, b"{}") == 200
+
+
+class Node:
+    """A fake node that answers every completion alike."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.num_asked = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        return web.json_response({"choices": [], "kv_transfer_params": None}, status=self.status)
+
+
+async def test_the_router_sends_a_request_that_a_node_answers_429_to_another_node() -> None:
+    full, free = Node(429), Node(200)
+    async with fake_nodes.routed([full, free], [full, free]) as client:
+        for _ in range(4):
+            async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+                assert response.status == 200
+        assert full.num_asked > 0
+    async with fake_nodes.routed([full], [full]) as client:
+        async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) > 0
 
 
 class Slow:

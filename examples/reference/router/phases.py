@@ -142,6 +142,22 @@ def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
 
 
+def require_not_aborted(node: UpstreamNode, payload: bytes) -> None:
+    """Check the beginning of an answer. A vLLM server that is stopping answers new requests 200 without a token, as aborted.
+
+    Raises:
+        NodeGoneError: The node aborted the request; another one may answer it.
+    """
+    if b'"abort"' not in payload:
+        return  # parsing each answer would take time
+    for event in payload.split(b"\n\n"):
+        choices = object_of(event.removeprefix(b"data: ")).get("choices")
+        if isinstance(choices, list) and any(
+            isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
+        ):
+            raise NodeGoneError(node, "aborted the request; is it stopping?")
+
+
 def params_of(payload: bytes) -> Mapping[str, Any] | None:
     """Return the `kv_transfer_params` of a whole answer. None if it has none."""
     params = object_of(payload).get("kv_transfer_params")
@@ -178,7 +194,7 @@ async def open_answer(
         The response and its first bytes; all bytes if it is not a stream.
 
     Raises:
-        NodeGoneError: No byte of the answer arrived.
+        NodeGoneError: No byte of the answer arrived, or the node aborted it.
     """
     async with contextlib.AsyncExitStack() as stack:
         async with node.exchange():
@@ -187,6 +203,7 @@ async def open_answer(
             first = await (response.content.readany() if is_stream(response) else response.read())
             if response.status in (429, 502, 503):
                 raise _failed(node, response.status, first)
+            require_not_aborted(node, first)
         yield response, first
 
 

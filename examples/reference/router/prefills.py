@@ -16,7 +16,7 @@ import aiohttp
 
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
-from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body
+from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body, require_not_aborted
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ class WholePrefill(Prefill):
             try:
                 async with self._pool.use_one(tried) as node, open_prefill(call, node, body) as response:
                     async with node.exchange():
-                        params = params_of(await response.read())
+                        payload = await response.read()
+                    require_not_aborted(node, payload)
+                    params = params_of(payload)
             except NodeGoneError as error:
                 self._note_gone(call, error)
             else:
@@ -157,6 +159,7 @@ async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Event
     if not is_stream(response):
         async with node.exchange():
             payload = await response.read()
+        require_not_aborted(node, payload)
         yield {"kv_transfer_params": params_of(payload)}
         return
     rest = b""
@@ -172,6 +175,7 @@ async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Event
         for event in whole:
             if event == b"data: [DONE]":
                 return
+            require_not_aborted(node, event)
             yield _parsed(node, event)
 
 
