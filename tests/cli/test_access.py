@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.transports.testing.certificates import Authority
 
 KEY, ADMIN_KEY = "sk-public", "sk-admin"
 STORY = {
@@ -86,3 +88,21 @@ def test_a_wrong_key_is_reported_without_showing_it(
         said = "".join(capsys.readouterr())
         assert why in said
         assert "sk-wrong" not in said
+
+
+def test_an_https_node_is_verified_by_the_given_cas(
+    node: ThreadingHTTPServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    authority = Authority.make(tmp_path)
+    files = authority.issue("node")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files["tls_cert"], files["tls_key"])
+    node.socket = context.wrap_socket(node.socket, server_side=True)
+    monkeypatch.setenv("KVFERRY_ADMIN_API_KEY", ADMIN_KEY)
+    url = f"https://127.0.0.1:{node.server_address[1]}"
+    assert main(["explain", "a", url, "--ca-certs", str(authority.pem)]) == 0
+    assert main(["explain", "a", url]) == 1
+    assert "certificate verify failed" in capsys.readouterr().out

@@ -139,7 +139,7 @@ class NodeServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         status, error = self._status()
-        # A node that drains is alive: whoever restarts it now would cut off its last requests.
+        # A node that drains is alive: a supervisor that restarted it now would cut off its last requests.
         is_alive = status in ("ok", "draining")
         # `kvferry explain` asks for stories at this port.
         admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
