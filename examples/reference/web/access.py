@@ -312,6 +312,7 @@ class NodeAccess:
     """What a router presents to nodes, and how it verifies them.
 
     Args:
+        tls: None: verify by the CAs of the system, and show no certificate.
         may_send_plainly: Send the key to nodes beyond loopback over plain HTTP, too.
     """
 
@@ -319,13 +320,13 @@ class NodeAccess:
         self, key: OwnKey | None = None, tls: ClientTls | None = None, *, may_send_plainly: bool = False
     ) -> None:
         self._key = key or OwnKey(NODE_KEY_VARIABLE)
-        self._tls = tls or ClientTls()
+        self._tls = tls
         self._may_send_plainly = may_send_plainly
 
     @property
-    def ssl_context(self) -> ssl.SSLContext:
-        """For the connections of the client session."""
-        return self._tls.context
+    def ssl_context(self) -> ssl.SSLContext | bool:
+        """For the connections of the client session. True: as aiohttp does by itself, by the CAs of the system."""
+        return True if self._tls is None else self._tls.context
 
     def refusal(self, url: URL) -> str:
         """Return why the key must not be sent to a node; empty if it may be."""
@@ -342,7 +343,8 @@ class NodeAccess:
         """Present the key. This is a middleware of the client session."""
         if refusal := self.refusal(request.url):
             raise aiohttp.ClientConnectionError(refusal)
-        self._tls.refresh()
+        if self._tls is not None:
+            self._tls.refresh()
         request.headers.update(self._key.headers)
         return await handler(request)
 
@@ -392,7 +394,9 @@ def node_access_of(options: argparse.Namespace) -> NodeAccess:
             "--node-api-key-file",
             options.node_api_key_file,
         ),
-        ClientTls(options.node_ca_certs, certificate, key or certificate),
+        ClientTls(options.node_ca_certs, certificate, key or certificate)
+        if options.node_ca_certs or certificate
+        else None,
         may_send_plainly=options.insecure_http,
     )
 

@@ -302,9 +302,8 @@ async def serving(
     app[BODY_TIMEOUT] = limits.body_timeout_s
     app[MAX_BODY] = limits.max_body_bytes
     app[GATE] = RequestGate(limits)
-    app.middlewares.append(
-        require_key(access.keys, open_paths)
-    )  # last, so inside of the one that answers errors
+    # The last one is the innermost one, so the application's own middleware answers the error.
+    app.middlewares.append(require_key(access.keys, open_paths))
     runner = LimitedRunner(
         app,
         limits,
@@ -315,7 +314,7 @@ async def serving(
         keepalive_timeout=KEEP_ALIVE_S,
         lingering_time=LINGER_S,
         auto_decompress=False,
-        # The whole header has this limit, and `LimitedRunner` watches it, so it is none for a single line.
+        # `LimitedRunner` limits the whole header to this, so no line needs another limit.
         max_line_size=limits.max_header_bytes,
         max_field_size=limits.max_header_bytes,
     )
