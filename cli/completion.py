@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from .errors import OK
+from .programs import PROGRAMS
 
 SHELLS: Final = ("bash", "zsh", "fish")
 
@@ -59,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
     from .main import commands_of, make_parser
 
-    commands = commands_of(make_parser())
+    # A program whose packages are not installed has no options to complete.
+    installed = {name for name, program in PROGRAMS.items() if not program.missing()}
+    commands = commands_of(make_parser(with_options=installed))
     print(
         fish(commands) if arguments.shell == "fish" else bash(commands, is_zsh=arguments.shell == "zsh"),
         end="",
@@ -104,7 +107,7 @@ def bash(commands: Mapping[str, argparse.ArgumentParser], *, is_zsh: bool = Fals
 
 def fish(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     """Make the script for fish."""
-    lines = []
+    lines: list[str] = []
     for name, parser in commands.items():
         about = shlex.quote((parser.description or "").strip().partition("\n")[0])
         lines.append(f"complete -c kvferry -n __fish_use_subcommand -a {name} -d {about}")
@@ -112,7 +115,6 @@ def fish(commands: Mapping[str, argparse.ArgumentParser]) -> str:
         if choices := _choices(parser):
             lines.append(f"{here} -f -a '{' '.join(choices)}'")
         for action in _options(parser):
-            long = action.option_strings[-1].removeprefix("--")
             takes = "" if action.nargs == 0 else " -r"
             known = f" -f -a '{' '.join(map(str, action.choices))}'" if action.choices else ""
             text = (
@@ -120,5 +122,8 @@ def fish(commands: Mapping[str, argparse.ArgumentParser]) -> str:
                 if action.dest != "help"
                 else "show the help"
             )
-            lines.append(f"{here} -l {long}{takes}{known} -d {shlex.quote(text)}")
+            for name_of_it in action.option_strings:
+                if name_of_it.startswith("--"):
+                    long = name_of_it.removeprefix("--")
+                    lines.append(f"{here} -l {long}{takes}{known} -d {shlex.quote(text)}")
     return "\n".join([*lines, ""])

@@ -4,8 +4,8 @@
     path = ["shm", "tcp"]
     options = { tcp = { tls_cert = "/etc/kvferry/node.pem" } }
 
-    [top]
-    interval = 5
+    [router]
+    prefill = ["http://10.0.0.7:8100", "http://10.0.0.8:8100"]
 
 A table names a command, a key one of its long options without the dashes. What the command line says wins.
 """
@@ -69,7 +69,7 @@ def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
             raise UsageError(f"configuration file: [{name}] names no command{_known(name, commands)}")
     parser = commands[command]
     options = {
-        action.option_strings[-1].removeprefix("--"): action
+        long_name(action).removeprefix("--"): action
         for action in parser._actions
         if action.option_strings and action.dest != "help"
     }
@@ -78,6 +78,19 @@ def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
             raise UsageError(f"configuration file: [{command}] has no option {key!r}{_known(key, options)}")
         action = options[key]
         parser.set_defaults(**{action.dest: _value(f"[{command}] {key}", action, value)})
+        action.required = False
+
+
+def long_name(action: argparse.Action) -> str:
+    """Return an option's name in the file and for completion: the first of its long names, as `--help` shows it."""
+    return next((name for name in action.option_strings if name.startswith("--")), action.option_strings[-1])
+
+
+class _Replaced(list[object]):
+    """The file's value of an option that may be repeated. argparse copies it before it adds what the command line says."""
+
+    def __copy__(self) -> list[object]:
+        return []
 
 
 def _value(place: str, action: argparse.Action, value: object) -> object:
@@ -91,6 +104,10 @@ def _value(place: str, action: argparse.Action, value: object) -> object:
         if not isinstance(value, list) or not value:
             raise UsageError(f"{wrong}: it must be a list that is not empty")
         return [_one(wrong, action, item) for item in value]
+    if isinstance(action, argparse._AppendAction):
+        return _Replaced(
+            _one(wrong, action, item) for item in (value if isinstance(value, list) else [value])
+        )
     return _one(wrong, action, json.dumps(value) if isinstance(value, dict) else value)
 
 

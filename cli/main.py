@@ -5,24 +5,52 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from . import bench, completion, config_file, doctor, explain, top, version
 from .errors import OK, CommandError
+from .output import columns
+from .programs import PROGRAMS
 
-#: The commands, in the order of `kvferry --help`.
-COMMANDS: tuple[ModuleType, ...] = (doctor, bench, top, explain, version, completion)
+
+class Command(Protocol):
+    """A module of this package, or a program of `kvferry.reference`."""
+
+    def add(self, commands: Any) -> argparse.ArgumentParser:
+        """Declare the command, and return its parser."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; return the exit status."""
+
+
+#: The commands, in the groups and in the order of `kvferry --help`.
+GROUPS: Mapping[str, tuple[Command, ...]] = {
+    "run nodes": tuple(PROGRAMS.values()),
+    "look at a machine": (doctor, bench),
+    "look at running nodes": (top, explain),
+    "about the command": (version, completion),
+}
 
 #: What a shell reports for a program that was interrupted.
 _INTERRUPTED = 130
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of the whole command line."""
+def make_parser(with_options: Container[str] = ()) -> argparse.ArgumentParser:
+    """Build the parser of the whole command line.
+
+    Args:
+        with_options: The programs of `PROGRAMS` whose options to declare, which imports them.
+
+    Raises:
+        CommandError: a package that one of these programs needs is not installed.
+    """
     parser = argparse.ArgumentParser(
         prog="kvferry",
-        description="Check, measure and watch the handoff of KV caches between nodes.",
+        description="Run, check, measure and watch nodes that hand over KV caches. `kvferry COMMAND --help` shows the "
+        "options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -31,10 +59,23 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"defaults of options, in TOML (default: ${config_file.VARIABLE}, or ~/.config/kvferry/config.toml)",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for module in COMMANDS:
-        command = module.add(commands)
-        command.set_defaults(run=module.run)
+    commands = parser.add_subparsers(
+        metavar="COMMAND", required=True, dest="command", help="one of those below"
+    )
+    listing: list[str] = []
+    for title, group in GROUPS.items():
+        commands_before = len(commands._choices_actions)
+        for each in group:
+            command = each.add(commands)
+            command.set_defaults(run=each.run)
+        added = commands._choices_actions[commands_before:]
+        listing += [f"{title}:", *columns([(one.dest, one.help or "") for one in added], indent="  "), ""]
+    # argparse would list all commands in one block, without a word about what belongs together.
+    commands._choices_actions.clear()
+    parser.epilog = "\n".join(listing)
+    for name, program in PROGRAMS.items():
+        if name in with_options:
+            program.configure(commands.choices[name])
     return parser
 
 
@@ -46,12 +87,15 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. argparse itself exits with 2 if the command line is wrong."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        parser = make_parser(with_options=(_command_in(words),))
+        with _nothing_required(commands_of(parser)):
+            arguments = parser.parse_args(words)
         if tables := config_file.read(arguments.config):
             config_file.apply(tables, commands_of(parser), arguments.command)
-            arguments = parser.parse_args(argv)
+        # Once more, because the file may have given what the command line lacks, and nothing else may.
+        arguments = parser.parse_args(words)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -64,3 +108,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _command_in(words: Sequence[str]) -> str:
+    """Return the command that a command line names; empty if it names none."""
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            next(rest, "")
+        elif not word.startswith("-"):
+            return word
+    return ""
+
+
+@contextmanager
+def _nothing_required(commands: Mapping[str, argparse.ArgumentParser]) -> Iterator[None]:
+    """Let options be absent inside the block: the configuration file, which has not been read yet, may give them."""
+    required = [
+        action
+        for parser in commands.values()
+        for action in parser._actions
+        if action.required and action.option_strings
+    ]
+    for action in required:
+        action.required = False
+    try:
+        yield
+    finally:
+        for action in required:
+            action.required = True

@@ -1,4 +1,4 @@
-"""Route requests over prefill and decode nodes: `python examples/router.py --help`."""
+"""Route requests over nodes: `python examples/router.py --help`. `kvferry router` is the same."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 from kvferry.reference.router.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(program="router.py"))

@@ -7,6 +7,7 @@ import json
 import random
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
@@ -41,7 +42,7 @@ def start_vllm(
     config = () if transfer is None else ("--kv-transfer-config", json.dumps(transfer))
     return launcher.start(
         name,
-        "vllm_pair/serve.py",
+        str(Path(__file__).with_name("serve.py")),
         model,
         "--served-model-name",
         "model",

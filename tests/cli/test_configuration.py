@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 
 from kvferry.cli import config_file
 from kvferry.cli.errors import UsageError
-from kvferry.cli.main import COMMANDS, commands_of, main, make_parser
+from kvferry.cli.main import commands_of, main, make_parser
+from kvferry.cli.programs import PROGRAMS, Program
 
 
 def _parsed(tables: dict[str, Any], *argv: str) -> Any:
@@ -80,7 +84,7 @@ def _completed(script: str, *words: str) -> list[str]:
 def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+    names = list(commands_of(make_parser()))
     assert _completed(script, "kvferry", "") == [*names, "--help", "--config"]
     assert _completed(script, "kvferry", "do") == ["doctor"]
     assert _completed(script, "kvferry", "doctor", "--pe") == ["--peer"]
@@ -97,3 +101,68 @@ def test_other_shells_accept_their_scripts(shell: str, capsys: pytest.CaptureFix
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+# -- the programs of kvferry.reference -----------------------------------------------------------------------
+
+
+def test_the_file_gives_defaults_to_a_program_also_for_required_and_repeated_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text('[router]\nprefill = ["http://a", "http://b"]\noverlap = true\n')
+    monkeypatch.setenv("KVFERRY_CONFIG", str(tmp_path / "config.toml"))
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(Program, "run", lambda self, arguments: seen.append(arguments) or 0)
+    assert main(["router", "--decode", "http://c"]) == 0
+    assert main(["router", "--decode", "http://c", "--prefill", "http://d"]) == 0
+    assert [(found.prefill, found.decode, found.overlap) for found in seen] == [
+        (["http://a", "http://b"], ["http://c"], True),
+        (["http://d"], ["http://c"], True),
+    ]
+    with pytest.raises(SystemExit):
+        main(["router"])
+
+
+def test_an_option_with_two_names_and_one_with_a_negation_have_their_first_name_in_the_file() -> None:
+    for name, value in (("page-order", "HND"), ("overlap", False)):
+        parser = make_parser(with_options=("demo",))
+        config_file.apply({"demo": {name: value}}, commands_of(parser), "demo")
+        assert getattr(parser.parse_args(["demo"]), name.replace("-", "_")) == value
+
+
+def test_bash_completes_the_options_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert _completed(script, "kvferry", "se") == ["serve"]
+    assert _completed(script, "kvferry", "serve", "--kv-t") == ["--kv-transfer-config"]
+    assert _completed(script, "kvferry", "serve", "--role", "de") == ["decode"]
+    assert _completed(script, "kvferry", "demo", "--no-o") == ["--no-overlap"]
+
+
+def test_a_program_whose_packages_are_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PROGRAMS["serve"], "needs", ("numpy", "no_such_package", "nor_this"))
+    assert main(["serve", "--help"]) == 1
+    error = capsys.readouterr().err
+    assert "kvferry serve needs no_such_package and nor_this, which are not installed" in error
+    assert "pip install 'kvferry[reference]'" in error
+    assert main(["completion", "bash"]) == 0
+    assert _completed(capsys.readouterr().out, "kvferry", "serve", "--ro") == []
+
+
+def test_programs_need_what_the_extra_installs() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = {name.partition(">=")[0] for name in project["optional-dependencies"]["reference"]}
+    assert set(PROGRAMS["serve"].needs) == extra - {"kvferry[torch]"} | {"torch"}
+    assert set(PROGRAMS["router"].needs) <= extra
+
+
+def test_help_and_wrong_options_need_no_pytorch() -> None:
+    code = "import sys; from kvferry.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    for words in (["--help"], ["serve", "--rol", "x"], ["demo", "--help"], ["router"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.splitlines()[-1] == "False"
+        assert done.returncode == (0 if "--help" in words else 2)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher, LaunchError
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 from tests.support.client import DO_REMOTE_DECODE, Client, wait_until
+from tests.support.zygote import EXAMPLES
 
 PROMPT = "The dtype of a ferry is wood, its block is a box. " * 2
 

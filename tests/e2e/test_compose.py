@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 from tests.support.client import Client, assert_answers_like
+from tests.support.zygote import EXAMPLES
 
 COMPOSE: Mapping[str, Any] = yaml.safe_load((EXAMPLES.parent / "docker" / "compose.yaml").read_text())
 SERVICES: Mapping[str, Mapping[str, Any]] = COMPOSE["services"]

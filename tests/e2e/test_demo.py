@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.reference.demo.cli import DEFAULT_CHUNK_TOKENS, parse_arguments
-from kvferry.reference.demo.launcher import EXAMPLES
 from tests.support.client import children_of, wait_until
+from tests.support.zygote import EXAMPLES
 
 pytestmark = pytest.mark.slow
 

@@ -244,7 +244,7 @@ def test_a_node_whose_engine_ended_exits_with_a_status_for_its_supervisor(
     finally:
         client.join()
     assert "in a mess" in told[0]
-    assert "serve.py: error: the engine ended" in capsys.readouterr().err
+    assert "kvferry serve: error: the engine ended" in capsys.readouterr().err
 
 
 def _ask_until_the_end(port: int) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.reference.demo.launcher import EXAMPLES
 from kvferry.reference.node.cli import parse_arguments
+from tests.support.zygote import EXAMPLES
 
 ROOT = EXAMPLES.parent
 PROGRAMS = [

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvferry.reference.demo.launcher import EXAMPLES
+from tests.support.zygote import EXAMPLES
 
 PROGRAM = """
 import logging, sys

