@@ -15,10 +15,11 @@ from typing import Any, Final
 from .errors import CommandError
 
 #: The packages of the extra `reference` that the programs import.
-_FOR_THE_ROUTER: Final = ("aiohttp",)
+_FOR_THE_ROUTER: Final = ("aiohttp", "prometheus_client")
 _FOR_A_NODE: Final = (
-    "accelerate", "aiohttp", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
-)  # fmt: skip
+    *_FOR_THE_ROUTER,
+    *("accelerate", "gguf", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
+)
 
 
 class Program:

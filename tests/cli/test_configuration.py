@@ -153,7 +153,9 @@ def test_a_program_whose_packages_are_missing_says_what_to_install(
 
 def test_programs_need_what_the_extra_installs() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    extra = {name.partition(">=")[0] for name in project["optional-dependencies"]["reference"]}
+    extra = {
+        name.partition(">=")[0].replace("-", "_") for name in project["optional-dependencies"]["reference"]
+    }
     assert set(PROGRAMS["serve"].needs) == extra - {"kvferry[torch]"} | {"torch"}
     assert set(PROGRAMS["router"].needs) <= extra
 
