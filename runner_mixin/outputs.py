@@ -17,6 +17,10 @@ class ModelRunnerOutput:
         sampled_token_ids: For each of them, its new tokens; empty until its whole prompt is computed.
         top_logits: For each request that asked for it, the largest logits for its newest token as (token id, logit), the
             largest first.
+        logprobs: For each request that asked for it, (token id, log probability) of its newest token, and then of the
+            likeliest tokens in its place, the likeliest first.
+        prompt_logprobs: For each request that asked for it and computed prompt tokens that others follow: the position
+            of the first token that follows them, and for it and each later one what `logprobs` has for the newest.
         kv_connector_output: The connector's report, or None if it has nothing to report.
     """
 
@@ -24,6 +28,10 @@ class ModelRunnerOutput:
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
     kv_connector_output: KVConnectorOutput | None = None
     top_logits: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    logprobs: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[int, tuple[tuple[tuple[int, float], ...], ...]]] = field(
+        default_factory=dict
+    )
 
 
 #: Shared by every step that has nothing to report. Frozen; use `dataclasses.replace` to make a changed copy.

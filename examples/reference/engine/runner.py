@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -26,9 +27,25 @@ from .errors import StepFailedError, reason_of
 from .lora import set_step_adapters
 from .prompt_items import embed_step
 from .recurrent import RecurrentLayer, find_mixers
-from .sampling import same_numbers_after_failure, sample, top_logits
+from .sampling import logprobs_of, penalized, same_numbers_after_failure, sample, top_logits
 from .settings import Layout
 from .step import StepPlan
+from .types import Logprobs
+
+
+@dataclass(frozen=True)
+class _Forwarded:
+    """What a forward pass gives: one token per request that has one, and what was asked for beside it.
+
+    Attributes:
+        top_logits, logprobs: One per token; empty for a request that did not ask.
+        prompt_logprobs: As in `ModelRunnerOutput`.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    top_logits: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: dict[str, tuple[int, tuple[Logprobs, ...]]] = field(default_factory=dict)
 
 
 class ModelRunner(KVConnectorModelRunnerMixin):
@@ -145,7 +162,7 @@ class ModelRunner(KVConnectorModelRunnerMixin):
                     raise failure
                 try:
                     with same_numbers_after_failure(inputs.samplers):
-                        sampled, largest = self._forward(inputs, self._embedded(plan, inputs))
+                        forwarded = self._forward(inputs, self._embedded(plan, inputs))
                 except Exception as error:
                     failure = error
                     raise
@@ -155,14 +172,18 @@ class ModelRunner(KVConnectorModelRunnerMixin):
             if error is not failure:
                 raise
             raise StepFailedError(reason_of(error), report) from error
-        tokens, yielding = iter(sampled), (item for item in plan.scheduled_requests if item.yields_token)
+        tokens = iter(forwarded.tokens)
+        yielding = [item.request_id for item in plan.scheduled_requests if item.yields_token]
         return ModelRunnerOutput(
             req_ids=tuple(item.request_id for item in plan.scheduled_requests),
             sampled_token_ids=tuple(
                 tuple(islice(tokens, item.yields_token)) for item in plan.scheduled_requests
             ),
             kv_connector_output=report,
-            top_logits={item.request_id: top for item, top in zip(yielding, largest, strict=False) if top},
+            # Stages before the last one yield nothing.
+            top_logits={name: top for name, top in zip(yielding, forwarded.top_logits, strict=False) if top},
+            logprobs={name: some for name, some in zip(yielding, forwarded.logprobs, strict=False) if some},
+            prompt_logprobs=forwarded.prompt_logprobs,
         )
 
     def _context(self, inputs: StepInputs) -> ForwardContext:
@@ -178,21 +199,53 @@ class ModelRunner(KVConnectorModelRunnerMixin):
         return embed_step(plan, inputs.input_ids, embedding)
 
     @torch.inference_mode()
-    def _forward(
-        self, inputs: StepInputs, embedded: torch.Tensor | None = None
-    ) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
-        """Run the model on the step's tokens or vectors; return the next token and `top_logits` of each request that has one.
+    def _forward(self, inputs: StepInputs, embedded: torch.Tensor | None = None) -> _Forwarded:
+        """Run the model on the step's tokens or vectors, and choose the next token of each request that has one.
 
         Stages before the last one pass their hidden states on, and return nothing.
         """
         is_last = self.config.parallel.is_last_stage
+        wanted = torch.cat([inputs.logits_indices, inputs.scored_indices])
         result = self._model(
             input_ids=inputs.input_ids if embedded is None else None,
             inputs_embeds=embedded,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=inputs.logits_indices if is_last else inputs.logits_indices[:0],
+            logits_to_keep=wanted if is_last else wanted[:0],
         )
-        if not is_last or not inputs.samplers:
-            return [], []
-        return sample(result.logits[0], inputs.samplers), top_logits(result.logits[0], inputs.samplers)
+        if not is_last:
+            return _Forwarded()
+        num_samples = len(inputs.samplers)
+        logits, scored = result.logits[0][:num_samples], result.logits[0][num_samples:]
+        tokens = (
+            sample(penalized(logits, inputs.samplers, inputs.histories), inputs.samplers)
+            if num_samples
+            else []
+        )
+        return _Forwarded(
+            tokens,
+            top_logits(logits, inputs.samplers),
+            _logprobs_of_samples(logits, tokens, inputs),
+            _logprobs_of_prompts(scored, inputs),
+        )
+
+
+def _logprobs_of_samples(logits: torch.Tensor, tokens: list[int], inputs: StepInputs) -> list[Logprobs]:
+    asked = [sampler.params.num_logprobs for sampler in inputs.samplers]
+    rows = [row for row, count in enumerate(asked) if count is not None]
+    found = iter(logprobs_of(logits[rows], [tokens[row] for row in rows], [asked[row] or 0 for row in rows]))
+    return [() if count is None else next(found) for count in asked]
+
+
+def _logprobs_of_prompts(
+    logits: torch.Tensor, inputs: StepInputs
+) -> dict[str, tuple[int, tuple[Logprobs, ...]]]:
+    by_request: dict[str, tuple[int, tuple[Logprobs, ...]]] = {}
+    for prompt in inputs.scored:
+        num_tokens = len(prompt.token_ids)
+        own, logits = logits[:num_tokens], logits[num_tokens:]
+        by_request[prompt.request_id] = (
+            prompt.first,
+            tuple(logprobs_of(own, prompt.token_ids, [prompt.count] * num_tokens)),
+        )
+    return by_request

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
-from .types import SamplingParams
+from .types import Logprobs, SamplingParams
 
 
 class TokenSampler:
@@ -29,6 +30,18 @@ class TokenSampler:
         return self.params.temperature == 0.0
 
 
+@dataclass(frozen=True)
+class History:
+    """The tokens of a request whose next one is sampled.
+
+    Attributes:
+        token_ids: `(num_tokens,)` int64: the prompt, then the answer so far.
+    """
+
+    token_ids: torch.Tensor
+    num_prompt_tokens: int
+
+
 @contextmanager
 def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[None]:
     """If the body raises, reset each stream: the step runs again and must draw the same numbers."""
@@ -39,6 +52,59 @@ def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[Non
         for generator, before in states:
             generator.set_state(before)
         raise
+
+
+def penalized(
+    logits: torch.Tensor, samplers: Sequence[TokenSampler], histories: Sequence[History]
+) -> torch.Tensor:
+    """Apply each request's penalties.
+
+    Args:
+        logits: `(num_requests, vocab_size)`, any float type, any device. It is not changed.
+        samplers: One per row.
+        histories: One per row.
+
+    Returns:
+        `logits` itself if no request has penalties; otherwise a copy, in float32.
+    """
+    rows = [row for row, sampler in enumerate(samplers) if sampler.params.has_penalties]
+    if not rows:
+        return logits
+    changed = logits.to(torch.float32, copy=True)
+    for row in rows:
+        params, history = samplers[row].params, histories[row]
+        scores, factor, size = changed[row], params.repetition_penalty, logits.shape[-1]
+        seen = torch.bincount(history.token_ids, minlength=size).to(logits.device) > 0
+        repeated = torch.where(scores > 0, scores / factor, scores * factor)
+        answer = history.token_ids[history.num_prompt_tokens :]
+        counts = torch.bincount(answer, minlength=size).to(logits.device)
+        changed[row] = torch.where(seen, repeated, scores) - (
+            params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        )
+    return changed
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+    """Return the log probability of one token per row, and of the likeliest tokens of the row.
+
+    Args:
+        logits: `(num_rows, vocab_size)`, any float type, any device, as the model computed them.
+        token_ids: One per row.
+        counts: How many of the likeliest tokens to return for each row.
+    """
+    if not token_ids:
+        return []
+    scores = logits.float()
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    largest = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
+    # The same subtraction for all of them: the token that a client compares with the likeliest one may be that one.
+    ids = torch.cat([chosen, largest.indices], dim=-1).tolist()
+    values = (torch.cat([scores.gather(1, chosen), largest.values], dim=-1) - total).tolist()
+    return [
+        tuple(zip(row_ids[: count + 1], row_values[: count + 1], strict=True))
+        for row_ids, row_values, count in zip(ids, values, counts, strict=True)
+    ]
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:

@@ -224,7 +224,9 @@ class Scheduler:
             if not self._admits(draft, request):
                 not_yet.append(self.waiting.popleft())
                 continue
-            local_blocks, num_local = self._manager.get_computed_blocks(request)
+            local_blocks, num_local = (
+                (None, 0) if request.computes_whole_prompt else self._manager.get_computed_blocks(request)
+            )
             num_external, is_async = self._num_loadable_tokens(request, num_local)
             if num_external is None:
                 not_yet.append(self.waiting.popleft())
@@ -313,6 +315,9 @@ class Scheduler:
             if request.num_computed_tokens >= self._suspects.get(request.request_id, math.inf):
                 del self._suspects[request.request_id]
             request.top_logits = request.top_logits or result.top_logits.get(request.request_id, ())
+            request.logprobs = result.logprobs.get(request.request_id, ())
+            first, scores = result.prompt_logprobs.get(request.request_id, (0, ()))
+            request.prompt_logprobs.update(enumerate(scores, first))
             try:
                 self._take_in(request, sampled[request.request_id], outcome)
             except Exception as error:

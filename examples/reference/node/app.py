@@ -8,7 +8,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
@@ -18,19 +19,23 @@ from kvferry.connector.stats import KVConnectorStats
 
 from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
-from ..engine.types import GenerationRequest, RequestOutput
+from ..engine.types import GenerationRequest, Logprobs, RequestOutput
 from ..web.admin import admin_application
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
+from .fan_out import Piece, pieces_of
+from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
 from .prompts import PromptReader
 from .replies import (
     TRANSFER_HEADER,
     ChatFormat,
+    Choice,
     CompletionFormat,
+    Echo,
     Envelope,
     ReplyFormat,
     failure,
@@ -71,6 +76,7 @@ class NodeServer:
         self._stories = Stories()
         engine.on_handoffs = self._observe_handoffs
         self._prompts: PromptReader
+        self._names: TokenNames
         self._is_ready = False
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
@@ -82,6 +88,7 @@ class NodeServer:
         """Serve requests from now on."""
         # The longest prompt leaves room for an answer of one token.
         self._prompts = PromptReader(self._engine.tokenizer, self._engine.max_model_len - 1)
+        self._names = TokenNames(self._engine.tokenizer)
         self._is_ready = True
 
     def announce_drain(self) -> None:
@@ -265,32 +272,104 @@ class NodeServer:
             client = parse(body)
             lora_name = self._lora_name(client.model)
             try:
-                prompt_token_ids = await self._prompts.read(client.prompt)
+                prompts = [await self._prompts.read(prompt) for prompt in client.prompts]
             except asyncio.CancelledError:  # the client left before the engine got the request
                 if client.kv_transfer_params is not None:
                     engine.decline(client.kv_transfer_params)
                 raise
+            if len(prompts) > 1:  # an answer that has begun could not be refused any more
+                self._prompts.refuse_too_long(prompts)
+            client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
         request_id = f"{reply_format.id_prefix}-{_client_request_id(request)}"
-        generation = GenerationRequest(
-            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids unique.
-            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
-            prompt_token_ids=prompt_token_ids,
-            sampling=client.sampling,
-            kv_transfer_params=client.kv_transfer_params,
-            cache_salt=client.cache_salt,
-            lora_name=lora_name,
-            items=client.items,
+        requests = [
+            [
+                # A node loads a prompt once; further answers to it find it in the prefix cache.
+                self._generation(request_id, client, prompt, lora_name, number)
+                for number in range(client.num_answers)
+            ]
+            for prompt in prompts
+        ]
+        choices = [
+            Choice(number * client.num_answers + index, self._echo(client, number, prompt, prompt_logprobs))
+            for number, prompt in enumerate(prompts)
+            for index in range(client.num_answers)
+        ]
+        envelope = Envelope(
+            reply_format,
+            request_id,
+            lora_name or engine.model_name,
+            int(time.time()),
+            self._names,
+            client.return_token_ids,
+            client.sampling.num_logprobs is not None,
+            client.num_answers,
         )
-        model = lora_name or engine.model_name
-        envelope = Envelope(reply_format, request_id, model, int(time.time()), client.return_token_ids)
-        async with contextlib.aclosing(self._followed(generation)) as outputs:
+        async with contextlib.aclosing(pieces_of(requests, self._followed)) as outputs:
             with _refusals_as_api_errors():
                 first = await anext(outputs)
             pieces = _uncut(_prepend(first, outputs))
             if client.stream:
-                outcome = transfer_outcome(first.metrics)  # a load has ended before the first piece arrives
-                return await self._stream(request, pieces, envelope, client.include_usage, outcome)
-            return await self._whole(pieces, envelope)
+                outcome = transfer_outcome(
+                    first[1].metrics
+                )  # a load has ended before the first piece arrives
+                return await self._stream(request, pieces, choices, envelope, client.include_usage, outcome)
+            return await self._whole(pieces, choices, envelope)
+
+    def _with_prompt_logprobs(
+        self, client: ClientRequest, num_prompt_tokens: int
+    ) -> tuple[ClientRequest, tuple[Logprobs, ...] | None]:
+        """Decide where the log probabilities of the prompt come from, if the client wants them.
+
+        Returns:
+            The request as the engine shall compute it, and what a prefill node has sent along; None if it has not.
+
+        Raises:
+            ApiError: what it sent is malformed (400).
+        """
+        params, given = take_prompt_logprobs(client.kv_transfer_params, num_prompt_tokens)
+        client = replace(client, kv_transfer_params=params)
+        if client.sampling.num_prompt_logprobs is None:
+            return client, None
+        if given is not None:
+            return replace(client, sampling=replace(client.sampling, num_prompt_logprobs=None)), given
+        if params is not None and params.get("do_remote_prefill"):
+            # Only computing the prompt gives its log probabilities, so this node does that, and loads nothing.
+            self._engine.decline(params)
+            params = None
+        elif params is not None:
+            # An early offer would leave before they are known.
+            params = {key: value for key, value in params.items() if key != "overlap"}
+        return replace(client, kv_transfer_params=params), None
+
+    def _echo(
+        self,
+        client: ClientRequest,
+        number: int,
+        prompt: tuple[int, ...],
+        prompt_logprobs: tuple[Logprobs, ...] | None,
+    ) -> Echo | None:
+        if not client.echo:
+            return None
+        text = self._prompts.text_of(client.prompts[number], prompt)
+        return Echo(text, prompt, prompt_logprobs, client.only_echo)
+
+    def _generation(
+        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], lora_name: str, number: int
+    ) -> GenerationRequest:
+        """Return the request for the answer of this number to a prompt."""
+        sampling = client.sampling
+        if number and sampling.seed is not None:  # otherwise all answers would be the same
+            sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 63))
+        return GenerationRequest(
+            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids unique.
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            kv_transfer_params=None if number else client.kv_transfer_params,
+            cache_salt=client.cache_salt,
+            lora_name=lora_name,
+            items=client.items,
+        )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Generate, and tell the request's story on the way."""
@@ -299,34 +378,38 @@ class NodeServer:
             async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
                 async for output in outputs:
                     self._stories.observe_output(generation.request_id, output)
+                    if output.prompt_logprobs and output.kv_transfer_params is not None:
+                        # The decode node will not compute the prompt, so it needs them from here.
+                        params = {**output.kv_transfer_params, PROMPT_LOGPROBS: output.prompt_logprobs}
+                        output = replace(output, kv_transfer_params=params)
                     yield output
         except Exception as error:
             reason = {"reason": f"{type(error).__name__}: {error}"}
             self._stories.note(generation.request_id, "refused or failed", time.time(), reason)
             raise
 
-    async def _whole(self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope) -> web.Response:
-        texts: list[str] = []
-        token_ids: list[int] = []
-        last: RequestOutput | None = None
+    async def _whole(
+        self, pieces: AsyncGenerator[Piece, None], choices: Sequence[Choice], envelope: Envelope
+    ) -> web.Response:
         with _refusals_as_api_errors():
-            async for output in outputs:
-                texts.append(output.text_delta)
-                token_ids += output.new_token_ids
-                last = output
-        assert last is not None, "an answer has at least one piece"
-        self._metrics.observe(last.metrics)
-        headers = {"X-Request-Id": envelope.request_id, TRANSFER_HEADER: transfer_outcome(last.metrics)}
-        if last.finish_reason == "error":
-            refusal = failure(last).response()
-            refusal.headers.update(headers)
-            return refusal
-        return web.json_response(envelope.whole("".join(texts), token_ids, last), headers=headers)
+            async for index, output in pieces:
+                choices[index].add(output)
+                if output.finish_reason:
+                    self._metrics.observe(output.metrics)
+        outcome = transfer_outcome(choices[0].last.metrics)
+        headers = {"X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
+        for choice in choices:
+            if choice.last.finish_reason == "error":
+                refusal = failure(choice.last).response()
+                refusal.headers.update(headers)
+                return refusal
+        return web.json_response(envelope.whole(choices), headers=headers)
 
     async def _stream(
         self,
         request: web.Request,
-        outputs: AsyncGenerator[RequestOutput, None],
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
         envelope: Envelope,
         include_usage: bool,
         outcome: str,
@@ -334,7 +417,7 @@ class NodeServer:
         headers = {**SSE_HEADERS, "X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
         response = web.StreamResponse(headers=headers)
         try:
-            async for event in self._events(outputs, envelope, include_usage):
+            async for event in self._events(pieces, choices, envelope, include_usage):
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(event)
@@ -356,19 +439,22 @@ class NodeServer:
         return response
 
     async def _events(
-        self, outputs: AsyncGenerator[RequestOutput, None], envelope: Envelope, include_usage: bool
+        self,
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
+        envelope: Envelope,
+        include_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
-        is_first = True
-        async for output in outputs:
+        async for index, output in pieces:
+            delta = choices[index].add(output)
             if output.new_token_ids or output.text_delta or output.finish_reason:
-                yield _event(envelope.chunk(output, is_first=is_first))
-                is_first = False
+                yield _event(envelope.chunk(choices[index], delta))
             elif output.kv_transfer_params is not None:
                 yield _event(envelope.early_chunk(output.kv_transfer_params))
             if output.finish_reason:
                 self._metrics.observe(output.metrics)
-                if include_usage:
-                    yield _event(envelope.usage_chunk(output.metrics))
+        if include_usage:
+            yield _event(envelope.usage_chunk(choices))
 
     def _running_engine(self) -> Engine:
         if not self._is_ready:
@@ -402,24 +488,22 @@ def _engine_ended(error: EngineDeadError) -> ApiError:
     return unavailable(f"the engine does not run: {error}", retry_after_s=None)  # only a restart would help
 
 
-async def _prepend(
-    first: RequestOutput, rest: AsyncGenerator[RequestOutput, None]
-) -> AsyncGenerator[RequestOutput, None]:
+async def _prepend(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
     yield first
-    async for output in rest:
-        yield output
+    async for piece in rest:
+        yield piece
 
 
-async def _uncut(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the pieces of an answer until it is complete.
+async def _uncut(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of answers until they are complete.
 
     Raises:
-        EngineDeadError: the node stopped in the middle of the answer.
+        EngineDeadError: the node stopped in the middle of an answer.
     """
-    async for output in outputs:
-        if output.finish_reason == "abort":
+    async for piece in pieces:
+        if piece[1].finish_reason == "abort":
             raise EngineDeadError("the node stopped before the answer was complete")
-        yield output
+        yield piece
 
 
 def _client_request_id(request: web.Request) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.types import PromptItem, SamplingParams
+from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
 from ..web.errors import bad_request
 from ..web.fields import Fields
 from .prompt_items import parse_items
@@ -20,20 +20,15 @@ from .prompt_items import parse_items
 DEFAULT_COMPLETION_TOKENS = 16
 UNLIMITED_TOKENS = 1 << 30
 MAX_STOP_TEXTS = 16
+#: Most answers to one request: its prompts times `n`.
+MAX_ANSWERS = 256
 
 #: Fields that the engine accepts only with values that change nothing.
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
     "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -44,11 +39,15 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
+#: The same for one of the two endpoints only.
+ONLY_VALUES_OF_COMPLETIONS: Mapping[str, tuple[object, ...]] = {"top_logprobs": (0,)}
+ONLY_VALUES_OF_CHATS: Mapping[str, tuple[object, ...]] = {"echo": (False,)}
 
 #: What a client can do instead, for the messages about some of these fields.
 ALTERNATIVES: Mapping[str, str] = {
-    "n": ": send a request for each answer",
-    "best_of": ": send a request for each answer, and choose",
+    "best_of": ": ask for n answers, and choose",
+    "prompt_logprobs": ": use 'echo' and 'logprobs'",
+    "top_logprobs": ": completions have 'logprobs'",
 }
 
 
@@ -67,13 +66,19 @@ class ChatPrompt:
     messages: tuple[Message, ...]
 
 
+Prompt = str | tuple[int, ...] | ChatPrompt
+
+
 @dataclass(frozen=True)
 class ClientRequest:
     """A request's body, checked as far as possible without the model.
 
     Attributes:
         model: The model's name as the client wrote it; empty means the model that is served.
-        prompt: Text, token ids, or a chat.
+        prompts: Each a text, token ids, or a chat.
+        num_answers: Answers to each prompt.
+        echo: Answers begin with the prompt.
+        only_echo: Answers have nothing but the prompt. The engine makes one token all the same.
         include_usage: Whether a stream ends with a chunk that has the usage.
         return_token_ids: Whether answers have `token_ids` in addition to the text.
         cache_salt: The request shares the prefix cache only with requests that have the same salt, which may be empty.
@@ -81,7 +86,10 @@ class ClientRequest:
     """
 
     model: str
-    prompt: str | tuple[int, ...] | ChatPrompt
+    prompts: tuple[Prompt, ...]
+    num_answers: int
+    echo: bool
+    only_echo: bool
     sampling: SamplingParams
     stream: bool
     include_usage: bool
@@ -100,7 +108,14 @@ def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
     """
     if "prompt" not in body:
         raise bad_request("the request lacks 'prompt'", "prompt")
-    return _client_request(body, _prompt(body["prompt"]), DEFAULT_COMPLETION_TOKENS)
+    _refuse_unsupported(body, ONLY_VALUES_OF_COMPLETIONS)
+    fields = Fields(body)
+    # Some clients write false for an absent number.
+    num_logprobs = None if body.get("logprobs") is False else fields.optional_integer("logprobs")
+    echo = fields.boolean("echo", False)
+    if echo and body.get("prompt_items"):
+        raise bad_request("echo: a prompt with vectors (prompt_items) has no text", "echo")
+    return _client_request(body, _prompts(body["prompt"]), DEFAULT_COMPLETION_TOKENS, num_logprobs, echo=echo)
 
 
 def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
@@ -114,39 +129,80 @@ def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
     if not isinstance(messages, list) or not messages:
         raise bad_request("'messages' must be a list of at least one message", "messages")
     chat = ChatPrompt(tuple(_message(index, message) for index, message in enumerate(messages)))
-    return _client_request(body, chat, UNLIMITED_TOKENS)
+    _refuse_unsupported(body, ONLY_VALUES_OF_CHATS)
+    fields = Fields(body)
+    num_top = fields.integer("top_logprobs", 0)
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs={num_top}: it must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
+    wants_logprobs = fields.boolean("logprobs", False)
+    if num_top and not wants_logprobs:
+        raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
+    return _client_request(body, (chat,), UNLIMITED_TOKENS, num_top if wants_logprobs else None, echo=False)
 
 
 def _client_request(
-    body: Mapping[str, Any], prompt: str | tuple[int, ...] | ChatPrompt, default_max_tokens: int
+    body: Mapping[str, Any],
+    prompts: tuple[Prompt, ...],
+    default_max_tokens: int,
+    num_logprobs: int | None,
+    *,
+    echo: bool,
 ) -> ClientRequest:
-    _refuse_unsupported(body)
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
+    max_tokens = fields.integer("max_completion_tokens", max_tokens)
+    only_echo = echo and max_tokens == 0
+    num_answers = fields.integer("n", 1)
+    if num_answers < 1:
+        raise bad_request(f"n={num_answers}: it must be at least 1", "n")
+    if num_answers * len(prompts) > MAX_ANSWERS:
+        what = f"n={num_answers}" if len(prompts) == 1 else f"n={num_answers} with {len(prompts)} prompts"
+        raise bad_request(
+            f"{what}: at most {MAX_ANSWERS} answers per request are possible",
+            "n" if num_answers > 1 else "prompt",
+        )
     sampling = SamplingParams(
-        max_tokens=fields.integer("max_completion_tokens", max_tokens),
+        max_tokens=1 if only_echo else max_tokens,
         temperature=fields.number("temperature", 1.0),
         top_p=fields.number("top_p", 1.0),
         seed=fields.optional_integer("seed"),
         stop=_stop(body.get("stop")),
         ignore_eos=fields.boolean("ignore_eos", False),
         num_top_logits=fields.integer("return_top_logits", 0),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_logprobs if echo else None,
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0),
     )
+    kv_transfer_params = fields.optional_mapping("kv_transfer_params")
+    if kv_transfer_params and len(prompts) > 1:
+        raise bad_request(
+            f"kv_transfer_params are for one prompt, and the request has {len(prompts)}: send one request per prompt",
+            "kv_transfer_params",
+        )
+    if num_answers > 1 and (kv_transfer_params or {}).get("do_remote_decode"):
+        raise bad_request(
+            f"n={num_answers}: with do_remote_decode it must be 1, because a node loads a prompt once", "n"
+        )
     return ClientRequest(
         model=fields.text("model", ""),
-        prompt=prompt,
+        prompts=prompts,
+        num_answers=num_answers,
+        echo=echo,
+        only_echo=only_echo,
         sampling=sampling,
         stream=fields.boolean("stream", False),
         include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
         return_token_ids=fields.boolean("return_token_ids", False),
-        kv_transfer_params=fields.optional_mapping("kv_transfer_params"),
+        kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
         items=parse_items(body),
     )
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name, allowed in ONLY_VALUES.items():
+def _refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object, ...]]) -> None:
+    for name, allowed in {**ONLY_VALUES, **more}.items():
         value = body.get(name)
         if value is None or any(_same(value, only) for only in allowed):
             continue
@@ -163,18 +219,20 @@ def _same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        return tuple(map(_prompt, value))
+    return (_prompt(value),)
+
+
 def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # a batch of one
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return tuple(value)
-    if isinstance(value, list) and len(value) > 1 and all(isinstance(item, str | list) for item in value):
-        raise bad_request(
-            "several prompts in one request are not supported: send one request per prompt", "prompt"
-        )
-    raise bad_request("'prompt' must be a string or a list of at least one token id", "prompt")
+    raise bad_request(
+        "'prompt' must be a string or a list of at least one token id, or a list of such prompts", "prompt"
+    )
 
 
 def _message(index: int, message: object) -> Message:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..engine.errors import PromptTooLongError
 from ..web.errors import bad_request, unavailable
 from ..web.serving import SHUTDOWN_DEADLINE_S, leave_now
-from .openai_request import ChatPrompt
+from .openai_request import ChatPrompt, Prompt
 from .prompt_sizes import size_bound_of
 
 #: Prompts of up to this many characters are tokenized on the event loop. This takes a millisecond or two; a thread would take
@@ -27,8 +27,6 @@ MESSAGE_CHARS = 64
 #: Most long prompts that are tokenized at a time, and most that wait for a thread.
 NUM_THREADS = 2
 MAX_WAITING = 16
-
-Prompt = str | tuple[int, ...] | ChatPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +60,13 @@ class PromptReader:
         Raises:
             PromptTooLongError: it is longer than the longest prompt.
         """
-        if isinstance(prompt, list) and len(prompt) == 1:
-            prompt = prompt[0]  # a batch of one
+        if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
+            for item in prompt:
+                self._refuse_one_by_size(item)
+        else:
+            self._refuse_one_by_size(prompt)
+
+    def _refuse_one_by_size(self, prompt: object) -> None:
         if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
             if len(prompt) > self._max_prompt_tokens:
                 raise self._too_long(f"{len(prompt)}", len(prompt))
@@ -82,6 +85,20 @@ class PromptReader:
         if isinstance(prompt, tuple) or _num_chars(prompt) <= SHORT_CHARS:
             return self._token_ids(prompt)
         return await self._in_a_thread(functools.partial(self._token_ids, prompt))
+
+    def refuse_too_long(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Refuse prompts of which one is too long, as the engine refuses a single one.
+
+        Raises:
+            PromptTooLongError: one of them is longer than the longest prompt.
+        """
+        for prompt in prompts:
+            if len(prompt) > self._max_prompt_tokens:
+                raise self._too_long(f"{len(prompt)}", len(prompt))
+
+    def text_of(self, prompt: Prompt, token_ids: tuple[int, ...]) -> str:
+        """Return a prompt's text, for an answer that begins with it."""
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(token_ids)))
 
     async def close(self) -> None:
         """Wait for the prompts that are being tokenized, and start no others.

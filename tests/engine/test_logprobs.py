@@ -1,0 +1,62 @@
+"""Log probabilities of answers and prompts, and penalties: they are what the model's own logits give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.reference.engine.sampling import History, TokenSampler, penalized
+from kvferry.reference.engine.types import SamplingParams
+from kvferry.reference.engine.weights import load_model
+
+PROMPT = [(7919 * index) % 251 for index in range(70)]
+
+
+def _expected(folder: Any, tokens: list[int]) -> torch.Tensor:
+    model = load_model(folder, torch.float32, torch.device("cpu"), "eager")
+    with torch.inference_mode():
+        scores: torch.Tensor = model(torch.tensor([tokens])).logits[0].log_softmax(dim=-1)
+    return scores
+
+
+def test_logprobs_of_prompt_and_answer_are_the_models(make_node: Any, tiny_model: Any) -> None:
+    node = make_node(max_num_batched_tokens=16)  # the prompt takes several steps
+    # Beside another request, and again with the prompt in the prefix cache, which must not hide its logits.
+    for name in ("a", "b"):
+        node.add(name, PROMPT, max_tokens=3, num_logprobs=2, num_prompt_logprobs=1)
+        node.add(f"{name}/silent", PROMPT[:9], max_tokens=3)
+        node.run()
+        answer = node.tokens(name)
+        scores = _expected(tiny_model("llama"), PROMPT + answer)
+        (told,) = (output.prompt_logprobs for output in node.outputs[name] if output.prompt_logprobs)
+        assert [entry[0][0] for entry in told] == PROMPT[1:]
+        wanted = [float(scores[position, token]) for position, token in enumerate(PROMPT[1:])]
+        assert [entry[0][1] for entry in told] == pytest.approx(wanted, abs=1e-3)
+        assert [entry[1][0] for entry in told] == scores[: len(PROMPT) - 1].argmax(dim=-1).tolist()
+        of_answer = [entry for output in node.outputs[name] for entry in output.logprobs]
+        assert [entry[0] for entry in of_answer] == [entry[1] for entry in of_answer]  # it is greedy
+        assert [entry[0][0] for entry in of_answer] == answer
+        wanted = [float(scores[len(PROMPT) - 1 + at, token]) for at, token in enumerate(answer)]
+        assert [entry[0][1] for entry in of_answer] == pytest.approx(wanted, abs=1e-3)
+        assert all(len(entry) == 3 for entry in of_answer)
+        assert not any(output.logprobs or output.prompt_logprobs for output in node.outputs[f"{name}/silent"])
+
+
+def test_penalties_change_the_logits_of_tokens_that_were_there() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
+    history = History(torch.tensor([0, 1, 2, 2]), num_prompt_tokens=2)
+    params = SamplingParams(presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2.0)
+    samplers = [TokenSampler(params), TokenSampler(SamplingParams())]
+    changed = penalized(logits, samplers, [history, history])
+    assert changed.tolist() == [[1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 0.5], logits[1].tolist()]
+    assert logits[0, 0] == 2.0
+    assert penalized(logits, samplers[1:] * 2, [history, history]) is logits
+
+
+def test_a_penalised_answer_does_not_repeat_itself(make_node: Any) -> None:
+    node = make_node()
+    plain = node.answer(PROMPT[:8], max_tokens=40)
+    penalised = node.answer(PROMPT[:8], max_tokens=40, presence_penalty=2.0, frequency_penalty=2.0)
+    assert len(set(penalised)) > len(set(plain))
