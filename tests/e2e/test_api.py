@@ -102,8 +102,11 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"),
         ({"prompt": [1, 99999]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1, 2], [3]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1, 2], [99999]]}, "prompt"),
+        ({"prompt": ["a", "a" * 5000]}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": "a" * 5000}, "prompt"),
@@ -111,8 +114,15 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
         ({"prompt": [1] * (1 << 20)}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "a", "n": True}, "n"),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "logprobs": 3}, "logprobs"),
+        ({"prompt": "a", "n": 257}, "n"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
@@ -133,18 +143,22 @@ def test_bad_input_is_refused_and_the_server_keeps_running(server: Any, body: An
     assert server.get("/health")[0] == 200
 
 
-def test_a_request_for_several_answers_is_refused_before_its_prompt_is_computed(tiny_fleet: Any) -> None:
-    """Computing the prompt would be wasted: each answer would be offered, and no node of this engine loads several."""
-    for node, params in ((tiny_fleet.single, None), (tiny_fleet.prefill, DO_REMOTE_DECODE)):
-        reply = node.complete("a" * 40, n=2, kv_transfer_params=params)
-        assert (reply.status, reply.body["error"]["param"]) == (400, "n")
-        assert reply.error == "n=2 is not supported; only 1 is: send a request for each answer"
-        assert node.is_whole()
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 2}, "n"), ({"prompt": ["a", "b"]}, "kv_transfer_params")], ids=str
+)
+def test_a_prefill_is_of_one_prompt_and_one_answer(
+    tiny_fleet: Any, fields: dict[str, Any], param: str
+) -> None:
+    """Each answer would be offered, and a decode node loads one offer."""
+    body = {"prompt": "a" * 40, "kv_transfer_params": DO_REMOTE_DECODE, **fields}
+    reply = tiny_fleet.prefill.post("/v1/completions", body)
+    assert (reply.status, reply.body["error"]["param"]) == (400, param)
+    assert tiny_fleet.prefill.is_whole()
 
 
 def test_an_offer_that_the_decode_node_refuses_is_released_at_once(tiny_fleet: Any) -> None:
-    """The router lets the decode node decide whether it supports several answers."""
-    reply = tiny_fleet.router.complete("b" * 40, n=2)
+    """The router lets the decode node decide how many answers it can give."""
+    reply = tiny_fleet.router.complete("b" * 40, n=257)
     assert (reply.status, reply.body["error"]["param"]) == (400, "n")
     wait_until(tiny_fleet.prefill.is_whole, timeout_s=3)  # its lease is 6 s
 

@@ -246,20 +246,15 @@ async def test_a_limited_number_of_long_prompts_waits_and_one_more_must_retry_la
         assert len(await reader.read(SLOW)) == len(SLOW)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [["a", "b"], [[1, 2], [3]], [[1], "a"], ["", ""], [[], []], [["a"], ["b"]]],
-    ids=str,
-)
-def test_several_prompts_are_refused_with_the_reason(prompt: Any) -> None:
-    with pytest.raises(ApiError, match="several prompts in one request are not supported") as caught:
-        parse_completion({"prompt": prompt})
-    assert (caught.value.status, caught.value.param) == (400, "prompt")
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[1], "a"]], ids=str)
+def test_a_request_may_have_several_prompts(prompt: Any) -> None:
+    expected = tuple(one if isinstance(one, str) else tuple(one) for one in prompt)
+    assert parse_completion({"prompt": prompt}).prompts == expected
 
 
 @pytest.mark.parametrize(
     "prompt",
-    [[], [[]], [[[]]], [["a"]], [[["a"]]], [[[1]]], [1, "a"], ["a", 1], [True], [1.5], [None], [{}], {}, None, 7, True],
+    [[], [[]], [[], []], [["a"], ["b"]], [[[]]], [["a"]], [[["a"]]], [[[1]]], [1, "a"], ["a", 1], [True], [1.5], [None], [{}], {}, None, 7, True],
     ids=str,
 )  # fmt: skip
 def test_a_value_that_is_not_a_prompt_is_refused(prompt: Any) -> None:
@@ -272,4 +267,4 @@ def test_a_value_that_is_not_a_prompt_is_refused(prompt: Any) -> None:
     ("prompt", "read"), [(["a"], "a"), ([[1, 2]], (1, 2)), ([1], (1,)), ("a", "a")], ids=str
 )
 def test_one_prompt_may_be_written_as_a_batch_of_one(prompt: Any, read: object) -> None:
-    assert parse_completion({"prompt": prompt}).prompt == read
+    assert parse_completion({"prompt": prompt}).prompts == (read,)

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
+from kvferry.reference.router.handoffs import RESULTS
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -266,16 +267,31 @@ async def test_a_release_that_is_not_answered_delays_nothing() -> None:
 @pytest.mark.parametrize(
     "prompt", [["a", "b"], [[1, 2], [3]], ["a", [1]]], ids=["texts", "token ids", "both"]
 )
-async def test_several_prompts_are_refused_with_the_reason(prompt: list[Any]) -> None:
+async def test_each_of_several_prompts_has_a_handoff_of_its_own(prompt: list[Any]) -> None:
     prefill = Prefill()
     async with routed([prefill], [Decode(whole())]) as client:
         status, text = await ask(client, prompt=prompt)
-        error = json.loads(text)["error"]
-        assert (status, error["param"]) == (400, "prompt")
-        assert "2 prompts" in error["message"]
-        assert "send one request per prompt" in error["message"]
+        assert status == 200, text
+        report = await (await client.get("/health")).json()
+        assert sum(report["handoffs"][0][result] for result in RESULTS) == 2
         for one in (prompt[:1], [1, 2, 3]):
             assert (await ask(client, prompt=one))[0] == 200
+        too_many = json.loads((await ask(client, prompt=["a"] * 257))[1])["error"]
+        assert too_many["param"] == "prompt"
+        assert "at most 256" in too_many["message"]
+
+
+async def test_a_refusal_of_one_of_several_prompts_is_the_whole_answer() -> None:
+    class Picky(Decode):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            if (await request.json())["prompt"] == "bad":
+                return web.json_response({"error": {"message": "no", "param": "prompt"}}, status=400)
+            return await super().handle(request)
+
+    prefill = Prefill()
+    async with routed([prefill], [Picky(whole())]) as client:
+        status, text = await ask(client, prompt=["good", "bad"])
+        assert (status, json.loads(text)["error"]["message"]) == (400, "no")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from ..engine.engine import Engine
 from ..engine.errors import EngineDeadError, InvalidRequestError
 from ..engine.types import GenerationRequest, Logprobs, RequestOutput
 from ..web.admin import admin_application
+from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
@@ -110,9 +111,11 @@ class NodeServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
+        add_api_pages(app, "kvferry node")
         app.on_cleanup.append(self._close_prompts)
         close_connections_while(app, lambda: self._is_draining)
         return app
@@ -206,6 +209,16 @@ class NodeServer:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self._served_models()})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        found = [model for model in self._served_models() if model["id"] == name]
+        if not found:
+            raise self._no_such_model(name)
+        return web.json_response(found[0])
+
+    def _served_models(self) -> list[dict[str, Any]]:
         engine = self._running_engine()
         model = {
             "id": engine.model_name,
@@ -217,7 +230,7 @@ class NodeServer:
         adapters = [
             {**model, "id": name, "parent": engine.model_name} for name in engine.settings.lora_modules
         ]
-        return web.json_response({"object": "list", "data": [model, *adapters]})
+        return [model, *adapters]
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -466,9 +479,12 @@ class NodeServer:
         if model in self._engine.settings.lora_modules:
             return model
         if model and model not in (self._engine.model_name, self._engine.settings.model):
-            message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"
-            raise ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
+            raise self._no_such_model(model)
         return ""
+
+    def _no_such_model(self, model: str) -> ApiError:
+        message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"
+        return ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
 
 
 @contextlib.contextmanager

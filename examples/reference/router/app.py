@@ -13,9 +13,11 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from yarl import URL
 
 from ..web.access import NodeAccess
 from ..web.admin import admin_application
+from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
 from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
@@ -27,6 +29,7 @@ from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, U
 from .phases import Call, check_body, decode_body, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
+from .several import MergedReply, calls_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +97,11 @@ class Router:
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_text)
+        add_api_pages(app, "kvferry router")
         app.cleanup_ctx.append(self._connected)
         close_connections_while(app, lambda: self._is_draining)
         return app
@@ -210,6 +215,7 @@ class Router:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        """Answer as a decode node does."""
         tried: Tried = {}
         while True:
             with contextlib.suppress(NodeGoneError):
@@ -217,7 +223,8 @@ class Router:
                     headers = self._headers(
                         request, request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
                     )
-                    async with self._session.get(node.url + "/v1/models", headers=headers) as response:
+                    url = URL(node.url + request.raw_path, encoded=True)
+                    async with self._session.get(url, headers=headers) as response:
                         payload = await response.read()
                 return web.Response(body=payload, status=response.status, content_type=response.content_type)
 
@@ -251,10 +258,14 @@ class Router:
         check_body(body)
         request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
         call = Call(self._session, request.path, body, self._headers(request, request_id))
-        reply = Reply(request)
+        calls = calls_of(call)
+        merged = MergedReply(request, call) if len(calls) > 1 else None
+        reply = merged or Reply(request)
         try:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
-                return await self._routed(call, reply)
+                if merged is not None:
+                    return await merged.answer(calls, self._routed)
+                return await self._routed(calls[0], reply)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -28,7 +28,6 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
 OVERLAP = "overlap"
 
 #: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
-#: A decode node that gives one answer only, such as ours, refuses the request and releases the offer.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 
@@ -70,16 +69,17 @@ def check_body(body: Mapping[str, Any]) -> None:
     """
     fields = Fields(body)
     for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
-        if fields.integer(name, 1) < 1:
-            raise bad_request(f"{name}={body[name]}: it must be at least 1", name)
-    for name in ("prompt", "prompt_embeds"):
-        _refuse_several(name, body.get(name))
+        # An answer that is nothing but the echo of its prompt has no token of its own.
+        least = 0 if name.startswith("max") and body.get("echo") is True else 1
+        if fields.integer(name, least) < least:
+            raise bad_request(f"{name}={body[name]}: it must be at least {least}", name)
+    _refuse_several("prompt_embeds", body.get("prompt_embeds"))
     fields.boolean("stream", False)
     Fields(fields.mapping("stream_options")).boolean("include_usage", False)
 
 
 def _refuse_several(name: str, value: object) -> None:
-    """Refuse several prompts, because an offer is for one prompt."""
+    """Refuse several prompts of a kind that the router cannot split."""
     if isinstance(value, list) and len(value) > 1 and any(isinstance(item, str | list) for item in value):
         message = (
             f"{name!r} has {len(value)} prompts: each needs a handoff of its own; send one request per prompt"

@@ -1,0 +1,212 @@
+"""Requests with several prompts: each prompt has a handoff of its own, and the answers become one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from ..web.errors import ApiError, bad_request
+from ..web.fields import Fields
+from .nodes import NodeGoneError, UpstreamNode
+from .phases import Call, is_stream, object_of
+from .reply import PASSED_HEADERS, TAIL_BYTES, Reply
+
+#: Most prompts per request.
+MAX_PROMPTS = 256
+#: Most prompts of one request that are in flight at a time.
+MAX_AT_ONCE = 16
+#: Token counts that add up.
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+Routed = Callable[[Call, Reply], Awaitable[web.StreamResponse]]
+
+
+def calls_of(call: Call) -> list[Call]:
+    """Split a request into one per prompt.
+
+    Raises:
+        ApiError: it has too many (400).
+    """
+    prompts = call.body.get("prompt")
+    if (
+        not isinstance(prompts, list)
+        or not prompts
+        or not all(isinstance(one, str | list) for one in prompts)
+    ):
+        return [call]
+    if len(prompts) > MAX_PROMPTS:
+        message = f"'prompt' has {len(prompts)} prompts: at most {MAX_PROMPTS} per request are possible"
+        raise bad_request(message, "prompt")
+    if len(prompts) == 1:
+        return [call]
+    return [
+        dataclasses.replace(
+            call,
+            body={**call.body, "prompt": prompt},
+            headers={**call.headers, "X-Request-Id": f"{call.request_id}-{number}"},
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+class MergedReply(Reply):
+    """The answer to a request with several prompts.
+
+    Args:
+        call: The request as the client sent it.
+    """
+
+    def __init__(self, request: web.Request, call: Call) -> None:
+        super().__init__(request)
+        self._id = f"cmpl-{call.request_id}"
+        self._headers = {"X-Request-Id": call.request_id}
+        self._num_answers = Fields(call.body).integer("n", 1)
+        self._usage: dict[str, Any] = {}
+        self._closing: Mapping[str, Any] | None = None
+        self._begun: asyncio.Future[Any]
+
+    async def answer(self, calls: Sequence[Call], routed: Routed) -> web.StreamResponse:
+        """Answer all prompts.
+
+        Raises:
+            ApiError: a prompt cannot be answered, and no part of a stream was sent yet.
+        """
+        turns = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def answer_one(number: int, call: Call) -> web.StreamResponse:
+            async with turns:
+                response = await routed(call, _Part(self, number))
+            if response.status != 200:
+                raise _RefusedError(response)
+            return response
+
+        tasks = [asyncio.create_task(answer_one(number, call)) for number, call in enumerate(calls)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failures = [task.exception() for task in tasks if task.done()]
+            for failure in filter(None, failures):
+                if isinstance(failure, _RefusedError):
+                    if self._stream is None:
+                        return failure.response
+                    failure = ApiError(failure.response.status, failure.why, kind="server_error")
+                if isinstance(failure, ApiError):
+                    return await self.fail(failure)
+                raise failure
+            if self._stream is None:
+                return self._merged([object_of(_body_of(task.result())) for task in tasks])
+            if self._closing is not None:
+                await self._send({**self._closing, "id": self._id, "usage": self._usage})
+            await self._stream.write(b"data: [DONE]\n\n")
+            await self._stream.write_eof()
+            return self._stream
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _merged(self, answers: Sequence[Mapping[str, Any]]) -> web.Response:
+        for answer in answers:
+            self._add_usage(answer.get("usage"))
+        choices = [
+            self._renumbered(choice, number)
+            for number, answer in enumerate(answers)
+            for choice in answer.get("choices", ())
+        ]
+        body = {**answers[0], "id": self._id, "choices": choices, "usage": self._usage}
+        return web.json_response(body, headers=self._headers)
+
+    def _renumbered(self, choice: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {**choice, "index": choice.get("index", 0) + number * self._num_answers}
+
+    def _add_usage(self, usage: object) -> None:
+        for name in _COUNTS:
+            count = usage.get(name) if isinstance(usage, dict) else None
+            self._usage[name] = self._usage.get(name, 0) + (count if isinstance(count, int) else 0)
+
+    async def add_event(self, event: bytes, number: int, headers: Mapping[str, str]) -> None:
+        """Pass on an event of the answer to one prompt.
+
+        Raises:
+            ApiError: it is an error, which ends the whole answer.
+        """
+        payload = event.removeprefix(b"data: ")
+        content = object_of(payload)
+        if not content:
+            return  # [DONE], or a comment
+        if isinstance(error := content.get("error"), dict):
+            raise ApiError(
+                500, str(error.get("message")), kind=str(error.get("type")), code=error.get("code")
+            )
+        if not content.get("choices") and content.get("usage"):
+            # The end of one answer. The usage of all of them follows after the last one.
+            self._add_usage(content["usage"])
+            self._closing = content
+            return
+        choices = [self._renumbered(choice, number) for choice in content.get("choices", ())]
+        await self._send({**content, "id": self._id, "choices": choices}, headers)
+
+    async def _send(self, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        if self._stream is None:
+            # Before anything waits: the parts run at the same time, and only one of them may begin the stream.
+            stream = web.StreamResponse(
+                headers={**(headers or {}), **self._headers, "Cache-Control": "no-cache"}
+            )
+            self._begun = asyncio.ensure_future(stream.prepare(self._request))
+            self._stream = stream
+        await asyncio.shield(self._begun)
+        await self._stream.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+class _RefusedError(Exception):
+    """A node has refused one of the prompts."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__(response.status)
+        self.response = response
+        self.why = _body_of(response)[:200].decode(errors="replace")
+
+
+class _Part(Reply):
+    """The answer to one of the prompts."""
+
+    def __init__(self, merged: MergedReply, number: int) -> None:
+        super().__init__(merged._request)
+        self._merged_reply = merged
+        self._number = number
+
+    async def copy(
+        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """Pass a stream's events on, or return a whole answer. If the node is lost in the middle, the answer fails.
+
+        Raises:
+            ApiError: the stream broke, or an event of it is an error.
+        """
+        headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
+        if not is_stream(upstream):
+            headers.setdefault("Content-Type", "application/json")
+            return web.Response(body=first, status=upstream.status, headers=headers)
+        chunk, rest = first, b""
+        try:
+            while chunk:
+                self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    await self._merged_reply.add_event(event, self._number, headers)
+                async with node.exchange():
+                    chunk = await upstream.content.readany()
+        except NodeGoneError as error:
+            lost = f"the answer was lost in the middle: {await error.explained()}"
+            raise ApiError(502, lost, kind="server_error") from error
+        return web.Response()
+
+
+def _body_of(response: web.StreamResponse) -> bytes:
+    body = response.body if isinstance(response, web.Response) else b""
+    return body if isinstance(body, bytes) else b""
