@@ -4,7 +4,8 @@
         "kv_connector_module_path": "kvferry.connector.vllm", "kv_role": "kv_both"}'
 
 Importing this module does not import vLLM; accessing the class does. If kvferry is installed in vLLM's environment,
-the module path may be left out, because vLLM's plugin loader calls `register`.
+the module path may be left out, because vLLM's plugin loader calls `register`. It registers the connector with NVIDIA Dynamo
+as well, if that is installed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...transports.errors import BackendUnavailableError
+from .dynamo import register_with_dynamo
 
 if TYPE_CHECKING:
     from .adapter import KvferryConnector
@@ -32,13 +34,14 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Register the connector with vLLM under its name. Idempotent."""
+    """Register the connector with vLLM under its name, and with Dynamo if that is installed. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(_CLASS_NAME, __name__, _CLASS_NAME)
     except ValueError:  # vLLM calls its plugins in each process, and in some twice
         KVConnectorFactory.get_connector_class_by_name(_CLASS_NAME)
+    register_with_dynamo(_CLASS_NAME)
 
 
 def _reason(error: ImportError) -> str:

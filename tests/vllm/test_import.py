@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +36,22 @@ except BackendUnavailableError as error:
 else:
     sys.exit("it was found")
 """
+DYNAMO = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from dynamo.vllm.kv_connector_protocols import KV_CONNECTOR_PROTOCOLS
+assert "KvferryConnector" in KV_CONNECTOR_PROTOCOLS, KV_CONNECTOR_PROTOCOLS
+"""
+#: Where `make build/dynamo` puts Dynamo's package.
+BUILT_DYNAMO = Path(__file__).parents[2] / "build" / "dynamo"
 
 
-def _run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+def _run(code: str, *folders: Path) -> None:
+    paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, env=environment
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -54,3 +68,11 @@ def test_without_vllm_the_error_says_what_to_install():
 def test_the_class_starts_and_opens_nothing():
     """vLLM's front end imports the class for its metrics, and never creates an instance."""
     _run(COST)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+@pytest.mark.skipif(
+    not BUILT_DYNAMO.is_dir(), reason="Dynamo is not installed; `make build/dynamo` gets its package"
+)
+def test_vllms_plugin_loader_registers_the_connector_with_dynamo():
+    _run(DYNAMO, BUILT_DYNAMO)
