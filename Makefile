@@ -13,6 +13,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
 CONNECTOR ?= shm
+# What `make demo` puts in front of the nodes: kvferry, or vllm-router.
+ROUTER ?= kvferry
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -51,8 +53,8 @@ $(READY): pyproject.toml constraints.txt constraints-cuda12.txt transports/_nati
 venv: $(READY) ## create .venv with everything that development needs
 
 .PHONY: demo
-demo: $(READY) ## let one process compute prompts and another answer them: DEMO_ARGS="--help"
-	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) $(DEMO_ARGS)
+demo: $(READY) $(if $(filter vllm-router,$(ROUTER)),build/vllm-router) ## let one process compute prompts and another answer them: ROUTER=vllm-router DEMO_ARGS="--help"
+	$(BIN)/python examples/disagg_pair.py --connector $(CONNECTOR) --router $(ROUTER) $(DEMO_ARGS)
 
 # A test that hangs inside a library's call is not interrupted by its own timeout. Then the process of the test ends.
 .PHONY: test
@@ -70,6 +72,20 @@ build/promtool:
 	dpkg-deb --fsys-tarfile build/prometheus/prometheus_*.deb | tar -xO ./usr/bin/promtool > $@
 	chmod +x $@
 	rm -r build/prometheus
+
+.PHONY: control-planes
+control-planes: build/vllm-router build/dynamo ## get the routers of other projects that tests put in front of our nodes (30 MB)
+
+# In a venv of its own, because it needs packages that nothing else here does.
+build/vllm-router: constraints.txt | $(READY)
+	rm -rf $@
+	$(BIN)/python -m venv --without-pip $@
+	$(BIN)/python -m pip --python $@/bin/python install --quiet --disable-pip-version-check -c constraints.txt vllm-router
+
+# Only the package itself: tests need one of its modules, which imports nothing else.
+build/dynamo: constraints.txt | $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt ai-dynamo
 
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)

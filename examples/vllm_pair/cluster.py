@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
+from kvferry.reference.demo.foreign import free_port
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 
 #: vLLM's KV transfer configuration for kvferry, without the connector's own options.
 KVFERRY: Mapping[str, Any] = {
@@ -18,8 +16,6 @@ KVFERRY: Mapping[str, Any] = {
     "kv_connector_module_path": "kvferry.connector.vllm",
     "kv_role": "kv_both",
 }
-#: Below the ports that Linux gives to outgoing connections.
-PORTS = range(20000, 32000)
 
 
 def start_vllm(
@@ -47,17 +43,7 @@ def start_vllm(
         "--served-model-name",
         "model",
         "--port",
-        str(port or _free_port()),
+        str(port or free_port()),
         *arguments,
         *config,
     )
-
-
-def _free_port() -> int:
-    # vLLM cannot choose a port and report it, and it binds late. So choose one from a range that the kernel does not use
-    # for other sockets meanwhile.
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise LaunchError(f"none of the ports from {PORTS[0]} to {PORTS[-1]} is free")

@@ -47,6 +47,9 @@ DEFAULT_PROMPTS = (
 CHAT_TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 PLAIN_TEMPLATE = "{prompt}"
 
+#: What stands in front of the pair: our router, or vllm-router, the router of the vLLM project.
+ROUTERS = ("kvferry", "vllm-router")
+
 #: Options about the connector, passed to the prefill node and the decode node.
 PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
 #: Options passed to every node.
@@ -69,6 +72,7 @@ class DemoOptions:
         prompts: At least one, as a person reads it.
         prompt_template: What is sent for a prompt: this text with the prompt instead of `{prompt}`.
         overlaps: Whether the pair is asked without overlap, with it, or both ways, one after the other.
+        router: What stands in front of the pair, one of `ROUTERS`.
         layout: Layout of the decode node's cache.
         json_path: The file for the records; None writes no file.
         concurrency: Prompts in flight at once.
@@ -82,6 +86,7 @@ class DemoOptions:
     prompt_template: str
     overlaps: tuple[bool, ...]
     max_tokens: int
+    router: str
     connector: str
     layout: str
     model: str
@@ -132,8 +137,9 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
     return DemoOptions(
         prompts=_prompts(options),
         prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
-        overlaps=_overlaps(options.overlap, is_default),
+        overlaps=_overlaps(options.overlap, is_default, options.router),
         max_tokens=options.max_tokens,
+        router=options.router,
         connector=options.connector,
         layout=options.decode_layout or options.layout,
         model=options.model,
@@ -185,6 +191,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="prompts in flight at once (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
+    parser.add_argument(
+        "--router",
+        choices=ROUTERS,
+        default=ROUTERS[0],
+        help="program in front of the pair; vllm-router must be installed (default: %(default)s)",
+    )
     _add_connector_arguments(parser.add_argument_group("connector"))
     _add_node_arguments(parser.add_argument_group("nodes"))
 
@@ -217,10 +229,15 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _overlaps(wanted: bool | None, is_default: bool) -> tuple[bool, ...]:
+def _overlaps(wanted: bool | None, is_default: bool, router: str) -> tuple[bool, ...]:
+    can_overlap = router == "kvferry"
+    if wanted and not can_overlap:
+        raise StartupError(
+            f"--overlap with --router {router}: only the router of kvferry can do that; leave one out"
+        )
     if wanted is not None:
         return (wanted,)
-    return (False, True) if is_default else (False,)
+    return (False, True) if is_default and can_overlap else (False,)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

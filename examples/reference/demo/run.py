@@ -34,6 +34,7 @@ from .report import (
     shortened,
     write_json,
 )
+from .vllm_router import start_vllm_router
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
@@ -173,12 +174,7 @@ def _start(
     with Elapsed("starting the nodes") as waiting:
         launcher.wait_listening([prefill, decode], options.start_timeout_s)
         routers = {
-            overlap: launcher.start_router(
-                "router with overlap" if overlap and len(options.overlaps) > 1 else "router",
-                [prefill],
-                [decode],
-                *(["--overlap"] if overlap else []),
-            )
+            overlap: _start_router(launcher, prefill, decode, options, overlap=overlap)
             for overlap in options.overlaps
         }
         late = [prefill, decode, single, *routers.values()]
@@ -190,6 +186,20 @@ def _start(
 
         launcher.wait_ready(list(late), options.start_timeout_s, note_ready)
     return routers, single
+
+
+def _start_router(
+    launcher: Launcher,
+    prefill: LaunchedProcess,
+    decode: LaunchedProcess,
+    options: DemoOptions,
+    *,
+    overlap: bool,
+) -> LaunchedProcess:
+    if options.router == "vllm-router":
+        return start_vllm_router(launcher, options.router, [prefill], [decode])
+    name = "router with overlap" if overlap and len(options.overlaps) > 1 else "router"
+    return launcher.start_router(name, [prefill], [decode], *(["--overlap"] if overlap else []))
 
 
 def _ask_all(url: str, options: DemoOptions, display: Display, cache_salt: str = "") -> list[Answer]:

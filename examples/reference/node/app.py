@@ -44,8 +44,9 @@ from .replies import (
 )
 from .stories import MAX_STORIES, Stories
 
-#: Most characters of a client's `X-Request-Id`. The rest is cut off.
-MAX_REQUEST_ID_CHARS = 128
+#: Most characters of a client's `X-Request-Id`. The rest is cut off. vllm-router puts both nodes' addresses into an id, before
+#: the part that makes it unique.
+MAX_REQUEST_ID_CHARS = 640
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ MAX_STOP_TEXTS = 16
 #: Most answers to one request: its prompts times `n`.
 MAX_ANSWERS = 256
 
-#: Fields that the engine accepts only with values that change nothing.
+#: Fields that the engine accepts only with values that change nothing. `min_tokens` may also be 1 in a request for a prefill,
+#: where vllm-router writes it.
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -206,12 +207,20 @@ def _refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object
         value = body.get(name)
         if value is None or any(_same(value, only) for only in allowed):
             continue
+        if name == "min_tokens" and value == 1 and _is_prefill(body):
+            continue
         shown = json.dumps(value)
         hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
         alternative = ALTERNATIVES.get(name, "")
         raise bad_request(
             f"{name}={shown[:80]} is not supported{hint}{alternative}", name, "unsupported_value"
         )
+
+
+def _is_prefill(body: Mapping[str, Any]) -> bool:
+    """Whether this is a router's request for a prefill. Its only token goes to no client, so it does not matter which it is."""
+    params = body.get("kv_transfer_params")
+    return body.get("max_tokens") == 1 and isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
 def _same(value: object, other: object) -> bool:

@@ -1,0 +1,45 @@
+"""The demo's option `--router`, and what a node accepts from routers of other projects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.reference.demo import vllm_router
+from kvferry.reference.demo.cli import parse_arguments
+from kvferry.reference.demo.launcher import Launcher, LaunchError
+from kvferry.reference.node.openai_request import parse_completion
+from kvferry.reference.web.errors import ApiError
+from kvferry.reference.web.serving import StartupError
+
+DO_REMOTE_DECODE = {"do_remote_decode": True}
+
+
+def test_only_our_router_overlaps() -> None:
+    assert parse_arguments([]).overlaps == (False, True)
+    assert parse_arguments(["--router", "vllm-router"]).overlaps == (False,)
+    with pytest.raises(StartupError, match="--overlap with --router vllm-router"):
+        parse_arguments(["--router", "vllm-router", "--overlap"])
+
+
+def test_without_vllm_router_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_router, "find_program", lambda: None)
+    with Launcher() as launcher, pytest.raises(LaunchError, match="make build/vllm-router"):
+        vllm_router.start_program(launcher, "router")
+
+
+def test_the_program_of_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm_router.PROGRAM_VARIABLE, "/bin/sh")
+    assert vllm_router.find_program() == "/bin/sh"
+
+
+def test_a_prefill_may_ask_for_at_least_one_token() -> None:
+    """vllm-router writes `min_tokens` into it. Elsewhere the engine does not support it."""
+    prefill: dict[str, Any] = {
+        "prompt": "a", "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": DO_REMOTE_DECODE
+    }  # fmt: skip
+    assert parse_completion(prefill).sampling.max_tokens == 1
+    for change in ({"max_tokens": 2}, {"min_tokens": 2}, {"kv_transfer_params": None}):
+        with pytest.raises(ApiError, match="min_tokens"):
+            parse_completion({**prefill, **change})
