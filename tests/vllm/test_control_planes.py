@@ -1,0 +1,159 @@
+"""Two `vllm serve` with kvferry behind vllm-router, and behind what llm-d's sidecar sends.
+
+`tests/control_planes` has more of it, with reference nodes. `make control-planes` gets vllm-router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
+from kvferry.reference.demo.vllm_router import find_program, start_vllm_router
+from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
+from vllm_pair.cluster import KVFERRY, start_vllm
+from vllm_pair.figures import Transfers, read_transfers
+from vllm_pair.run import ASK_FOR_LOGITS, top_logits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+START_S = 400.0
+ARGUMENTS = (
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--num-gpu-blocks-override", "128"),
+)
+MAX_TOKENS = 8
+PROMPT = "A ferry takes what others have packed; it does not open the boxes. " * 3
+needs_vllm_router = pytest.mark.skipif(
+    find_program() is None, reason="vllm-router is not installed; `make control-planes` gets it"
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill server and a decode server, which fails a request if it cannot load its prompt."""
+
+    prefill: LaunchedProcess
+    decode: LaunchedProcess
+
+    @property
+    def transfers(self) -> Transfers:
+        """What the decode server has loaded so far."""
+
+        async def read() -> Transfers:
+            async with aiohttp.ClientSession() as session:
+                return await read_transfers(session, self.decode.url)
+
+        return asyncio.run(read())
+
+    def assert_like_alone(self, prompt: str, token_ids: list[int]) -> None:
+        """Fail unless this is the decode server's own answer to a prompt that it has computed itself, apart from near-ties."""
+        alone = {"cache_salt": "alone"}
+
+        def ask(prompt: Any, max_tokens: int) -> Expectation:
+            choice = complete(self.decode, prompt, max_tokens=max_tokens, **alone, **ASK_FOR_LOGITS).body[
+                "choices"
+            ][0]
+            return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits(choice))
+
+        expected = complete(self.decode, prompt, **alone).body["choices"][0]["token_ids"]
+        assert_same_answer(prompt, token_ids, expected, ask)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Pair]:
+    transfer = {**KVFERRY, "kv_load_failure_policy": "fail"}
+    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        servers = [
+            start_vllm(launcher, f"{role} server", str(model), ARGUMENTS, transfer)
+            for role in ("prefill", "decode")
+        ]
+        launcher.wait_ready(servers, START_S)
+        yield Pair(*servers)
+
+
+@pytest.fixture(scope="module")
+def router(pair: Pair) -> Iterator[LaunchedProcess]:
+    with Launcher() as launcher:
+        router = start_vllm_router(launcher, "vllm-router", [pair.prefill], [pair.decode])
+        launcher.wait_ready([router], START_S)
+        yield router
+
+
+def host_of(server: LaunchedProcess) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
+    wanted = {"model": "model", "max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
+    return {"prompt": prompt, "ignore_eos": True, **wanted, **fields}
+
+
+def complete(server: LaunchedProcess, prompt: Any, **fields: Any) -> Answer:
+    return post(server, "/v1/completions", body_of(prompt, **fields))
+
+
+def post(server: LaunchedProcess, path: str, body: Mapping[str, Any]) -> Answer:
+    """Ask a server directly. A sidecar passes on a request without the header that names a prefill node."""
+    return Sidecar(host_of(server)).post(path, body, [("content-type", "application/json")])
+
+
+def chat_of(content: str) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "messages": [{"role": "user", "content": content}],
+        "max_completion_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_llm_ds_requests_are_handoffs(pair: Pair) -> None:
+    sidecar, before = Sidecar(host_of(pair.decode)), pair.transfers.num_loads
+    headers = [("content-type", "application/json"), (PREFILL_HEADER, host_of(pair.prefill))]
+    answer = sidecar.post("/v1/completions", body_of(PROMPT), headers)
+    assert answer.status == 200, answer.payload
+    # The params have become Go's sorted keys and 64-bit floats on the way.
+    assert json.loads(sidecar.bodies[1])["kv_transfer_params"]["do_remote_prefill"] is True
+    pair.assert_like_alone(PROMPT, answer.body["choices"][0]["token_ids"])
+    chat = sidecar.post("/v1/chat/completions", chat_of(PROMPT), headers)
+    assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
+    assert pair.transfers.num_loads == before + 2
+
+
+@needs_vllm_router
+def test_requests_through_vllm_router_are_handoffs(pair: Pair, router: LaunchedProcess) -> None:
+    before, prompt = pair.transfers.num_loads, f"Through vllm-router. {PROMPT}"
+    answer = complete(router, prompt)
+    assert answer.status == 200, answer.payload
+    pair.assert_like_alone(prompt, answer.body["choices"][0]["token_ids"])
+    chat = post(router, "/v1/chat/completions", chat_of(prompt))
+    assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
+    assert pair.transfers.num_loads == before + 2
+
+
+@needs_vllm_router
+def test_a_prefill_server_that_dies_in_the_middle_of_a_prefill(pair: Pair, router: LaunchedProcess) -> None:
+    """The last test: it ends the prefill server. The client gets an error, and the decode server goes on."""
+    prompt = f"Lost. {PROMPT}"
+    pair.prefill.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(complete, router, prompt)
+        pair.prefill.kill()
+        assert asked.result().status in (500, 503)
+    answer = complete(pair.decode, prompt)
+    assert answer.status == 200
+    pair.assert_like_alone(prompt, answer.body["choices"][0]["token_ids"])
