@@ -314,6 +314,7 @@ class _Driver:
             str, KVTransferError
         ] = {}  # by request: the error that its load will be reported with
         self._num_doubts = 0
+        self._is_shutting_down = False
         self._num_failed_turns = 0
         self._unreachable = _Unreachable()
 
@@ -363,7 +364,8 @@ class _Driver:
             self._do(producer.give_up(request_id, lease))
         for request_id, offer in orders.claims.items():
             with self._failing_load(request_id):
-                self._do(consumer.claim(request_id, offer, _now()))
+                context = self._trace.claim_context(request_id) if self._trace is not None else ""
+                self._do(consumer.claim(request_id, offer, _now(), traceparent=context))
         for request_id, blocks in orders.loads.items():
             with self._failing_load(request_id, blocks):
                 self._do(consumer.load(request_id, blocks, _now()))
@@ -397,6 +399,7 @@ class _Driver:
 
     def shut_down(self) -> None:
         """End every handoff that is not reading, and drop every peer."""
+        self._is_shutting_down = True
         self._do(self._protocol.shutdown(_now()))
 
     def _offer(self, request_id: str, order: OfferOrder | OpenOrder) -> None:
@@ -507,6 +510,7 @@ class _Driver:
             case MessageReceived(peer_id, message):
                 return self._protocol.message_received(peer_id, message, _now())
             case PeerLost(peer_id, error):
+                self._outcomes.count("connection_failures_total")
                 return self._protocol.peer_lost(peer_id, error, _now())
 
     # -- actions -------------------------------------------------------------------------------------
@@ -556,6 +560,8 @@ class _Driver:
             case StartRead():
                 return self._start_read(action)
             case Disconnect(peer_id):
+                if not self._is_shutting_down:
+                    self._outcomes.count("connection_failures_total")
                 self._disconnect(peer_id)
             case PeerDiffers():
                 logger.warning("%s", action)
@@ -623,6 +629,7 @@ class _Driver:
             with self._unexpected.typed("connecting to a peer"):
                 peer_id = self._endpoint.start_connect(connect.address, timeout_s=connect.timeout_s)
         except KVTransferError as error:
+            self._outcomes.count("connection_failures_total")
             return consumer.connect_failed(connect.address, self._as_foreign(connect.address, error), _now())
         return consumer.connecting(connect.address, peer_id, _now())
 
@@ -734,7 +741,8 @@ class _Driver:
 
     def _end_offer(self, ended: OfferEnded) -> None:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO
-        logger.log(level, "offer of request %s ended: %s", ended.request_id, ended.reason)
+        about = {"request_id": ended.request_id}
+        logger.log(level, "offer of request %s ended: %s", ended.request_id, ended.reason, extra=about)
         self._must("reporting the end of an offer", partial(self._outcomes.offer_ended, ended))
 
     def _end_load(self, ended: LoadEnded) -> None:
@@ -744,7 +752,10 @@ class _Driver:
             # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once for all.
             level = logging.DEBUG if isinstance(ended.error, ForeignTransportError) else logging.WARNING
             # As text: a log record that lives on must not keep the error's frames alive, and with them the pool.
-            logger.log(level, "load of request %s failed: %s", ended.request_id, str(ended.error))
+            about = {"request_id": ended.request_id}
+            logger.log(
+                level, "load of request %s failed: %s", ended.request_id, str(ended.error), extra=about
+            )
         self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, _now()))
 
 

@@ -1,4 +1,4 @@
-"""What happens to each request in a handoff, as events for people: `kvferry explain` shows them.
+"""What happens to each request in a handoff, as events: `kvferry explain` shows them, and `spans` makes spans of them.
 
 The handoff thread passes everything by a `HandoffTrace` on its way: orders of the engine, messages of peers, and the
 protocol's actions. The protocol itself knows nothing of it. Messages name a request by the producer's id and a lease, so
@@ -28,6 +28,7 @@ from .handoff.messages import (
     decode,
 )
 from .metadata import HandoffMetadata, OpenOrder
+from .spans import HandoffSpans
 from .stats import HandoffEvent
 
 #: Claims whose requests are remembered: more than a node has under way.
@@ -38,22 +39,38 @@ class HandoffTrace:
     """Notes events. Only the handoff thread calls it.
 
     Args:
-        note: Called with each event.
+        note: Called with each event, if it is to be kept for `kvferry explain`.
+        spans: Makes spans of the events, if this process exports them.
     """
 
-    def __init__(self, note: Callable[[HandoffEvent], None]) -> None:
+    def __init__(
+        self, note: Callable[[HandoffEvent], None] | None, spans: HandoffSpans | None = None
+    ) -> None:
         self._note_event = note
+        self._spans = spans
         self._claims: dict[tuple[str, int], str] = {}  # (the producer's request, lease) → this node's request
         self._claim_of: dict[str, tuple[str, int]] = {}  # the inverse
         self._num_rounds: dict[str, int] = {}  # of loads under way
 
     def _note(self, request_id: str, name: str, **details: str | float) -> None:
-        self._note_event(HandoffEvent(request_id, time.time(), name, details))
+        event = HandoffEvent(request_id, time.time(), name, details)
+        if self._note_event is not None:
+            self._note_event(event)
+        if self._spans is not None:
+            self._spans.note(event)
+
+    def claim_context(self, request_id: str) -> str:
+        """Return the `traceparent` that a request's claim is to carry; empty if this process exports no spans."""
+        return "" if self._spans is None else self._spans.claim_context(request_id)
 
     def ordered(self, orders: HandoffMetadata) -> None:
         """Note what the engine ordered in one step."""
+        traced = {
+            request_id: {"traceparent": traceparent}
+            for request_id, traceparent in orders.traceparents.items()
+        }
         for request_id in orders.announcements:
-            self._note(request_id, "offer announced")
+            self._note(request_id, "offer announced", **traced.get(request_id, {}))
         for request_id, order in orders.offers.items():
             num_ready = order.num_ready if isinstance(order, OpenOrder) else order.num_tokens
             self._note(request_id, "offer made", tokens=order.num_tokens, ready=num_ready)
@@ -69,6 +86,7 @@ class HandoffTrace:
                 producer=claimed.engine_id,
                 producer_request=claimed.request_id,
                 ranks=len(claimed.addresses),
+                **traced.get(request_id, {}),
             )
         for request_id, groups in orders.loads.items():
             blocks = sum(len(set(group.block_ids) - {0}) for group in groups)
@@ -128,8 +146,10 @@ class HandoffTrace:
         # A producer's own requests are not among the claims, and keep their id.
         request_id = self._claims.get((message.request_id, message.lease), message.request_id)
         match message:
-            case Claim(rank=rank, num_ranks=num_ranks):
-                self._note(request_id, f"claim {way}", consumer_rank=rank, ranks=num_ranks)
+            case Claim(rank=rank, num_ranks=num_ranks, traceparent=traceparent):
+                # The sender has noted its context already, when it ordered the claim.
+                traced = {"traceparent": traceparent} if traceparent and way == "received" else {}
+                self._note(request_id, f"claim {way}", consumer_rank=rank, ranks=num_ranks, **traced)
             case Parked():
                 self._note(request_id, f"claim parked, {way}")
             case Grant(guard_index=guard, num_tokens=num_tokens, num_ready=num_ready):

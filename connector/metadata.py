@@ -74,6 +74,7 @@ class HandoffMetadata(KVConnectorMetadata):
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
         drops: Claims that are no longer needed.
+        traceparents: Of requests among the announcements and claims that are traced: the `traceparent` of their node's span.
     """
 
     announcements: Mapping[str, int] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class HandoffMetadata(KVConnectorMetadata):
     claims: Mapping[str, RemoteOffer] = field(default_factory=dict)
     loads: Mapping[str, LocalBlocks] = field(default_factory=dict)
     drops: tuple[str, ...] = ()
+    traceparents: Mapping[str, str] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to do."""

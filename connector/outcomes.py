@@ -76,6 +76,8 @@ class Outcomes:
 
     def expect(self, orders: HandoffMetadata, now: float) -> None:
         """Owe an end to each load of `orders`, and to each offer of a request that has finished."""
+        self._stats.count("live_leases", len(orders.offers))
+        self._stats.count("live_loads", len(orders.loads))
         with self._lock:
             for request_id, order in orders.offers.items():
                 is_whole = isinstance(order, OfferOrder)
@@ -147,7 +149,8 @@ class Outcomes:
         """Never report these loads: something may go on writing into their blocks, which stay held."""
         with self._lock:
             for request_id in request_ids:
-                self._loads.pop(request_id, None)
+                if self._loads.pop(request_id, None) is not None:
+                    self._stats.count("live_loads", -1)
 
     def count(self, name: str) -> None:
         """Count something that is not the end of a handoff; `name` is one of `COUNTERS`."""
@@ -171,6 +174,7 @@ class Outcomes:
 
     def _end_offer(self, ended: OfferEnded) -> None:
         self._stats.count(f"offers_{ended.outcome}_total")
+        self._stats.count("live_leases", -1)
         match self._offers.get(ended.request_id):
             case OfferState.OFFERED:
                 del self._offers[ended.request_id]
@@ -188,7 +192,11 @@ class Outcomes:
 
     def _end_load(self, ended: LoadEnded, now: float) -> None:
         # A load that was refused before it could be ordered has no record here, and is reported all the same.
-        load = self._loads.pop(ended.request_id, None) or _Load(ended.blocks, exposed_since=now)
+        load = self._loads.pop(ended.request_id, None)
+        if load is None:
+            load = _Load(ended.blocks, exposed_since=now)
+        else:
+            self._stats.count("live_loads", -1)
         self._report.finished_recving.add(ended.request_id)
         if ended.outcome == "dropped":
             return

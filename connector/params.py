@@ -7,6 +7,9 @@ with `"do_remote_prefill": false, "do_release": true`, and the blocks become fre
 has one. Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
 write them.
 
+The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
+HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
+
 Numbers of 64 bits travel as hexadecimal strings: proxies that keep JSON's numbers as floating point would round them.
 """
 
@@ -20,9 +23,20 @@ from typing import Annotated, Any, TypeVar
 from ..transports.checked import Record, Refused, each, integer, integers, refuse, shown, text
 from .errors import InvalidTransferParamsError
 from .handoff.events import BlockTables, RemoteOffer
-from .handoff.messages import MAX_EPOCH, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_LEASE, MAX_RANKS, MAX_TEXT_CHARS
+from .handoff.messages import (
+    MAX_EPOCH,
+    MAX_GROUP_BLOCKS,
+    MAX_GROUPS,
+    MAX_LEASE,
+    MAX_RANKS,
+    MAX_TEXT_CHARS,
+    is_traceparent,
+)
 
 T = TypeVar("T")
+
+#: Key of the trace context, also the name of the HTTP header.
+TRACEPARENT = "traceparent"
 
 _MAX_INT32 = 2**31 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -149,9 +163,20 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     )
 
 
-def offer_params(offer: RemoteOffer) -> dict[str, Any]:
-    """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back."""
+def traceparent_of(params: Mapping[str, Any] | None) -> str:
+    """Return the trace context of a request; empty if it has none, or a malformed one."""
+    value = params.get(TRACEPARENT) if isinstance(params, Mapping) else None
+    return value if isinstance(value, str) and is_traceparent(value) else ""
+
+
+def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
+    """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back.
+
+    Args:
+        traceparent: Of the producer's request, so that the consumer's spans join its trace under a router without traces.
+    """
     return {
+        **({TRACEPARENT: traceparent} if traceparent else {}),
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": offer.engine_id,

@@ -17,7 +17,7 @@ from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
-from .params import TransferWish, offer_params, parse_transfer_params
+from .params import TransferWish, offer_params, parse_transfer_params, traceparent_of
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest, SchedulerOutput
@@ -84,6 +84,7 @@ class _Orders:
     claim: RemoteOffer | None = None
     load: LocalBlocks | None = None
     drop: bool = False
+    traceparent: str = ""
 
 
 @dataclass(repr=False)
@@ -93,6 +94,7 @@ class _Request:
     Attributes:
         claim: The offer that it loads, if it does.
         offer: The offer that it makes, if it does.
+        traceparent: Of the node's span of the request; empty if it is not traced.
         orders: What the worker halves learn about it in the next step; None: nothing.
     """
 
@@ -100,6 +102,7 @@ class _Request:
     state: RequestState
     claim: RemoteOffer | None
     offer: _OwnOffer | None
+    traceparent: str
     orders: _Orders | None = None
 
     def __repr__(self) -> str:
@@ -189,8 +192,10 @@ class HandoffScheduler(SchedulerHalf):
             is_early = wish.offer_early and self._keeps_all_blocks
             offer = _OwnOffer(self._numbers.draw(), content, is_early)
         state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
-        record = self._requests[request_id] = _Request(request_id, state, claim, offer)
+        traceparent = traceparent_of(request.kv_transfer_params)
+        record = self._requests[request_id] = _Request(request_id, state, claim, offer, traceparent)
         orders = self._order(record)
+        orders.traceparent = traceparent
         orders.claim = claim
         orders.announcement = None if offer is None else offer.lease
         logger.debug("%r has arrived", record)
@@ -256,7 +261,7 @@ class HandoffScheduler(SchedulerHalf):
             offer.lease, tables, offer.num_tokens, num_ready, record.offer.content
         )
         self._move(record, RequestState.OPEN)
-        return offer_params(offer)
+        return offer_params(offer, record.traceparent)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
@@ -291,6 +296,7 @@ class HandoffScheduler(SchedulerHalf):
             claims=collect(lambda orders: orders.claim),
             loads=collect(lambda orders: orders.load),
             drops=tuple(collect(lambda orders: orders.drop or None)),
+            traceparents=collect(lambda orders: orders.traceparent or None),
         )
         for record in sent:
             record.orders = None
@@ -383,7 +389,7 @@ class HandoffScheduler(SchedulerHalf):
             return False, None
         self._order(record).offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content)
         self._move(record, RequestState.OFFERED)
-        return True, offer_params(offer)
+        return True, offer_params(offer, record.traceparent)
 
     def _can_offer(self, request: ConnectorRequest) -> bool:
         if not _has_whole_prompt(request):
@@ -416,7 +422,7 @@ class HandoffScheduler(SchedulerHalf):
         else:
             orders.completion = tables
         self._move(record, RequestState.OFFERED)
-        return True, offer_params(offer) if is_whole else None
+        return True, offer_params(offer, record.traceparent) if is_whole else None
 
     def _take_back_open(self, record: _Request) -> None:
         """End an open offer whose blocks are lost; the worker halves clear the guards of those that they know."""

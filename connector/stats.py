@@ -10,11 +10,14 @@ fill a field of `TransferRecord`. Hosts and `docs/metrics.md` take names, types,
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
+
+from .. import __version__
 
 #: Prefix of every metric of kvferry.
 PREFIX = "kvferry_"
@@ -52,6 +55,10 @@ def _counter(key: str, text: str) -> Metric:
     return Metric(f"{PREFIX}{key}", "counter", text)
 
 
+def _gauge(key: str, text: str) -> Metric:
+    return Metric(f"{PREFIX}{key}", "gauge", text)
+
+
 def _of_loads(key: str, measures: str, buckets: tuple[float, ...], text: str) -> Metric:
     return Metric(f"{PREFIX}{key}", "histogram", text, _LOAD_LABELS, measures, buckets)
 
@@ -78,16 +85,30 @@ METRICS = (
     _counter("offers_delivered_total", "Offers that a consumer has read"),
     _counter("offers_aborted_total", "Offers that ended early because a request or a peer went away"),
     _counter("offers_expired_total", "Offers whose lease ran out"),
+    _gauge("live_leases", "Offers whose blocks are held, or that are being computed, for another node"),
+    _gauge("live_loads", "Loads that were ordered and have not ended"),
+    _counter(
+        "connection_failures_total",
+        "Connections with other nodes that could not be made, were refused, or were lost",
+    ),
     _counter(
         "handoff_thread_deaths_total",
         "Handoff threads that died; after that a node hands nothing over until it is restarted",
     ),
 )
 
-#: The counters of `METRICS` by their key in `KVConnectorStats.counters`, which is the name without `PREFIX`.
+#: What is counted, by its key in `KVConnectorStats.counters`, which is the name without `PREFIX`. A gauge is counted up and
+#: down, so that its growth adds up over ranks and intervals as that of a counter does.
 COUNTERS: Mapping[str, Metric] = {
-    metric.name.removeprefix(PREFIX): metric for metric in METRICS if metric.kind == "counter"
+    metric.name.removeprefix(PREFIX): metric for metric in METRICS if metric.kind != "histogram"
 }
+#: The program that exports a page of metrics: a host of a connector, or the router. Always 1.
+BUILD_INFO = Metric(
+    f"{PREFIX}build_info",
+    "gauge",
+    "1, with the version of kvferry, of its handoff protocol and of Python",
+    ("version", "protocol", "python"),
+)
 _HISTOGRAMS = tuple(metric for metric in METRICS if metric.kind == "histogram")
 
 
@@ -170,7 +191,7 @@ class KVConnectorStats:
 
     Attributes:
         transfers: One record per load that ended in the interval, oldest first.
-        counters: Key in `COUNTERS` → growth in the interval. An absent key means zero.
+        counters: Key in `COUNTERS` → growth in the interval, negative if a gauge fell. An absent key means zero.
         events: What happened to handoffs in the interval, if the connector has the option `trace`.
     """
 
@@ -185,7 +206,8 @@ class KVConnectorStats:
     def aggregate(self, other: Self) -> Self:
         """Add the figures of both. Neither changes."""
         names = [*self.counters, *(name for name in other.counters if name not in self.counters)]
-        counters = {name: self.counters.get(name, 0) + other.counters.get(name, 0) for name in names}
+        sums = {name: self.counters.get(name, 0) + other.counters.get(name, 0) for name in names}
+        counters = {name: growth for name, growth in sums.items() if growth}
         return type(self)(self.transfers + other.transfers, counters, self.events + other.events)
 
     def reduce(self) -> dict[str, int | float]:
@@ -251,10 +273,10 @@ class StatsCollector:
             if record.error:
                 self._counters["load_failures_total"] += 1
 
-    def count(self, key: str) -> None:
+    def count(self, key: str, by: int = 1) -> None:
         """Count something else that happened; `key` is one of `COUNTERS`."""
         with self._lock:
-            self._counters[key] += 1
+            self._counters[key] += by
 
     def note(self, event: HandoffEvent) -> None:
         """Keep an event. Events beyond a bound are dropped until the next `take`."""
@@ -268,7 +290,8 @@ class StatsCollector:
             records, self._records = self._records, []
             counters, self._counters = self._counters, defaultdict(float)
             events, self._events = self._events, []
-        stats = KVConnectorStats(tuple(records), dict(counters), tuple(events))
+        growths = {key: growth for key, growth in counters.items() if growth}
+        stats = KVConnectorStats(tuple(records), growths, tuple(events))
         return None if stats.is_empty() else stats
 
 
@@ -278,6 +301,7 @@ class HandoffMetrics:
     Args:
         counter: `prometheus_client.Counter`, or what the host uses in its place.
         histogram: `prometheus_client.Histogram`, likewise.
+        gauge: `prometheus_client.Gauge`, likewise.
         host_labels: Names of the labels that the host puts on all its metrics.
         hosts: Values of `host_labels`, one tuple per engine whose stats will be observed. Each gets its counters now,
             at zero, because an alert cannot use a counter that appears only when it has counted something.
@@ -287,33 +311,70 @@ class HandoffMetrics:
         self,
         counter: Callable[..., Any],
         histogram: Callable[..., Any],
+        gauge: Callable[..., Any],
         host_labels: Sequence[str] = (),
         hosts: Iterable[Sequence[object]] = ((),),
     ) -> None:
         self._exported: dict[str, Any] = {}
+        self._levels: defaultdict[tuple[str, tuple[object, ...]], float] = defaultdict(float)
         for metric in METRICS:
             labels = [*host_labels, *metric.labels]
-            if metric.kind == "counter":
-                exported = counter(name=metric.name, documentation=metric.text, labelnames=labels)
-            else:
-                exported = histogram(
-                    name=metric.name, documentation=metric.text, labelnames=labels, buckets=metric.buckets
-                )
-            self._exported[metric.name] = exported
+            named = {"name": metric.name, "documentation": metric.text, "labelnames": labels}
+            match metric.kind:
+                case "histogram":
+                    self._exported[metric.name] = histogram(**named, buckets=metric.buckets)
+                case "counter":
+                    self._exported[metric.name] = counter(**named)
+                case "gauge":
+                    # Several front ends of vLLM each see a part of the ups and downs.
+                    self._exported[metric.name] = gauge(**named, multiprocess_mode="sum")
+        export_build_info(gauge, host_labels, hosts := list(hosts))
         for host in hosts:
-            for metric in COUNTERS.values():
-                self._series(metric, host)
+            for key in COUNTERS:
+                self._count(key, 0, host)
 
     def observe(self, stats: KVConnectorStats, host: Sequence[object] = ()) -> None:
         """Add the figures of one interval to the series of `host`."""
         for key, growth in stats.counters.items():
-            self._series(COUNTERS[key], host).inc(growth)
+            self._count(key, growth, host)
         for record in stats.transfers:
             if not record.error:
                 for metric in _HISTOGRAMS:
                     labels = [*host, *(getattr(record, label) for label in metric.labels)]
                     self._series(metric, labels).observe(getattr(record, metric.measures))
 
+    def _count(self, key: str, growth: float, host: Sequence[object]) -> None:
+        metric = COUNTERS[key]
+        series = self._series(metric, host)
+        if metric.kind == "counter":
+            if growth:
+                series.inc(growth)
+            return
+        # Not `inc`, which the gauges of Ray do not have.
+        level = self._levels[metric.name, tuple(host)] = self._levels[metric.name, tuple(host)] + growth
+        series.set(level)
+
     def _series(self, metric: Metric, labels: Sequence[object]) -> Any:
         exported = self._exported[metric.name]
         return exported.labels(*labels) if labels else exported
+
+
+def export_build_info(
+    gauge: Callable[..., Any], host_labels: Sequence[str] = (), hosts: Iterable[Sequence[object]] = ((),)
+) -> None:
+    """Export `BUILD_INFO`. The arguments are those of `HandoffMetrics`, which calls this; a program without handoffs calls
+    it itself.
+    """
+    from .handoff.messages import (
+        PROTOCOL_VERSION,  # here, so that importing the package does not import MessagePack
+    )
+
+    labels = [*host_labels, *BUILD_INFO.labels]
+    exported = gauge(
+        name=BUILD_INFO.name,
+        documentation=BUILD_INFO.text,
+        labelnames=labels,
+        multiprocess_mode="mostrecent",
+    )
+    for host in hosts:
+        exported.labels(*host, __version__, PROTOCOL_VERSION, platform.python_version()).set(1)

@@ -29,6 +29,7 @@ from .outcomes import Outcomes
 from .output import KVConnectorOutput
 from .planning.compatibility import digest
 from .registration import NO_FIELDS, Registration, describe_caches, layout_name
+from .spans import HandoffSpans, active_tracer
 from .stats import KVConnectorStats
 
 if TYPE_CHECKING:
@@ -99,7 +100,10 @@ class RunningHandoffs:
             ProducerProtocol(identity, handoff, transport.guards.num_guards),
             ConsumerProtocol(identity, handoff, parallel.rank, parallel.world_size),
         )
-        trace = HandoffTrace(self.outcomes.note) if options.trace else None
+        tracer = active_tracer()
+        spans = None if tracer is None else HandoffSpans(tracer, parallel.rank)
+        note = self.outcomes.note if options.trace else None
+        trace = HandoffTrace(note, spans) if note or spans else None
         self._loop = HandoffLoop(transport, endpoint, protocol, self.outcomes, self.address.address, trace)
         self._mark = mark
         self._close_timeout_s = handoff.read_timeout_s + _CLOSE_GRACE_S

@@ -72,17 +72,22 @@ class ConsumerProtocol:
 
     # -- orders of this node -------------------------------------------------------------------------
 
-    def claim(self, request_id: str, offer: RemoteOffer, now: float) -> list[Action]:
+    def claim(
+        self, request_id: str, offer: RemoteOffer, now: float, *, traceparent: str = ""
+    ) -> list[Action]:
         """Claim the offer before there are blocks to read it into. Its lease follows our heartbeats from now on.
 
         A failure is remembered, and reported by `load`.
+
+        Args:
+            traceparent: The span of this claim, for the producer; empty if the request is not traced.
 
         Raises:
             KVTransferStateError: the request has claimed already.
         """
         if self._loads.knows(request_id):
             raise KVTransferStateError(f"request {request_id!r} claims a second time")
-        load = Load(request_id, offer)
+        load = Load(request_id, offer, traceparent)
         try:
             self._loads.add(load)
         except ConnectorError as error:
@@ -268,7 +273,7 @@ class ConsumerProtocol:
                 return actions + self._end(load, Verdict("failed", error))
             load.claim(part, now + self._config.claim_timeout_s)
             session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
-            actions.append(self._claim(load.offer, session))
+            actions.append(self._claim(load.offer, session, load.traceparent))
         try:
             self._planner(load)
         except KVTransferError as error:
@@ -398,8 +403,11 @@ class ConsumerProtocol:
                 actions.append(self._release(load.offer, session, delivered=delivered))
         return actions
 
-    def _claim(self, offer: RemoteOffer, session: PeerSession) -> Action:
-        return Send(session.peer_id, Claim(offer.request_id, offer.lease, self._rank, self._num_ranks))
+    def _claim(self, offer: RemoteOffer, session: PeerSession, traceparent: str = "") -> Action:
+        # A producer of an earlier release would refuse the message, and end the connection with all its loads.
+        known = traceparent if session.takes_traceparent else ""
+        claim = Claim(offer.request_id, offer.lease, self._rank, self._num_ranks, known)
+        return Send(session.peer_id, claim)
 
     def _release(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
         release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)

@@ -93,14 +93,16 @@ class Load:
     An offer that is still being computed is read in rounds: what is ready, then what has become ready meanwhile.
 
     Attributes:
+        traceparent: The span of the claim, for the producer; empty if the request is not traced.
         parts: One for each rank of the producer. The state of the load follows from theirs and the verdict.
         blocks: Where to load to; None until `fill`.
         verdict: How it will be reported; None until that is known.
     """
 
-    def __init__(self, request_id: str, offer: RemoteOffer) -> None:
+    def __init__(self, request_id: str, offer: RemoteOffer, traceparent: str = "") -> None:
         self.request_id = request_id
         self.offer = offer
+        self.traceparent = traceparent
         self.parts = tuple(Part(rank, address) for rank, address in enumerate(offer.addresses))
         self.blocks: LocalBlocks | None = None
         self.verdict: Verdict | None = None

@@ -8,6 +8,7 @@ unknown or ill-typed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +21,8 @@ from ...transports.checked import Record, Refused, each, integer, integers, mapp
 from ...transports.errors import ProtocolError, VersionMismatchError
 
 PROTOCOL_VERSION: Final = 6
+#: Among the fields of a `Welcome`: 1 if the producer accepts a `Claim` with a `traceparent`. It is not compared.
+TAKES_TRACEPARENT: Final = "takes_traceparent"
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -62,6 +65,21 @@ def _compatibility_fields(value: object) -> dict[str, str | int]:
     return cast(dict[str, str | int], known)
 
 
+#: W3C Trace Context of version 00: trace id, span id and flags. Neither id may be zero.
+_TRACEPARENT = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def is_traceparent(value: object) -> bool:
+    """Return whether a value from outside is a `traceparent` of W3C Trace Context."""
+    return isinstance(value, str) and _TRACEPARENT.fullmatch(value) is not None
+
+
+def _traceparent_or_nothing(value: object) -> str:
+    if value == "" or is_traceparent(value):
+        return cast(str, value)
+    refuse("a traceparent of W3C Trace Context, or empty", value)
+
+
 _text = text(MAX_TEXT_CHARS)
 _number = integer(-MAX_LEASE, MAX_LEASE)
 
@@ -78,15 +96,17 @@ BlockTables = Annotated[
 
 _RECORDS: dict[str, Record[Any]] = {}
 _TAGS: dict[type, str] = {}
+#: By tag, fields that travel only if they are not empty, because peers of earlier releases refuse a field that is unknown.
+_OMITTED_IF_EMPTY: dict[str, tuple[str, ...]] = {}
 _Class = TypeVar("_Class", bound=type)
 
 
-def _message(tag: str) -> Callable[[_Class], _Class]:
+def _message(tag: str, *, omitted_if_empty: tuple[str, ...] = ()) -> Callable[[_Class], _Class]:
     """Let a class travel under a tag. The tag is the protocol's, so the class may be renamed."""
 
     def add(cls: _Class) -> _Class:
         assert tag not in _RECORDS
-        _RECORDS[tag], _TAGS[cls] = Record(cls), tag
+        _RECORDS[tag], _TAGS[cls], _OMITTED_IF_EMPTY[tag] = Record(cls), tag, omitted_if_empty
         return cls
 
     return add
@@ -126,7 +146,7 @@ class Welcome:
     layout: Annotated[Mapping[str, object], _plain_map]
 
 
-@_message("Claim")
+@_message("Claim", omitted_if_empty=("traceparent",))
 @dataclass(frozen=True)
 class Claim:
     """Consumer: I shall read this offer; from now on its lease follows my heartbeats.
@@ -134,12 +154,15 @@ class Claim:
     Attributes:
         rank: The consumer's rank in its node.
         num_ranks: Ranks of that node; each claims and releases the offer for itself.
+        traceparent: The span of this claim, if the consumer traces the request. Only a producer whose `Welcome` has the
+            field `TAKES_TRACEPARENT` may get it.
     """
 
     request_id: Text
     lease: Lease
     rank: Rank
     num_ranks: NumRanks
+    traceparent: Annotated[str, _traceparent_or_nothing] = ""
 
 
 @_message("Grant")
@@ -252,6 +275,9 @@ def encode(message: Message) -> bytes:
     tag = _TAGS[type(message)]
     try:
         fields = _RECORDS[tag].checked(vars(message))
+        for name in _OMITTED_IF_EMPTY[tag]:
+            if not fields[name]:
+                del fields[name]
         data = cast(bytes, msgpack.packb([tag, fields]))
     except Refused as refused:
         raise ProtocolError(refused.text(tag)) from None
@@ -276,7 +302,7 @@ def decode(data: bytes) -> Message:
     try:
         if "version" in record.has_default:
             _require_version(record, fields)
-        return cast(Message, record.read(fields))
+        return cast(Message, record.read({**dict.fromkeys(_OMITTED_IF_EMPTY[tag], ""), **fields}))
     except Refused as refused:
         raise ProtocolError(refused.text(tag)) from None
 

@@ -11,7 +11,7 @@ from ..planning.compatibility import advisory_differences, require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
-from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, Heartbeat, Hello, Welcome
+from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, TAKES_TRACEPARENT, Heartbeat, Hello, Welcome
 
 #: In place of the peer id of a connection that the runtime has not started yet.
 _UNKNOWN = -1
@@ -25,6 +25,7 @@ class PeerSession:
 
     Attributes:
         layout: Where the pages lie in its pool.
+        takes_traceparent: Whether a claim may carry a `traceparent`.
         next_heartbeat: When its leases must be renewed; infinity while there are none.
     """
 
@@ -32,6 +33,7 @@ class PeerSession:
     engine_id: str
     epoch: int
     layout: KVLayout
+    takes_traceparent: bool = False
     next_heartbeat: float = math.inf
 
     def heartbeats(self, leases: Sequence[int]) -> list[Action]:
@@ -147,7 +149,8 @@ class Peers:
             require_compatible(mine.fields, welcome.fields)
             raise IncompatiblePeerError(field="digest", local=mine.digest, remote=welcome.digest)
         layout = KVLayout.from_plain(welcome.layout)
-        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout)
+        takes_traceparent = welcome.fields.get(TAKES_TRACEPARENT) == 1
+        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout, takes_traceparent)
         self._states[address] = session
         return session
 

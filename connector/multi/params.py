@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...transports.checked import Refused, mapping
-from ..params import invalid_params
+from ..params import TRACEPARENT, invalid_params, traceparent_of
 
 if TYPE_CHECKING:
     from ..base import ConnectorRequest, SchedulerHalf
@@ -74,7 +74,11 @@ def split_params(
     sections = dict(_sections(params))
     if own := children.keys() & sections.keys():
         # A router that releases an offer writes this once, at the top level, for the sections of all children.
-        wish = {"do_remote_prefill": False, "do_release": True} if params.get("do_release") is True else {}
+        wish: dict[str, Any] = (
+            {"do_remote_prefill": False, "do_release": True} if params.get("do_release") is True else {}
+        )
+        if traceparent := traceparent_of(params):
+            wish = {**wish, TRACEPARENT: traceparent}
         return {name: {**sections[name], **wish} if name in own else None for name in children}
     flat = {key: value for key, value in params.items() if key != SECTIONS}
     readers = [name for name, child in children.items() if child.recognizes_params(flat)]

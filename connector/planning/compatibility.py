@@ -28,18 +28,22 @@ FIELD_ORDER: Final = (
 #: Fields that may differ: a cache depends on them only through the tokens of each prompt, which are compared.
 ADVISORY: Final = ("tokenizer", "chat_template")
 
+#: Fields that say what a node's protocol can do. They are not compared.
+CAPABILITIES: Final = ("takes_traceparent",)
+
+_UNCOMPARED: Final = frozenset({*ADVISORY, *CAPABILITIES})
 _ABSENT = "(absent)"
 
 
 def digest(fields: Mapping[str, str | int]) -> str:
     """Return a fingerprint of the fields that must be equal, in any order: 64 hexadecimal digits."""
-    required = {field: value for field, value in fields.items() if field not in ADVISORY}
+    required = {field: value for field, value in fields.items() if field not in _UNCOMPARED}
     canonical = json.dumps(required, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def require_compatible(local: Mapping[str, str | int], remote: Mapping[str, str | int]) -> None:
-    """Compare two nodes field by field, except for advisory fields.
+    """Compare two nodes field by field, except for advisory fields and capabilities.
 
     Raises:
         IncompatiblePeerError: a field differs, or only one side has it. The error names the first such field, in
@@ -63,6 +67,6 @@ def advisory_differences(
 
 
 def _ordered(fields: Iterable[str]) -> list[str]:
-    fields = set(fields).difference(ADVISORY)
+    fields = set(fields).difference(_UNCOMPARED)
     rank = {field: index for index, field in enumerate(FIELD_ORDER)}
     return sorted(fields, key=lambda field: (rank.get(field, len(rank)), field))

@@ -11,7 +11,7 @@ from ...transports.errors import KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
-from ..params import TransferWish, parse_transfer_params
+from ..params import TRACEPARENT, TransferWish, parse_transfer_params
 from ..scheduler_half import HandoffScheduler
 from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
@@ -55,7 +55,7 @@ class VllmRequest:
             request.prompt_token_ids or (),
             request.num_prompt_tokens,
             request.num_computed_tokens,
-            request.kv_transfer_params,
+            _traced_params(request),
             None if reason is None else str(reason),
             request.cache_salt,
             adapter_identity(request.lora_request),
@@ -65,6 +65,13 @@ class VllmRequest:
             ],
             request.prompt_embeds,
         )
+
+
+def _traced_params(request: Any) -> Mapping[str, Any] | None:
+    """Return a request's params with the trace context that vLLM took from the HTTP headers, if it traces."""
+    params: Mapping[str, Any] | None = request.kv_transfer_params
+    headers = getattr(request, "trace_headers", None) or {}
+    return {**params, TRACEPARENT: headers[TRACEPARENT]} if params and TRACEPARENT in headers else params
 
 
 class SchedulerSide:

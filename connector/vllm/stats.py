@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
 )
@@ -56,8 +56,9 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         # vLLM chooses the classes: with Ray they are not those of prometheus_client.
-        counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._metrics = HandoffMetrics(counter, histogram, labelnames, per_engine_labelvalues.values())
+        counter, histogram, gauge = (metric_types[kind] for kind in (Counter, Histogram, Gauge))
+        hosts = per_engine_labelvalues.values()
+        self._metrics = HandoffMetrics(counter, histogram, gauge, labelnames, hosts)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         figures = KvferryStats(data=transfer_stats_data).figures

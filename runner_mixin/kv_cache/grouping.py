@@ -215,6 +215,8 @@ def get_num_blocks(config: EngineConfig, num_layers: int, available_memory: int,
     num_blocks = max(0, available_memory // page_size // num_layers)
     override = config.cache.num_blocks_override
     if override:
-        logger.info("the pool has %d blocks, as num_blocks_override says; %d would fit", override, num_blocks)
+        logger.debug(
+            "the pool has %d blocks, as num_blocks_override says; %d would fit", override, num_blocks
+        )
         return override
     return num_blocks

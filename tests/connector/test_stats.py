@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvferry.connector import KVConnectorStats, StatsCollector, TransferRecord
 from kvferry.connector.stats import METRICS, HandoffMetrics
@@ -132,7 +132,7 @@ class TestExport:
 
     @pytest.fixture
     def metrics(self, registry: CollectorRegistry) -> HandoffMetrics:
-        return HandoffMetrics(partial(Counter, registry=registry), partial(Histogram, registry=registry))
+        return HandoffMetrics(*(partial(kind, registry=registry) for kind in (Counter, Histogram, Gauge)))
 
     def test_counters_start_at_zero(self, metrics: HandoffMetrics, registry: CollectorRegistry) -> None:
         assert registry.get_sample_value("kvferry_offers_delivered_total") == 0
@@ -150,3 +150,10 @@ class TestExport:
         metrics.observe(KVConnectorStats((record("a", error="gone"),), {"load_failures_total": 1}))
         assert registry.get_sample_value("kvferry_load_failures_total") == 1
         assert "_count" not in generate_latest(registry).decode()
+
+    def test_a_gauge_rises_and_falls_with_what_ranks_and_intervals_report(
+        self, metrics: HandoffMetrics, registry: CollectorRegistry
+    ) -> None:
+        for growth in (2, -1, 1):
+            metrics.observe(KVConnectorStats((), {"live_leases": growth}))
+        assert registry.get_sample_value("kvferry_live_leases") == 2

@@ -17,6 +17,7 @@ def test_both_sides_of_a_handoff_are_told_in_their_order() -> None:
     shape = CacheShape()
     with ModelFreeNode(config, shape) as producer, ModelFreeNode(config, shape) as consumer:
         _, params = producer.prefill("p", 18)
+        producer.step()  # it orders the offer; a claim that came earlier would be parked
         load(consumer, producer, Request("d", 18, params))
         settle(producer)
         ours, theirs = producer.stats, consumer.stats

@@ -302,6 +302,7 @@ class TestRegistration:
             "byte_order": "little",
             "tokenizer": "",
             "chat_template": "",
+            "takes_traceparent": 1,
         }
 
     def test_the_number_of_heads_is_that_of_the_model_not_of_the_rank(self) -> None:

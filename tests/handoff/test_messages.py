@@ -51,6 +51,8 @@ EXAMPLES = [
 ]
 BY_TAG = {msgpack.unpackb(encode(message))[0]: message for message in EXAMPLES}
 
+TRACEPARENT = f"00-{'5' * 32}-{'6' * 16}-01"
+
 text = st.text(st.characters(codec="utf-8"), max_size=40)
 lease = st.integers(1, MAX_LEASE)
 rank, num_ranks = st.integers(0, MAX_RANKS - 1), st.integers(1, MAX_RANKS)
@@ -66,7 +68,7 @@ any_message = st.one_of(
         st.dictionaries(text, text | st.integers(-(2**63) + 1, 2**63 - 1), max_size=5),
         st.dictionaries(text, tables, max_size=5),
     ),
-    st.builds(Claim, text, lease, rank, num_ranks),
+    st.builds(Claim, text, lease, rank, num_ranks, st.sampled_from(["", TRACEPARENT])),
     st.builds(
         Grant,
         text,
@@ -194,7 +196,7 @@ def test_any_plain_value_is_a_protocol_error(value: object) -> None:
 EVERY_FIELD = [(tag, field.name) for tag, message in BY_TAG.items() for field in fields(message)]
 
 
-@pytest.mark.parametrize(("tag", "name"), EVERY_FIELD)
+@pytest.mark.parametrize(("tag", "name"), [named for named in EVERY_FIELD if named[1] != "traceparent"])
 def test_a_missing_field_is_named(tag: str, name: str) -> None:
     values = plain_fields(tag)
     del values[name]
@@ -207,6 +209,31 @@ def test_a_missing_field_is_named(tag: str, name: str) -> None:
 def test_an_ill_typed_field_is_named(tag: str, name: str, wrong: object) -> None:
     with pytest.raises(ProtocolError, match=r"MessagePack" if wrong == b"x" else rf"^{tag}\.{name} "):
         decode(packed(tag, **(plain_fields(tag) | {name: wrong})))
+
+
+def test_a_claim_without_a_trace_has_the_bytes_of_earlier_releases() -> None:
+    assert msgpack.unpackb(encode(Claim("r", 1, 0, 1)))[1].keys() == {
+        "request_id",
+        "lease",
+        "rank",
+        "num_ranks",
+    }
+    assert decode(encode(Claim("r", 1, 0, 1, TRACEPARENT))) == Claim("r", 1, 0, 1, TRACEPARENT)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        TRACEPARENT + "0",
+        TRACEPARENT.upper().replace("5", "A"),
+        TRACEPARENT.replace("5", "0"),
+        TRACEPARENT.replace("6", "0"),
+        "01" + TRACEPARENT[2:],
+    ],
+)
+def test_a_malformed_traceparent_is_refused(bad: str) -> None:
+    with pytest.raises(ProtocolError, match=r"^Claim\.traceparent must be a traceparent"):
+        decode(packed("Claim", request_id="r", lease=1, rank=0, num_ranks=1, traceparent=bad))
 
 
 @pytest.mark.parametrize("tag", sorted(BY_TAG))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
-from kvferry.connector.stats import METRICS
+from kvferry.connector.stats import BUILD_INFO, METRICS
 from tests.support.metrics_page import Declared, assert_promtool_is_content, declared
 
 pytestmark = pytest.mark.timeout(600)
@@ -64,6 +64,7 @@ def test_both_sides_count(pair, prompt):
     pair.hand_over(prompt(100))
     pair.prefill.wait_for_status(lambda status: status["num_requests"] == 0)
     assert pair.prefill.metric("kvferry_offers_delivered_total") == before + 1
+    assert pair.prefill.metric("kvferry_live_leases") == pair.decode.metric("kvferry_live_loads") == 0
 
 
 def test_a_running_engine_exports_every_metric_of_the_table(pair, prompt):
@@ -72,7 +73,8 @@ def test_a_running_engine_exports_every_metric_of_the_table(pair, prompt):
     page = pair.decode.order("metrics_page")["text"]
     shown = declared(page, without=("model_name", "engine"))
     expected = {
-        metric.name: Declared(metric.kind, metric.text, tuple(sorted(metric.labels))) for metric in METRICS
+        metric.name: Declared(metric.kind, metric.text, tuple(sorted(metric.labels)))
+        for metric in (*METRICS, BUILD_INFO)
     }
     assert shown == expected
     assert_promtool_is_content(page)

@@ -78,7 +78,7 @@ def _populate(mapping: Memory) -> None:
     try:
         advise(mapping, mmap.MADV_HUGEPAGE)
     except OSError as error:
-        logger.info("no huge pages for shared memory: %s", error)
+        logger.info("shared memory uses pages of the normal size: the kernel gave no huge pages: %s", error)
     prefault(mapping)
     try:
         # If the system's setting is "never", the advice above has no effect, but this still works.
