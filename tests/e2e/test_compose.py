@@ -79,6 +79,20 @@ def test_a_profile_is_a_pair_that_answers(
         assert re.fullmatch("[0-9a-f]{64}", (shared / "secret").read_text())
 
 
+def test_monitoring_scrapes_every_profile_and_mounts_what_exists() -> None:
+    folder = EXAMPLES.parent / "docker"
+    config = yaml.safe_load((folder / "monitoring" / "prometheus.yml").read_text())
+    (discovery,) = config["scrape_configs"][0]["dns_sd_configs"]
+    serving = {name for name, service in SERVICES.items() if "--port=8000" in service.get("command", ())}
+    assert set(discovery["names"]) == serving
+    for name in ("prometheus", "grafana"):
+        assert SERVICES[name]["profiles"] == ["monitoring"]
+        for volume in SERVICES[name]["volumes"]:
+            source = volume.split(":")[0]
+            assert (folder / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"]
+        assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
+
+
 @pytest.mark.parametrize("profile", ["shm", "zeromq", "tcp", "ucx"])
 def test_a_profile_has_all_that_its_services_name(profile: str) -> None:
     members = {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
