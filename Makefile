@@ -63,15 +63,17 @@ test: $(READY) ## run every test that this machine can run (minutes)
 		-o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true $(TEST_ARGS)
 
 .PHONY: promtool
-promtool: build/promtool ## get promtool, which tests use to check the metrics (needs Debian's package lists, not root)
+promtool: build/prometheus ## get Prometheus and promtool, which tests use (needs Debian's package lists, not root)
 
-# Extract the program instead of installing the package, which would start a server.
-build/promtool:
-	rm -rf build/prometheus && mkdir -p build/prometheus
-	cd build/prometheus && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
-	dpkg-deb --fsys-tarfile build/prometheus/prometheus_*.deb | tar -xO ./usr/bin/promtool > $@
-	chmod +x $@
-	rm -r build/prometheus
+# Extract the programs instead of installing the package, which would start a server.
+build/promtool: build/prometheus
+build/prometheus:
+	rm -rf build/prometheus build/prometheus-package && mkdir -p build/prometheus-package
+	cd build/prometheus-package && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
+	dpkg-deb --extract build/prometheus-package/prometheus_*.deb build/prometheus-package
+	mv build/prometheus-package/usr/bin/promtool build/promtool
+	mv build/prometheus-package/usr/bin/prometheus $@
+	rm -r build/prometheus-package
 
 .PHONY: control-planes
 control-planes: build/vllm-router build/dynamo ## get the routers of other projects that tests put in front of our nodes (30 MB)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvferry.cli.main import main
 from kvferry.cli.metrics_page import MetricsPage
@@ -25,7 +25,7 @@ class Node:
         def kind(of: Callable[..., object]) -> Callable[..., object]:
             return lambda **options: of(**options, registry=self._registry)
 
-        self._metrics = HandoffMetrics(kind(Counter), kind(Histogram))
+        self._metrics = HandoffMetrics(kind(Counter), kind(Histogram), kind(Gauge))
 
     def load(self, num_bytes: int, seconds: float, exposed_seconds: float) -> None:
         record = TransferRecord(

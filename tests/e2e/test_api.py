@@ -216,7 +216,7 @@ def test_metrics_are_prometheus_text(server: Any) -> None:
         line.split("{")[0].split(" ")[0] for line in raw.decode().splitlines() if not line.startswith("#")
     }
     assert names
-    assert all(name.startswith("kvferry_") for name in names)
+    assert all(name.startswith(("kvferry_", "process_")) for name in names)
 
 
 def test_metrics_of_a_handoff_follow_prometheus_conventions(tiny_fleet: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
-from kvferry.reference.engine.types import EngineStats, EngineTotals, RequestMetrics
+from kvferry.reference.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
 from kvferry.reference.node.metrics import NodeMetrics
 from kvferry.reference.router.handoffs import Handoffs
 from kvferry.reference.router.metrics import RouterMetrics
@@ -26,7 +26,11 @@ def node_page() -> str:
         healthy=True, num_blocks=60, totals=EngineTotals(num_finished={"stop": 2, "abort": 1})
     )
     metrics = NodeMetrics(lambda: stats)
-    metrics.observe(RequestMetrics(9, 1, 0, 0, 0, 0.1, RECORD))
+    figures = RequestMetrics(9, 1, 0, 0, 0, 0.1, RECORD)
+    metrics.observe(figures)
+    request = metrics.begin_request()
+    for reason in (None, "stop"):
+        request.observe(RequestOutput("a", (1,), "a", reason, "", None, figures))
     metrics.observe_handoffs(KVConnectorStats((RECORD,), dict.fromkeys(COUNTERS, 1)))
     return metrics.text().decode()
 
@@ -39,6 +43,9 @@ def router_page() -> str:
     metrics = RouterMetrics([UpstreamNode("prefill", "http://p")], handoffs)
     metrics.requests.labels("200").inc()
     metrics.retries.labels("decode").inc()
+    note_piece = metrics.begin_stream()
+    note_piece()
+    note_piece()
     return metrics.text().decode()
 
 

@@ -12,9 +12,11 @@ from tests.support.zygote import EXAMPLES
 
 PROGRAM = """
 import logging, sys
-from kvferry.reference.web.serving import BrokenError, StartupError, exit_status_of, leave_now, say, set_up_logging
+from kvferry.reference.web.serving import BrokenError, StartupError, exit_status_of, leave_now, say
 
 def run():
+    from kvferry.reference.web.logs import set_up_logging
+
     set_up_logging("info", "test")
     say("ready")
     logging.getLogger("test").error("an error with its traceback", exc_info=ValueError("why"))

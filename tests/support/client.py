@@ -7,9 +7,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvferry.reference.demo import client
@@ -102,11 +103,19 @@ class Client:
         )
         return busy == 0 and self.metric("kvferry_engine_free_blocks") == self.metric("kvferry_engine_blocks")
 
+    def requesting(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AbstractContextManager[http.client.HTTPResponse]:
+        """POST a JSON object with headers. Leaving the block closes the connection."""
+        return self._exchange("POST", path, json.dumps(body).encode(), headers)
+
     @contextmanager
-    def _exchange(self, method: str, path: str, body: bytes) -> Iterator[http.client.HTTPResponse]:
+    def _exchange(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=TIMEOUT_S)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            connection.request(method, path, body, {"Content-Type": "application/json", **headers})
             with connection.getresponse() as response:
                 yield response
         finally:

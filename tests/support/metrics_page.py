@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-#: Where `make promtool` puts it.
-BUILT = Path(__file__).parents[2] / "build" / "promtool"
+from .prometheus import program
 
 
 @dataclass(frozen=True)
@@ -46,9 +42,7 @@ def declared(page: str, *, without: tuple[str, ...] = ()) -> dict[str, Declared]
 
 def assert_promtool_is_content(page: str) -> None:
     """Run `promtool check metrics` on kvferry's part of a page; skip the test if there is no promtool."""
-    promtool = shutil.which("promtool") or (BUILT.is_file() and str(BUILT))
-    if not promtool:
-        pytest.skip("promtool is not installed; `make promtool` gets it on Debian")
+    promtool = program("promtool")
     ours = [
         line
         for line in page.splitlines()

@@ -26,6 +26,7 @@ from ..web.connections import is_overloaded, turn_of
 from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
+from ..web.tracing import current_span, name_request, observed, span_of_work
 from .fan_out import Piece, pieces_of
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
@@ -108,7 +109,9 @@ class NodeServer:
 
     def application(self) -> web.Application:
         """Return the routes for aiohttp."""
-        app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[observed("kvferry.node"), error_middleware], client_max_size=MAX_BODY_BYTES
+        )
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
         app.router.add_get("/v1/models", self._models)
@@ -267,7 +270,8 @@ class NodeServer:
         engine = self._running_engine()
         body = await read_json(request)
         try:
-            return await self._answer_to(request, body, parse, reply_format)
+            with span_of_work(request, body.get("kv_transfer_params")):
+                return await self._answer_to(request, body, parse, reply_format)
         except Exception as error:
             # The engine has not seen the request, or has failed it. Either way nothing here will load the offer, so tell the
             # node that made it. The exception is an error with which a router may send the offer to another node.
@@ -294,7 +298,8 @@ class NodeServer:
             if len(prompts) > 1:  # an answer that has begun could not be refused any more
                 self._prompts.refuse_too_long(prompts)
             client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
-        request_id = f"{reply_format.id_prefix}-{_client_request_id(request)}"
+        client_request_id = name_request(_client_request_id(request))
+        request_id = f"{reply_format.id_prefix}-{client_request_id}"
         requests = [
             [
                 # A node loads a prompt once; further answers to it find it in the prefix cache.
@@ -379,19 +384,21 @@ class NodeServer:
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=prompt,
             sampling=sampling,
-            kv_transfer_params=None if number else client.kv_transfer_params,
+            kv_transfer_params=None if number else current_span().traced_params(client.kv_transfer_params),
             cache_salt=client.cache_salt,
             lora_name=lora_name,
             items=client.items,
         )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Generate, and tell the request's story on the way."""
-        self._stories.begin(generation)
+        """Generate, and on the way measure the answer and tell the request's story."""
+        self._stories.begin(generation, current_span())
+        measured = self._metrics.begin_request()
         try:
             async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
                 async for output in outputs:
                     self._stories.observe_output(generation.request_id, output)
+                    measured.observe(output)
                     if output.prompt_logprobs and output.kv_transfer_params is not None:
                         # The decode node will not compute the prompt, so it needs them from here.
                         params = {**output.kv_transfer_params, PROMPT_LOGPROBS: output.prompt_logprobs}
@@ -401,6 +408,8 @@ class NodeServer:
             reason = {"reason": f"{type(error).__name__}: {error}"}
             self._stories.note(generation.request_id, "refused or failed", time.time(), reason)
             raise
+        finally:
+            self._stories.left(generation.request_id)
 
     async def _whole(
         self, pieces: AsyncGenerator[Piece, None], choices: Sequence[Choice], envelope: Envelope

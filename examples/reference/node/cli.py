@@ -17,6 +17,7 @@ from ..engine.settings import EngineSettings
 from ..web.access import Access
 from ..web.admin import Admin, add_admin_arguments, admin_of
 from ..web.connections import ConnectionLimits
+from ..web.logs import LogFormat
 from ..web.serving import StartupError, add_drain_arguments, add_serving_arguments, checked_access, limits_of
 from .options import DEFAULT_CONNECTOR, add_option
 
@@ -48,6 +49,8 @@ class NodeOptions:
         limits: Limits on clients.
         access: What clients must present.
         admin: The bound listener of the admin endpoints. None: there are none.
+        log_format: `text` or `json`.
+        otlp_traces_endpoint: Where spans are sent; empty takes the one of the environment.
     """
 
     role: str
@@ -61,6 +64,8 @@ class NodeOptions:
     limits: ConnectionLimits
     access: Access
     admin: Admin | None
+    log_format: LogFormat
+    otlp_traces_endpoint: str
 
 
 def parse_arguments(arguments: Sequence[str] | None = None, program: str = "kvferry serve") -> NodeOptions:
@@ -106,6 +111,8 @@ def options_of(options: argparse.Namespace) -> NodeOptions:
         limits,
         access,
         admin_of(options, access.tls),
+        options.log_format,
+        options.otlp_traces_endpoint,
     )
 
 

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from ..web.launcher_link import open_link
-from ..web.serving import BrokenError, StartupError, bind, exit_status_of, set_up_logging
+from ..web.logs import set_up_logging
+from ..web.serving import BrokenError, StartupError, bind, exit_status_of
+from ..web.tracing import set_up_tracing
 from .cli import NodeOptions, options_of, parse_arguments
 
 
@@ -39,7 +41,8 @@ def _run(options: NodeOptions) -> None:
         # The command `kvferry` does not look for modules in the current folder. A connector of the user's own may be there.
         # At the end, so that no file of that folder replaces a module of Python or of a library.
         sys.path.append(os.getcwd())
-    set_up_logging(options.log_level, options.role)
+    set_up_logging(options.log_level, options.role, options.log_format)
+    set_up_tracing(options.otlp_traces_endpoint, options.role)
     link = open_link(options.launcher_fd)
     try:
         with bind(options.host, options.port) as listener:

@@ -6,20 +6,30 @@ Metrics of handoffs come from `kvferry.connector.stats`, and are the same in eve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvferry.connector.stats import HandoffMetrics, KVConnectorStats, Metric
 
-from ..engine.types import EngineStats, RequestMetrics
+from ..engine.types import EngineStats, RequestMetrics, RequestOutput
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class NodeMetrics:
@@ -38,9 +48,29 @@ class NodeMetrics:
             registry=self._registry,
             buckets=TTFT_BUCKETS,
         )
-        self._handoffs = HandoffMetrics(
-            partial(Counter, registry=self._registry), partial(Histogram, registry=self._registry)
+        self.request_duration = Histogram(
+            "kvferry_engine_request_duration_seconds",
+            "Time from a request's arrival to the last piece of its answer",
+            ["reason"],
+            registry=self._registry,
+            buckets=DURATION_BUCKETS,
         )
+        self.inter_token = Histogram(
+            "kvferry_engine_inter_token_latency_seconds",
+            "Time between two pieces of an answer, which have a token each",
+            registry=self._registry,
+            buckets=TOKEN_BUCKETS,
+        )
+        ProcessCollector(registry=self._registry)
+        self._handoffs = HandoffMetrics(
+            partial(Counter, registry=self._registry),
+            partial(Histogram, registry=self._registry),
+            partial(Gauge, registry=self._registry),
+        )
+
+    def begin_request(self) -> MeasuredRequest:
+        """Note a request that arrived now."""
+        return MeasuredRequest(self)
 
     def observe(self, metrics: RequestMetrics) -> None:
         """Count a request that has ended."""
@@ -54,6 +84,25 @@ class NodeMetrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class MeasuredRequest:
+    """Measures one request from its arrival to its end."""
+
+    def __init__(self, metrics: NodeMetrics) -> None:
+        self._metrics = metrics
+        self._arrival = time.monotonic()
+        self._latest: float | None = None  # when the latest token came
+
+    def observe(self, output: RequestOutput) -> None:
+        """Note a piece of the answer that came now."""
+        now = time.monotonic()
+        if output.new_token_ids:
+            if self._latest is not None:
+                self._metrics.inter_token.observe(now - self._latest)
+            self._latest = now
+        if output.finish_reason:
+            self._metrics.request_duration.labels(output.finish_reason).observe(now - self._arrival)
 
 
 class _EngineCollector(Collector):

@@ -1,6 +1,7 @@
 """The stories of the latest requests: when each arrived, what its handoff did, and how it ended.
 
 `kvferry explain` joins the stories of the nodes that took part in a request. A story has no word of the prompt or the answer.
+The spans of a request's phases are made of its story.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 from kvferry.connector.stats import KVConnectorStats
 
 from ..engine.types import GenerationRequest, RequestOutput
+from ..web.tracing import NO_SPAN, Span
 
 #: Stories that a node keeps, and events of each.
 MAX_STORIES: Final = 512
@@ -50,11 +52,21 @@ class Stories:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stories: OrderedDict[str, Story] = OrderedDict()
+        self._spans: dict[
+            str, tuple[Span, float]
+        ] = {}  # of requests that run: the span, and when its phase began
 
-    def begin(self, request: GenerationRequest) -> None:
-        """Begin the story of a request that arrived now."""
+    def begin(self, request: GenerationRequest, span: Span = NO_SPAN) -> None:
+        """Begin the story of a request that arrived now.
+
+        Args:
+            span: The request's, for those of its phases.
+        """
         params = request.kv_transfer_params or {}
         story = Story(request.request_id, _phase(params), time.time(), len(request.prompt_token_ids))
+        if span is not NO_SPAN:
+            span.set(request_id=request.request_id, phase=story.phase, prompt_tokens=story.num_prompt_tokens)
+            self._spans[request.request_id] = (span, story.arrived)
         with self._lock:
             self._stories[request.request_id] = story
             if len(self._stories) > MAX_STORIES:
@@ -95,8 +107,32 @@ class Stories:
                 }
         if is_first:
             self.note(request_id, "first token", now, {})
+            self._end_phase(request_id, now, _first_phase(output))
         if output.finish_reason:
             self.note(request_id, "finished", now, {"reason": output.error or output.finish_reason})
+            self._end_phase(request_id, now, "kvferry.generate")
+            self._end_request(request_id, output)
+
+    def left(self, request_id: str) -> None:
+        """Forget the span of a request whose answer nothing waits for any more."""
+        self._spans.pop(request_id, None)
+
+    def _end_phase(self, request_id: str, now: float, name: str) -> None:
+        if (known := self._spans.get(request_id)) is not None:
+            span, began = known
+            span.child(name, at=began).end(at=now)
+            self._spans[request_id] = (span, now)
+
+    def _end_request(self, request_id: str, output: RequestOutput) -> None:
+        if (known := self._spans.pop(request_id, None)) is not None:
+            known[0].set(
+                finish_reason=output.finish_reason or "",
+                output_tokens=output.metrics.num_output_tokens,
+                cached_tokens=output.metrics.num_cached_tokens,
+                loaded_tokens=output.metrics.num_loaded_tokens,
+            )
+            if output.finish_reason == "error":
+                known[0].fail(output.error)
 
     def find(self, wanted: str) -> list[dict[str, Any]]:
         """Return the stories of a request, oldest first.
@@ -112,6 +148,11 @@ class Stories:
         """Return the ids of all stories, oldest first."""
         with self._lock:
             return list(self._stories)
+
+
+def _first_phase(output: RequestOutput) -> str:
+    """Name the time until the first token, queueing included: a node that loaded the prompt computed only its end."""
+    return "kvferry.load_and_first_token" if output.metrics.num_loaded_tokens else "kvferry.prefill"
 
 
 def _phase(params: Mapping[str, Any]) -> str:

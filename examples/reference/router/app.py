@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
@@ -22,6 +23,7 @@ from ..web.connections import is_overloaded, turn_of
 from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
+from ..web.tracing import current_span, name_request, observed
 from .handoffs import Handoff, Handoffs, has_loaded
 from .health import NodeState
 from .metrics import RouterMetrics
@@ -93,7 +95,10 @@ class Router:
 
     def application(self) -> web.Application:
         """Return the routes for aiohttp."""
-        app = web.Application(middlewares=[self._count, error_middleware], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[observed("kvferry.router"), self._count, error_middleware],
+            client_max_size=MAX_BODY_BYTES,
+        )
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_get("/v1/models", self._models)
@@ -233,6 +238,7 @@ class Router:
         if request.method != "POST":
             return await handler(request)
         self._num_under_way += 1
+        began = time.monotonic()
         try:
             response = await handler(request)
             if not response.prepared:
@@ -243,6 +249,7 @@ class Router:
         finally:
             self._num_under_way -= 1
         self._metrics.requests.labels(str(response.status)).inc()
+        self._metrics.request_duration.observe(time.monotonic() - began)
         return response
 
     # -- answers -------------------------------------------------------------------------------------
@@ -256,11 +263,12 @@ class Router:
     async def _admitted(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
         check_body(body)
-        request_id = request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
-        call = Call(self._session, request.path, body, self._headers(request, request_id))
+        request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
+        queue = current_span().child("kvferry.queue")
+        call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
         calls = calls_of(call)
         merged = MergedReply(request, call) if len(calls) > 1 else None
-        reply = merged or Reply(request)
+        reply = merged or Reply(request, self._metrics.begin_stream())
         try:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
                 if merged is not None:

@@ -18,6 +18,7 @@ from ..web.access import Access, NodeAccess, add_node_access_arguments, node_acc
 from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
 from ..web.connections import ConnectionLimits
 from ..web.launcher_link import Link, open_link
+from ..web.logs import set_up_logging
 from ..web.serving import (
     StartupError,
     StopRequest,
@@ -29,9 +30,9 @@ from ..web.serving import (
     limits_of,
     say,
     serving,
-    set_up_logging,
     steer_to_newest,
 )
+from ..web.tracing import set_up_tracing
 from .app import DecodeAlone, Router
 from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
 
@@ -138,7 +139,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    set_up_logging(options.log_level, "router")
+    set_up_logging(options.log_level, "router", options.log_format)
+    set_up_tracing(options.otlp_traces_endpoint, "router")
     _check_times(options)
     limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
     access = checked_access(options)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvferry.connector.stats import export_build_info
+
 from .handoffs import RESULTS, Handoffs
 from .health import NodeState
 from .nodes import UpstreamNode
+
+DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class RouterMetrics:
@@ -27,12 +41,30 @@ class RouterMetrics:
             ["status"],
             registry=self._registry,
         )
+        self.request_duration = Histogram(
+            "kvferry_router_request_duration_seconds",
+            "Time from a request's arrival to the last byte of its answer",
+            registry=self._registry,
+            buckets=DURATION_BUCKETS,
+        )
+        self._inter_piece = Histogram(
+            "kvferry_router_inter_token_latency_seconds",
+            "Time between two pieces of a streamed answer, which have a token each unless the network joins them",
+            registry=self._registry,
+            buckets=PIECE_BUCKETS,
+        )
+        export_build_info(partial(Gauge, registry=self._registry))
+        ProcessCollector(registry=self._registry)
         self.retries = Counter(
             "kvferry_router_retries_total",
             "Requests sent to another node, by the role of the node that failed",
             ["role"],
             registry=self._registry,
         )
+        for role in ("prefill", "decode"):
+            self.retries.labels(
+                role
+            )  # at zero, because an alert cannot use a counter that appears with its first event
         self.without_handoff = Counter(
             "kvferry_router_without_handoff_total",
             "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",
@@ -48,6 +80,19 @@ class RouterMetrics:
             "Prefills that failed after their decode had begun",
             registry=self._registry,
         )
+
+    def begin_stream(self) -> Callable[[], None]:
+        """Return a function to call with each piece of one streamed answer."""
+        latest: float | None = None
+
+        def note_piece() -> None:
+            nonlocal latest
+            now = time.monotonic()
+            if latest is not None:
+                self._inter_piece.observe(now - latest)
+            latest = now
+
+        return note_piece
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -75,7 +120,13 @@ class _NodeCollector(Collector):
             "1 for the state that the node is in, 0 for every other state",
             labels=["role", "url", "state"],
         )
+        failures = CounterMetricFamily(
+            "kvferry_router_connection_failures_total",
+            "Connections to the node that could not be made, or broke",
+            labels=["role", "url"],
+        )
         for node in self._nodes:
+            failures.add_metric([node.role, node.url], node.num_connection_failures)
             healthy.add_metric([node.role, node.url], float(node.state is NodeState.READY))
             in_flight.add_metric([node.role, node.url], node.in_flight)
             for state in NodeState:
@@ -83,6 +134,7 @@ class _NodeCollector(Collector):
         yield healthy
         yield in_flight
         yield states
+        yield failures
 
 
 class _HandoffCollector(Collector):

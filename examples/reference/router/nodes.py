@@ -81,6 +81,7 @@ class UpstreamNode:
         self.url = url.rstrip("/")
         self.state = NodeState.UNKNOWN
         self.in_flight = 0
+        self.num_connection_failures = 0
         self.last_used = 0
         self.last_error = "not checked yet"
         self.load_failure_policy = ""
@@ -125,10 +126,13 @@ class UpstreamNode:
     def _change(self, state: NodeState) -> None:
         if state is self.state:
             return
-        is_loss = state is NodeState.GONE and self.state is not NodeState.DRAINING
-        why = f": {self.last_error}" if self.last_error else ""
+        is_gone, why = state is NodeState.GONE, f": {self.last_error}" if self.last_error else ""
+        # A node that starts together with the router is no loss.
+        is_awaited = is_gone and self.state is NodeState.UNKNOWN
+        is_loss = is_gone and self.state not in (NodeState.DRAINING, NodeState.UNKNOWN)
         level = logging.WARNING if is_loss else logging.INFO
-        logger.log(level, "%s node %s is %s%s", self.role, self.url, state.value, why)
+        what = "not ready yet" if is_awaited else state.value
+        logger.log(level, "%s node %s is %s%s", self.role, self.url, what, why)
         self.state = state
 
     def suspect(self) -> None:
@@ -154,6 +158,7 @@ class UpstreamNode:
         except (aiohttp.ClientError, TimeoutError) as error:
             if limit.expired():
                 raise NodeGoneError(self, self.last_error, is_explained=True) from None
+            self.num_connection_failures += 1
             self.suspect()
             raise NodeGoneError(self, reason_of(error)) from error
 

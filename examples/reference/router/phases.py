@@ -13,6 +13,7 @@ from aiohttp import web
 
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
+from ..web.tracing import NO_SPAN, Span, current_span
 from .nodes import NodeGoneError, UpstreamNode
 
 #: The request to a prefill node to offer its cache. vLLM's nodes require the other keys.
@@ -33,12 +34,17 @@ _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
 @dataclass(frozen=True)
 class Call:
-    """A client's request on its way to the nodes."""
+    """A client's request on its way to the nodes.
+
+    Attributes:
+        queue: The span until a node is called for the first time.
+    """
 
     session: aiohttp.ClientSession
     path: str
     body: Mapping[str, Any]
     headers: Mapping[str, str]
+    queue: Span = NO_SPAN
 
     @property
     def request_id(self) -> str:
@@ -121,12 +127,28 @@ async def open_prefill(
         UpstreamAnswer: The node refused the request. This is the client's answer.
     """
     async with contextlib.AsyncExitStack() as stack:
+        span = stack.enter_context(_call_span("kvferry.prefill_call", call, node))
         async with node.exchange():
-            posted = call.session.post(node.url + call.path, json=body, headers=call.headers)
+            posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
             if response.status != 200:
                 _raise_refusal(node, response.status, await response.read())
         yield response
+
+
+def _call_span(name: str, call: Call, node: UpstreamNode) -> Span:
+    call.queue.end()
+    return current_span().child(name, node=node.url)
+
+
+def _traced(call: Call, body: Mapping[str, Any], span: Span) -> dict[str, Any]:
+    """Return the body and headers of a call, with the context of its span in both.
+
+    A node inside vLLM reads the headers only if vLLM traces, so the context is in `kv_transfer_params` as well.
+    """
+    if isinstance(params := body.get("kv_transfer_params"), Mapping):
+        body = {**body, "kv_transfer_params": span.traced_params(params)}
+    return {"json": body, "headers": {**call.headers, **span.headers}}
 
 
 def _raise_refusal(node: UpstreamNode, status: int, payload: bytes) -> NoReturn:
@@ -197,8 +219,9 @@ async def open_answer(
         NodeGoneError: No byte of the answer arrived, or the node aborted it.
     """
     async with contextlib.AsyncExitStack() as stack:
+        span = stack.enter_context(_call_span("kvferry.decode_call", call, node))
         async with node.exchange():
-            posted = call.session.post(node.url + call.path, json=body, headers=call.headers)
+            posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
             first = await (response.content.readany() if is_stream(response) else response.read())
             if response.status in (429, 502, 503):

@@ -54,7 +54,7 @@ class Prefill(ABC):
 
     def _note_params(self, call: Call, node: UpstreamNode, params: Params) -> None:
         if params is None:
-            logger.info("%s: %s offered no KV cache", call.request_id, node.url)
+            logger.debug("%s: %s offered no KV cache", call.request_id, node.url)
 
 
 class WholePrefill(Prefill):

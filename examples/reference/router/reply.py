@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
@@ -24,12 +25,16 @@ ERROR_SEND_S = 1.0
 class Reply:
     """The answer to one request.
 
+    Args:
+        note_piece: Called with each piece of a stream that has arrived.
+
     Attributes:
         tail: The last bytes of the stream.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, note_piece: Callable[[], None] = lambda: None) -> None:
         self._request = request
+        self._note_piece = note_piece
         self._stream: web.StreamResponse | None = None
         self.tail = b""
 
@@ -47,6 +52,7 @@ class Reply:
         chunk = first
         try:
             while chunk:
+                self._note_piece()
                 await stream.write(chunk)
                 self.tail = (self.tail + chunk)[-TAIL_BYTES:]
                 async with node.exchange():

@@ -131,6 +131,19 @@ def add_serving_arguments(
         help="lowest level of log messages on stderr (default: %(default)s)",
     )
     group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json writes one object per line, with the request's id and trace (default: %(default)s)",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="where to send OpenTelemetry spans by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; needs kvferry[otel] "
+        "(default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; without either, requests are not traced)",
+    )
+    group.add_argument(
         "--launcher-fd",
         type=int,
         default=-1,
@@ -165,13 +178,6 @@ def checked_access(options: argparse.Namespace) -> Access:
         return access_of(options)
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
-
-
-def set_up_logging(level: str, name: str) -> None:
-    """Log to stderr. Each line contains the program's `name`."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
 
 
 def bind(host: str, port: int, option: str = "--port", *, is_shared: bool = False) -> socket.socket:
@@ -374,9 +380,14 @@ def _raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+#: Form of the lines of `say`, which are text, and whether they report an error. `logs` changes it for JSON.
+form_of_lines: Callable[[str, bool], str] = lambda line, is_error: line
+
+
 def say(line: str, stream: TextIO | None = None) -> None:
     """Print a line and flush it. Drop it if that fails, so that a full disk does not end the process."""
     with contextlib.suppress(OSError, ValueError):
+        line = form_of_lines(line, stream is sys.stderr)
         print(line, file=sys.stdout if stream is None else stream, flush=True)
 
 

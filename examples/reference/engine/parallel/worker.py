@@ -114,9 +114,7 @@ def _start(start: object, rendezvous_fd: int, resources: ExitStack) -> ModelRunn
 
 def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner:
     parallel = start.config.parallel
-    logging.basicConfig(
-        format=f"%(asctime)s worker {parallel.rank} %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
+    _observe(f"worker {parallel.rank}")
     torch.set_num_threads(start.num_threads)
     dtype = getattr(torch, start.config.model.dtype)
     model = load_model(Path(start.folder), dtype, torch.device("cpu"), IMPLEMENTATION)
@@ -127,6 +125,22 @@ def _load(start: Start, rendezvous_fd: int, resources: ExitStack) -> ModelRunner
         shard(model, parallel.tensor_parallel_rank, parallel.tensor_parallel_size, stage)
     config, pool = part_of_stage(*plan_pool(start.config, model.device, may_shorten=False), kept)
     return start_runner(config, pool, model, start.layout, resources)
+
+
+def _observe(name: str) -> None:
+    """Log and trace as the scheduler's process does, whose settings are in the environment."""
+    log_format = os.environ.get("KVFERRY_LOG_FORMAT")
+    is_traced = any(key.startswith("OTEL_EXPORTER_OTLP") for key in os.environ)
+    if log_format != "json" and not is_traced:
+        line = f"%(asctime)s {name} %(levelname)s %(message)s"
+        logging.basicConfig(format=line, datefmt="%H:%M:%S")
+        return
+    # Only now, because they import the HTTP server.
+    from ...web.logs import set_up_logging
+    from ...web.tracing import set_up_tracing
+
+    set_up_logging("warning", name, "json" if log_format == "json" else "text")
+    set_up_tracing("", name)
 
 
 def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
