@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Self
+from typing import Annotated
 
 from ...transports.checked import Refused, integer, record, text
 
@@ -112,10 +112,10 @@ class SlotArray:
             del plain["grain"]
         return plain
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[object, object]) -> Self:
+    @staticmethod
+    def from_plain(plain: Mapping[object, object]) -> SlotArray:
         """Read what `to_plain` returns. Raises Refused: it is malformed."""
-        return record(cls).read({"grain": 1, **plain})  # type: ignore[no-any-return]
+        return record(SlotArray).read({"grain": 1, **plain})  # type: ignore[no-any-return]
 
 
 def slot_array_of_view(
