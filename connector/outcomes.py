@@ -76,8 +76,10 @@ class Outcomes:
 
     def expect(self, orders: HandoffMetadata, now: float) -> None:
         """Owe an end to each load of `orders`, and to each offer of a request that has finished."""
-        self._stats.count("live_leases", len(orders.offers))
-        self._stats.count("live_loads", len(orders.loads))
+        if orders.offers:
+            self._stats.count("live_leases", len(orders.offers))
+        if orders.loads:
+            self._stats.count("live_loads", len(orders.loads))
         with self._lock:
             for request_id, order in orders.offers.items():
                 is_whole = isinstance(order, OfferOrder)

@@ -306,6 +306,19 @@ async def test_a_nodes_last_health_is_remembered_when_its_process_is_gone(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+async def test_a_node_that_starts_with_the_router_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    node = UpstreamNode("decode", "http://young")
+    node.note(Health(NodeState.GONE, "/health says starting", is_reported=True))
+    node.note(Health(NodeState.READY))
+    node.note(Health(NodeState.GONE, "connection refused"))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "decode node http://young is not ready yet: /health says starting"),
+        ("INFO", "decode node http://young is ready"),
+        ("WARNING", "decode node http://young is gone: connection refused"),
+    ]
+
+
 async def test_a_router_without_descriptors_does_not_consider_its_nodes_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

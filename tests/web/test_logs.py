@@ -1,0 +1,73 @@
+"""Log lines as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.reference.web import serving
+from kvferry.reference.web.logs import JsonFormatter, _SdkFilter
+from kvferry.reference.web.tracing import name_request, request_id_in_logs
+
+
+@pytest.fixture(autouse=True)
+def no_request() -> Iterator[None]:
+    token = request_id_in_logs.set("")
+    yield
+    request_id_in_logs.reset(token)
+
+
+def _record(message: str, *args: object, **more: object) -> logging.LogRecord:
+    record = logging.LogRecord("kvferry.x", logging.WARNING, "x.py", 1, message, args, None)
+    vars(record).update(more)
+    return record
+
+
+def test_a_line_says_when_where_and_about_which_request() -> None:
+    formatter = JsonFormatter("decode")
+    line = json.loads(formatter.format(_record("load of %s failed:\n%s", "é", 'a "reason"')))
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "warning",
+        "program": "decode",
+        "logger": "kvferry.x",
+        "message": 'load of é failed:\na "reason"',
+    }
+    name_request("of the HTTP request")
+    assert json.loads(formatter.format(_record("a")))["request_id"] == "of the HTTP request"
+    told = _record("a", request_id="of the engine")
+    assert json.loads(formatter.format(told))["request_id"] == "of the engine"
+
+
+def test_a_traceback_is_part_of_the_object() -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        text = JsonFormatter("p").format(_record("a", exc_info=sys.exc_info()))
+    assert len(text.splitlines()) == 1
+    assert json.loads(text)["exception"].endswith("ValueError: why")
+
+
+def test_what_a_program_prints_is_json_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "form_of_lines", JsonFormatter("router").line)
+    serving.say("listening")
+    serving.say("router: error: no", sys.stderr)
+    printed = capsys.readouterr()
+    lines = [json.loads(text) for text in (printed.out, printed.err)]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("info", "listening"),
+        ("error", "router: error: no"),
+    ]
+
+
+def test_a_collector_that_is_away_is_logged_once_a_minute() -> None:
+    sdk_filter = _SdkFilter()
+    records = [_record("no collector", name="opentelemetry.exporter", created=at) for at in (100, 110, 161)]
+    assert [sdk_filter.filter(record) for record in records] == [True, False, True]
+    assert sdk_filter.filter(_record("ours"))
