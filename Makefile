@@ -89,6 +89,18 @@ build/dynamo: constraints.txt | $(READY)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -c constraints.txt ai-dynamo
 
+# In a venv of their own, which sees the packages of the other one: both need PyTorch and transformers.
+build/tools/.ready: $(READY) requirements-tools.txt
+	test -x build/tools/bin/python || $(BIN)/python -m venv build/tools
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(build/tools/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other.pth"
+	build/tools/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-tools.txt
+	@touch $@
+
+.PHONY: test-tools
+test-tools: build/tools/.ready ## let an evaluation harness and a load generator talk to a pair (700 MB)
+	$(BIN)/python -m pytest tests/e2e/test_tools.py -m "" $(TEST_ARGS)
+
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \

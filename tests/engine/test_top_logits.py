@@ -56,7 +56,13 @@ def test_each_request_that_asks_for_them_gets_its_own(make_node: Any) -> None:
 
 
 def test_worker_processes_report_them_too() -> None:
-    output = ModelRunnerOutput(("a",), ((3,),), top_logits={"a": ((3, 1.5), (4, 1.25))})
+    output = ModelRunnerOutput(
+        ("a",),
+        ((3,),),
+        top_logits={"a": ((3, 1.5), (4, 1.25))},
+        logprobs={"a": ((3, -0.5), (3, -0.5))},
+        prompt_logprobs={"a": (1, (((7, -1.5),), ((8, -2.5),)))},
+    )
     assert decode(encode(output)) == output
 
 

@@ -32,13 +32,20 @@ _LONGEST_PAUSE_LOADING_S = 0.001
 _LONGEST_PAUSE_S = 0.005
 #: Seconds between two checks, while idle, that the worker processes still run.
 _CHECK_INTERVAL_S = 0.5
+#: Turns an offer of this node into the order to end it; see `kvferry.connector.params`.
+_RELEASE = {"do_remote_prefill": False, "do_remote_decode": False, "do_release": True}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Client:
-    """The receiver of a request's outputs: a queue that belongs to an asyncio event loop."""
+    """The receiver of a request's outputs: a queue that belongs to an asyncio event loop.
+
+    Attributes:
+        offer: The `kv_transfer_params` of the last output; None before it. Only the engine's thread uses it.
+    """
 
     loop: asyncio.AbstractEventLoop
+    offer: Mapping[str, Any] | None = None
     outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
     def put(self, item: RequestOutput | Exception) -> None:
@@ -178,11 +185,16 @@ class Engine:
             self._changed.notify()
 
     def _abandon(self, request_id: str, client: _Client) -> None:
-        """Abort a request whose client has left, unless another request has its id by now."""
+        """Abort a request whose client has left, unless another request has its id by now.
+
+        If it has ended already, the client has not received its last output, so no node will load what that offers.
+        """
 
         def order(core: EngineCore) -> None:
             if self._admitted.get(request_id) is client:
                 self._deliver(core.abort(request_id))
+            elif client.offer is not None and client.offer.get("do_remote_prefill"):
+                _decline(core, {**client.offer, **_RELEASE})
 
         with contextlib.suppress(EngineDeadError):
             self._submit(order)
@@ -262,6 +274,7 @@ class Engine:
             client = self._admitted[output.request_id]
             if output.finish_reason is not None:
                 del self._admitted[output.request_id]
+                client.offer = output.kv_transfer_params
             client.put(output)
 
     def _shut_down(self, core: EngineCore) -> None:
