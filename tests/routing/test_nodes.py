@@ -15,8 +15,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from kvferry.reference.router.app import kept_alive_socket
-from kvferry.reference.router.health import Health
-from kvferry.reference.router.nodes import NodeState, UpstreamNode
+from kvferry.reference.router.nodes import UpstreamNode
+from kvferry.reference.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0

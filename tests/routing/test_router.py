@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.reference.router.health import Health
-from kvferry.reference.router.nodes import NodePool, NodeState, NoNodeError
+from kvferry.reference.router.nodes import NodePool, NoNodeError
+from kvferry.reference.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
 
 PARAMS = {

@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
 from kvferry.reference.router.app import DecodeAlone, Router
-from kvferry.reference.router.health import NodeState
 from kvferry.reference.router.nodes import NodePool
+from kvferry.reference.router.states import NodeState
 from kvferry.reference.web.errors import error_middleware
 
 #: Seconds for the first health check of a fake node.

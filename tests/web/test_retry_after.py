@@ -8,7 +8,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.node.app import NodeServer
-from kvferry.reference.router.nodes import RETRY_AFTER_S, NodePool, NodeState
+from kvferry.reference.router.nodes import RETRY_AFTER_S, NodePool
+from kvferry.reference.router.states import Health, NodeState
 from kvferry.reference.web.errors import ApiError, unavailable
 
 
@@ -26,7 +27,7 @@ async def test_a_starting_node_says_so_and_when_to_retry() -> None:
 
 async def test_a_router_without_nodes_asks_for_a_retry_and_one_that_stops_does_not() -> None:
     pool = NodePool("prefill", ["http://127.0.0.1:1"])
-    pool.nodes[0].state = NodeState.GONE
+    pool.nodes[0].note(Health(NodeState.GONE, "the process is gone"))
     for after_s in (RETRY_AFTER_S, None):
         with pytest.raises(ApiError) as caught:
             async with pool.use_one({}):

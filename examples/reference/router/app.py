@@ -8,11 +8,11 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import aiohttp
-from aiohttp import web
+from aiohttp import ClientHandlerType, web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
@@ -24,14 +24,17 @@ from ..web.errors import ApiError, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
+from .admin import node_routes
 from .handoffs import Handoff, Handoffs, has_loaded
-from .health import NodeState
+from .membership import Role
 from .metrics import RouterMetrics
 from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .phases import Call, check_body, decode_body, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
 from .several import MergedReply, calls_of
+from .sources import NodeSource
+from .states import NodeState
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,17 @@ CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
 
 DecodeAlone = Literal["auto", "always", "never"]
+
+
+class _AllNodes:
+    """The nodes that two pools have now, each time anew."""
+
+    def __init__(self, *pools: NodePool) -> None:
+        self._pools = pools
+
+    def __iter__(self) -> Iterator[UpstreamNode]:
+        for pool in self._pools:
+            yield from pool.nodes
 
 
 class Router:
@@ -55,9 +69,10 @@ class Router:
         check_interval_s: Seconds between two health checks of a node.
         check_timeout_s: Seconds after which a health check has failed.
         decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if its
-            `/health` reports the policy `recompute`.
+            `/ready` or `/health` reports the policy `recompute`.
         node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
+        sources: Where the router learns of nodes while it runs.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class Router:
         decode_alone: DecodeAlone,
         node_access: NodeAccess | None = None,
         passes_keys_on: bool = True,
+        sources: Sequence[NodeSource] = (),
     ) -> None:
         self._prefill_pool = prefill_pool
         self._decode_pool = decode_pool
@@ -80,8 +96,11 @@ class Router:
         self._decode_alone_mode = decode_alone
         self._node_access = node_access or NodeAccess()
         self._passes_keys_on = passes_keys_on
+        self._sources = sources
         self._handoffs = Handoffs()
-        self._metrics = RouterMetrics(self._nodes, self._handoffs)
+        for pool in (prefill_pool, decode_pool):
+            pool.on_forgotten = self._handoffs.forget
+        self._metrics = RouterMetrics(_AllNodes(prefill_pool, decode_pool), self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession
@@ -105,6 +124,7 @@ class Router:
         app.router.add_get("/v1/models/{model:.+}", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
+        app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
         app.cleanup_ctx.append(self._connected)
@@ -122,7 +142,8 @@ class Router:
             on_drain()
             return web.json_response({"status": "draining", "requests": self._num_under_way}, status=202)
 
-        return admin_application([web.post("/admin/drain", drain)])
+        nodes = node_routes(self._prefill_pool, self._decode_pool)
+        return admin_application([web.post("/admin/drain", drain), *nodes])
 
     async def wait_until_ready(self) -> None:
         """Return as soon as a prefill node and a decode node are ready."""
@@ -170,16 +191,52 @@ class Router:
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, middlewares=(self._node_access.present,)
+            timeout=timeout,
+            connector=connector,
+            middlewares=(self._node_access.present, self._verify_by_name),
         ) as self._session:
-            watchers = [
-                asyncio.create_task(node.watch(self._session, *self._check_times_s)) for node in self._nodes
-            ]
-            yield
-            await self._handoffs.close()
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            pools = self._prefill_pool, self._decode_pool
+            async with contextlib.AsyncExitStack() as stack:
+                for pool in pools:
+                    await stack.enter_async_context(pool.watching(self._session, *self._check_times_s))
+                looking = [asyncio.create_task(source.run(self.contribute)) for source in self._sources]
+                yield
+                await self._handoffs.close()
+                for task in looking:
+                    task.cancel()
+                await asyncio.gather(*looking, return_exceptions=True)
+
+    # -- nodes ---------------------------------------------------------------------------------------
+
+    def pool_of(self, role: Role) -> NodePool:
+        """Return the nodes of a role."""
+        return self._prefill_pool if role == "prefill" else self._decode_pool
+
+    def contribute(self, source: str, nodes: Mapping[Role, Collection[str]]) -> None:
+        """Replace what a source contributes to the roles in `nodes`."""
+        for role, urls in nodes.items():
+            self.pool_of(role).contribute(source, urls)
+
+    async def _verify_by_name(
+        self, request: aiohttp.ClientRequest, handler: ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Expect a DNS name in the certificate of a node that was found by it. Certificates rarely have addresses."""
+        if request.url.scheme == "https":
+            origin = str(request.url.origin())
+            names = (pool.server_name(origin) for pool in (self._prefill_pool, self._decode_pool))
+            request.server_hostname = next(filter(None, names), None)
+        return await handler(request)
+
+    async def _nodes_seen(self, request: web.Request) -> web.Response:
+        return web.json_response(self.report())
+
+    def report(self) -> dict[str, Any]:
+        """Return the router's view of its nodes, as `GET /nodes` shows it."""
+        return {
+            "nodes": [*self._prefill_pool.report(), *self._decode_pool.report()],
+            "sources": [source.report() for source in self._sources],
+            "prefill_policy": self._prefill_pool.policy.report(),
+        }
 
     # -- health, metrics, models ---------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ class Handoffs:
     def following(self, call: Call, offer: Offer | None) -> Iterator[Handoff]:
         """Follow one offer inside the block. If the decode node has not answered when it ends, release the offer."""
         handoff = Handoff(offer)
+        if offer is not None:
+            offer.node.num_offers += 1
         try:
             yield handoff
         finally:
@@ -104,6 +106,8 @@ class Handoffs:
 
     def _end(self, call: Call, offer: Offer, handoff: Handoff, result: Result) -> None:
         handoff.result = result
+        offer.node.num_offers -= 1
+        offer.node.end_watch_if_idle()
         if result in ("failed", "unanswered"):
             # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as
             # an abort of its request.
@@ -116,7 +120,9 @@ class Handoffs:
                 pair.is_failing = result == "failed"
 
     def _explain(self, offer: Offer, handoff: Handoff) -> None:
-        pair = self.pairs[offer.node.url, handoff.decode_url]
+        pair = self.pairs.get((offer.node.url, handoff.decode_url))
+        if pair is None:
+            return  # the prefill node was removed meanwhile
         pair.last_error = handoff.error or "the decode node gave no reason"
         if not pair.is_warned:
             pair.is_warned = True
@@ -146,6 +152,11 @@ class Handoffs:
             }
             for (prefill, decode), pair in self.pairs.items()
         ]
+
+    def forget(self, url: str) -> None:
+        """Drop the results of all pairs with a node that no longer exists."""
+        for pair in [pair for pair in self.pairs if url in pair]:
+            del self.pairs[pair]
 
     # -- releases --------------------------------------------------------------------------------------
 

@@ -1,14 +1,17 @@
-"""One health check of a node: ask `/health` and interpret the answer."""
+"""One check of a node: ask `/ready`, or `/health` if the node has no `/ready`, and interpret the answer."""
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import errno
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+
+from .states import Health, NodeState
 
 #: At most this much of a `/health` body is read.
 MAX_HEALTH_BYTES = 64 << 10
@@ -16,73 +19,118 @@ MAX_HEALTH_BYTES = 64 << 10
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class NodeState(enum.Enum):
-    """The state of a node. Only `READY` nodes receive requests, and `UNKNOWN` ones if no node is ready."""
-
-    UNKNOWN = "unknown"
-    READY = "ready"
-    DRAINING = "draining"
-    GONE = "gone"
+#: The paths to ask, in order of preference. Most servers other than ours, vLLM among them, have only `/health`.
+READY_PATH, HEALTH_PATH = "/ready", "/health"
+_NO_HEALTH = Health(None, f"neither {READY_PATH} nor {HEALTH_PATH} exists")
+#: Answers of a server that does not have a path.
+NOT_FOUND = frozenset({404, 405, 501})
+MAX_VERSION_CHARS = 80
 
 
 @dataclass(frozen=True)
-class Health:
-    """The result of one check.
+class LastProbe:
+    """What the last check did.
 
     Attributes:
-        state: The state that follows. None if the check failed without an answer, which may be temporary.
+        path: The path that was asked.
+        at: When the check ended, in seconds since the epoch.
+        took_s: How long it took.
         error: Why the node is not ready. Empty if it is.
-        is_local: The check failed because of the router itself.
-        ends_requests: The node can no longer answer its requests, or there is no sign that it will.
-        load_failure_policy: The node's policy. Empty if it does not report one.
-        is_reported: `error` is what the node reports about itself.
     """
 
-    state: NodeState | None
-    error: str = ""
-    is_local: bool = False
-    ends_requests: bool = False
-    load_failure_policy: str = ""
-    is_reported: bool = False
+    path: str
+    at: float
+    took_s: float
+    error: str
 
 
-async def ask_health(session: aiohttp.ClientSession, url: str, timeout_s: float) -> Health:
-    """Ask a node's `/health` once. Every failure is a result, not an exception."""
+class Prober:
+    """Checks one node.
+
+    Attributes:
+        last: The last check. None before the first one.
+        version: The node's version. Empty if it is not known.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._path = READY_PATH
+        self._has_asked_version = False
+        self.last: LastProbe | None = None
+        self.version = ""
+
+    async def probe(self, session: aiohttp.ClientSession, timeout_s: float) -> Health:
+        """Check the node once. Every failure is a result, not an exception."""
+        began = time.monotonic()
+        health = await ask_health(session, self._url, timeout_s, self._path)
+        if health is None:
+            self._path = HEALTH_PATH
+            health = await ask_health(session, self._url, timeout_s, self._path) or _NO_HEALTH
+        self.last = LastProbe(self._path, time.time(), time.monotonic() - began, health.error)
+        if health.state is NodeState.GONE:
+            # The next process at this address may be of another version.
+            self._path, self._has_asked_version = READY_PATH, False
+        return health
+
+    async def learn_version(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        """Ask a ready node for its version, once per process. A node need not have one."""
+        if self._has_asked_version:
+            return
+        self._has_asked_version = True
+        self.version = ""
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with session.get(f"{self._url}/version", timeout=timeout) as response:
+                payload = await response.content.read(MAX_HEALTH_BYTES)
+                if response.status == 200:
+                    self.version = str(_object(payload).get("version") or "")[:MAX_VERSION_CHARS]
+
+
+async def ask_health(
+    session: aiohttp.ClientSession, url: str, timeout_s: float, path: str = HEALTH_PATH
+) -> Health | None:
+    """Ask a node once how it is. Every failure is a result, not an exception.
+
+    Returns:
+        The result. None if the node answers that it does not have `path`.
+    """
     try:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with session.get(f"{url}/health", timeout=timeout) as response:
+        async with session.get(f"{url}{path}", timeout=timeout) as response:
+            if response.status in NOT_FOUND:
+                return None
             payload = await response.content.read(MAX_HEALTH_BYTES)
-            return _answered(response.status, payload)
+            return _answered(path, response.status, payload)
     except TimeoutError:
-        return Health(None, f"/health did not answer within {timeout_s:g} s", ends_requests=True)
+        return Health(None, f"{path} did not answer within {timeout_s:g} s", ends_requests=True)
     except aiohttp.ClientConnectorError as error:
         if error.os_error.errno == errno.ECONNREFUSED:
             # The host is alive, and closes the connections of a process that ends. So do not end requests in flight: at a
             # node that only stopped listening, as vLLM does while it drains, they can still finish.
             return Health(NodeState.GONE, "the process is gone: connection refused")
-        is_local = error.os_error.errno in LOCAL_ERRORS
         # A failed DNS look-up says nothing about existing connections.
-        is_silent = not is_local and not isinstance(error, aiohttp.ClientConnectorDNSError)
-        return Health(None, reason_of(error), is_local=is_local, ends_requests=is_silent)
+        is_silent = not is_local(error) and not isinstance(error, aiohttp.ClientConnectorDNSError)
+        return Health(None, reason_of(error), is_local=is_local(error), ends_requests=is_silent)
     except aiohttp.ClientError as error:
-        return Health(None, f"/health failed: {reason_of(error)}")
+        return Health(None, f"{path} failed: {reason_of(error)}")
 
 
-def _answered(status: int, payload: bytes) -> Health:
+def _answered(path: str, status: int, payload: bytes) -> Health:
     body = _object(payload)
     if status == 200:
         return Health(NodeState.READY, load_failure_policy=str(body.get("load_failure_policy") or ""))
     if status != 503:
-        return Health(None, f"/health answered {status}")
+        return Health(None, f"{path} answered {status}")
     word, error = str(body.get("status") or ""), str(body.get("error") or "")
-    said = f"/health says {': '.join(filter(None, (word, error)))}" if word else "/health answered 503"
+    said = f"{path} says {': '.join(filter(None, (word, error)))}" if word else f"{path} answered 503"
     if word == "draining":
         return Health(NodeState.DRAINING, said, is_reported=True)
+    if word == "overloaded":
+        return Health(NodeState.OVERLOADED, said, is_reported=True)
     # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM answers
-    # 503 with an empty body, and only if its engine is dead.
-    return Health(
-        NodeState.GONE, said, ends_requests=word not in ("starting", "failing"), is_reported=bool(word)
-    )
+    # `/health` with 503 and an empty body, and only if its engine is dead.
+    is_dead = word not in ("starting", "failing") if path == HEALTH_PATH else word == "dead"
+    return Health(NodeState.GONE, said, ends_requests=is_dead, is_reported=bool(word))
 
 
 def _object(payload: bytes) -> dict[str, Any]:
@@ -91,6 +139,11 @@ def _object(payload: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def is_local(error: Exception) -> bool:
+    """Return whether a connection failed because of the router itself."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in LOCAL_ERRORS
 
 
 def reason_of(error: Exception) -> str:

@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 from yarl import URL
@@ -34,7 +35,11 @@ from ..web.serving import (
 )
 from ..web.tracing import set_up_tracing
 from .app import DecodeAlone, Router
-from .nodes import FAILED_CHECKS_UNTIL_GONE, NodePool
+from .membership import ROLES, DnsTarget, parse_target
+from .nodes import NodePool
+from .policies import DEFAULT_LOAD_FACTOR, DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
+from .sources import DnsName, LookUpError, NodesFile, NodeSource
+from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
 
 DEFAULT_PORT = 8000
 #: The client's connection, one to a prefill node and one to a decode node.
@@ -78,10 +83,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{role}",
             action="append",
-            required=True,
+            default=[],
             metavar="URL",
-            help=f"a {role} node, e.g. http://127.0.0.1:8100; may be repeated",
+            help=f"a {role} node, e.g. http://127.0.0.1:8100, or dns://NAME:PORT (dns+https://NAME:PORT) for a node at each "
+            "address of a DNS name; may be repeated",
         )
+    group.add_argument(
+        "--nodes-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the lists prefill and decode of nodes' URLs, JSON if its name ends with .json, otherwise TOML; it is read "
+        "again when it changes (default: none)",
+    )
+    group.add_argument(
+        "--dns-interval-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds between two look-ups of a DNS name (default: %(default)g)",
+    )
     group.add_argument(
         "--check-interval-s",
         type=float,
@@ -98,6 +118,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "as gone, and its requests end (default: %(default)g)",
     )
     add_node_access_arguments(group)
+    group.add_argument(
+        "--eject-after",
+        type=int,
+        default=EjectionRule.num_failures,
+        metavar="N",
+        help="failed requests in a row that eject a node whose health checks succeed; 0 ejects none (default: %(default)d)",
+    )
+    group.add_argument(
+        "--eject-s",
+        type=float,
+        default=EjectionRule.first_s,
+        metavar="S",
+        help="seconds of the first ejection of a node; each further one lasts twice as long, until a request succeeds "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--prefill-policy",
+        choices=get_args(PolicyName),
+        default="least-loaded",
+        help="which prefill node gets a prompt: least-loaded takes the one with the fewest requests; prefix sends prompts with "
+        "the same beginning to the same node, which has it in its prefix cache (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-length",
+        type=int,
+        default=DEFAULT_PREFIX_LENGTH,
+        metavar="N",
+        help="characters of the prompt that --prefill-policy prefix compares; of a prompt of token ids, a quarter as many "
+        "tokens (default: %(default)d)",
+    )
+    group.add_argument(
+        "--prefix-load-factor",
+        type=float,
+        default=DEFAULT_LOAD_FACTOR,
+        metavar="F",
+        help="with --prefill-policy prefix, a node takes at most this multiple of the mean number of requests per node; the next "
+        "prompts go to another node (default: %(default)g)",
+    )
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--answer-timeout-s",
@@ -145,10 +203,10 @@ def _run(options: argparse.Namespace) -> None:
     limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
     access = checked_access(options)
     admin = admin_of(options, access.tls)
-    node_access = _node_access(options)
+    pools, sources = _nodes(options)
+    node_access = _node_access(options, pools)
     router = Router(
-        NodePool("prefill", [_url(text) for text in options.prefill]),
-        NodePool("decode", [_url(text) for text in options.decode]),
+        *pools,
         overlap=options.overlap,
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
@@ -157,6 +215,7 @@ def _run(options: argparse.Namespace) -> None:
         node_access=node_access,
         # A key of the router's own clients is no key of the nodes.
         passes_keys_on=not access.keys,
+        sources=sources,
     )
     link = open_link(options.launcher_fd)
     try:
@@ -169,14 +228,15 @@ def _run(options: argparse.Namespace) -> None:
         link.close()
 
 
-def _node_access(options: argparse.Namespace) -> NodeAccess:
+def _node_access(options: argparse.Namespace, pools: Sequence[NodePool]) -> NodeAccess:
     try:
         access = node_access_of(options)
     except ConfigurationError as error:
         raise StartupError(str(error)) from None
-    for text in (*options.prefill, *options.decode):
-        if refusal := access.refusal(URL(_url(text))):
-            raise StartupError(f"{text}: {refusal}")
+    # Nodes that the router learns of later are refused by their checks.
+    for url in (node.url for pool in pools for node in pool.nodes):
+        if refusal := access.refusal(URL(url)):
+            raise StartupError(f"{url}: {refusal}")
     return access
 
 
@@ -187,9 +247,10 @@ def _check_times(options: argparse.Namespace) -> None:
         "answer_timeout_s",
         "drain_timeout_s",
         "drain_delay_s",
+        "dns_interval_s",
     ):
         value = getattr(options, name)
-        may_be_0 = not name.startswith("check")
+        may_be_0 = not name.startswith(("check", "dns"))
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
             option = "--" + name.replace("_", "-")
             raise StartupError(
@@ -247,11 +308,36 @@ async def _drain(
     await router.finish(timeout_s, quiet_s=HALF_OPEN_S if options.reuse_port else 0.0)
 
 
-def _url(text: str) -> str:
+def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list[NodeSource]]:
+    """Return the pools of prefill and decode nodes, and the sources that will change them.
+
+    Raises:
+        StartupError: An option is wrong, or the file of nodes cannot be read.
+    """
+    sources: list[NodeSource] = []
+    urls: dict[str, list[str]] = {}
     try:
-        parts = URL(text)
-    except ValueError:
-        parts = URL()
-    if parts.scheme not in ("http", "https") or not parts.host:
-        raise StartupError(f"{text!r} is not the URL of a node: give one such as http://127.0.0.1:8100")
-    return text
+        ejection = EjectionRule(options.eject_after, options.eject_s)
+        affinity = PrefixAffinity(length=options.prefix_length, factor=options.prefix_load_factor)
+        for role in ROLES:
+            targets = [parse_target(text) for text in getattr(options, role)]
+            urls[role] = [target for target in targets if isinstance(target, str)]
+            names = dict.fromkeys(target for target in targets if isinstance(target, DnsTarget))
+            sources += [DnsName(role, name, options.dns_interval_s) for name in names]
+        if options.nodes_file is not None:
+            file = NodesFile(options.nodes_file)
+            # Later mistakes only delay a change, but now the user can correct the file at once.
+            file.read()
+            sources.append(file)
+    except (ValueError, LookUpError) as error:
+        raise StartupError(str(error)) from None
+    missing = [role for role in ROLES if not getattr(options, role)]
+    if missing and options.nodes_file is None:
+        what = f"the router knows no {' and no '.join(missing)} node"
+        if options.admin_port is None:
+            logger.warning("%s: give --%s, --nodes-file, or --admin-port to add one later", what, missing[0])
+        else:
+            logger.info("%s until one is added at /admin/nodes", what)
+    policy = affinity if options.prefill_policy == "prefix" else LeastLoaded()
+    prefill = NodePool("prefill", urls["prefill"], policy=policy, ejection=ejection)
+    return (prefill, NodePool("decode", urls["decode"], ejection=ejection)), sources

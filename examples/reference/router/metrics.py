@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from prometheus_client import (
@@ -21,17 +21,21 @@ from prometheus_client.registry import Collector
 from kvferry.connector.stats import export_build_info
 
 from .handoffs import RESULTS, Handoffs
-from .health import NodeState
 from .nodes import UpstreamNode
+from .states import NodeState
 
 DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class RouterMetrics:
-    """Hold the metrics of one router."""
+    """Hold the metrics of one router.
 
-    def __init__(self, nodes: Sequence[UpstreamNode], handoffs: Handoffs) -> None:
+    Args:
+        nodes: Yields the nodes that there are now, each time anew.
+    """
+
+    def __init__(self, nodes: Iterable[UpstreamNode], handoffs: Handoffs) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(nodes))
         self._registry.register(_HandoffCollector(handoffs))
@@ -100,7 +104,7 @@ class RouterMetrics:
 
 
 class _NodeCollector(Collector):
-    def __init__(self, nodes: Sequence[UpstreamNode]) -> None:
+    def __init__(self, nodes: Iterable[UpstreamNode]) -> None:
         self._nodes = nodes
 
     def describe(self) -> list[Metric]:
@@ -125,8 +129,14 @@ class _NodeCollector(Collector):
             "Connections to the node that could not be made, or broke",
             labels=["role", "url"],
         )
+        ejections = CounterMetricFamily(
+            "kvferry_router_node_ejections_total",
+            "Ejections of the node, because several requests in a row failed",
+            labels=["role", "url"],
+        )
         for node in self._nodes:
             failures.add_metric([node.role, node.url], node.num_connection_failures)
+            ejections.add_metric([node.role, node.url], node.num_ejections)
             healthy.add_metric([node.role, node.url], float(node.state is NodeState.READY))
             in_flight.add_metric([node.role, node.url], node.in_flight)
             for state in NodeState:
@@ -135,6 +145,7 @@ class _NodeCollector(Collector):
         yield in_flight
         yield states
         yield failures
+        yield ejections
 
 
 class _HandoffCollector(Collector):

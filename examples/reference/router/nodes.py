@@ -1,7 +1,8 @@
-"""The nodes, their states, and the choice of the next one.
+"""The nodes of a role: which there are, how each of them is, and which one gets the next request.
 
-Only health checks change a node's state. If a request's connection breaks, the node is checked at once; one broken connection,
-or one late check of a busy node, does not make the node `GONE`.
+Checks decide whether a node is ready, draining or gone. If a request's connection breaks, the node is checked at once. Requests
+that fail in a row eject a node whose checks succeed. `states` has the rules, `membership` those about sources, and `policies`
+the choice between nodes that are equally well.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import aiohttp
 
 from ..web.errors import ApiError
-from .health import Health, NodeState, ask_health, reason_of
+from .health import Prober, is_local, reason_of
+from .membership import OPTION, Contributions, Role, server_name_of
+from .policies import LeastLoaded, Policy
+from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode"]
-#: A node is gone after this many checks in a row without an answer.
-FAILED_CHECKS_UNTIL_GONE = 2
 #: The next check follows a failed one within this time.
 RECHECK_S = 1.0
 #: How long a client's error waits for the result of a fresh check.
@@ -35,13 +37,20 @@ class NodeGoneError(Exception):
     """A node failed in its phase; another node may succeed. The message names the node and the reason.
 
     Attributes:
+        reason: Why, without the node's name.
         is_explained: The reason comes from a health check; otherwise from the request itself.
+        may_eject: The failure counts towards an ejection. False if the node only takes no request now, for example because it
+            drains, or if the router itself failed.
     """
 
-    def __init__(self, node: UpstreamNode, reason: str, *, is_explained: bool = False) -> None:
+    def __init__(
+        self, node: UpstreamNode, reason: str, *, is_explained: bool = False, may_eject: bool = True
+    ) -> None:
         super().__init__(f"{node.url}: {reason}")
         self.node = node
+        self.reason = reason
         self.is_explained = is_explained
+        self.may_eject = may_eject
 
     async def explained(self) -> str:
         """Return the message, with the result of a fresh health check. Takes up to `CAUSE_WAIT_S`."""
@@ -69,76 +78,147 @@ class UpstreamNode:
     """One node as the router sees it.
 
     Attributes:
-        state: The state according to its health checks.
         in_flight: The router's requests at the node.
-        last_error: Why the last check failed. Empty if it succeeded.
+        num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
-        is_suspect: Something failed since the last good check; other nodes are preferred.
     """
 
-    def __init__(self, role: Role, url: str) -> None:
+    def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
         self.role = role
         self.url = url.rstrip("/")
-        self.state = NodeState.UNKNOWN
         self.in_flight = 0
         self.num_connection_failures = 0
+        self.num_offers = 0
         self.last_used = 0
-        self.last_error = "not checked yet"
         self.load_failure_policy = ""
-        self._num_failed_checks = 0
-        self._reported = ""
+        self._status = NodeStatus(ejection)
+        self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._check_is_wanted = asyncio.Event()
 
     @property
-    def is_suspect(self) -> bool:
-        return self._num_failed_checks > 0
+    def state(self) -> NodeState:
+        return self._status.state
+
+    @property
+    def last_error(self) -> str:
+        """Why the last check failed. Empty if it succeeded."""
+        return self._status.check_error
+
+    @property
+    def why(self) -> str:
+        """Why the node is not ready. Empty if it is."""
+        return self._status.why
+
+    @property
+    def num_ejections(self) -> int:
+        return self._status.num_ejections
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the router has nothing under way at the node."""
+        return self.in_flight == 0 and self.num_offers == 0
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """The lower, the better to use. Nodes of the same rank are equally well."""
+        # A node on trial gets one request at a time.
+        is_doubtful = self._status.num_failed_checks > 0 or (self._status.is_on_trial and self.in_flight > 0)
+        return USABLE.index(self.state), is_doubtful
+
+    def report(self) -> dict[str, Any]:
+        """Return the router's view of the node as JSON."""
+        probe = self._prober.last
+        return {
+            "url": self.url,
+            "role": self.role,
+            "state": self.state.value,
+            "why": self.why,
+            "in_flight": self.in_flight,
+            "offers": self.num_offers,
+            "ejections": self.num_ejections,
+            "version": self._prober.version or None,
+            "last_probe": None
+            if probe is None
+            else {
+                "path": probe.path,
+                "at": round(probe.at, 3),
+                "seconds": round(probe.took_s, 6),
+                "error": probe.error,
+            },
+        }
 
     def note(self, health: Health) -> None:
         """Apply the result of a check."""
-        if health.is_local:
-            self._note_local(health.error)
-            return
-        self._num_failed_checks = 0 if health.state else self._num_failed_checks + 1
-        self.last_error = health.error
-        if health.is_reported or not health.error:
-            self._reported = health.error
-        elif self._reported:
-            self.last_error += f"; before that {self._reported}"
-        state = health.state
-        if state is None:
-            is_over = self._num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
-            state = NodeState.GONE if is_over else self.state
-        if state is NodeState.READY:
+        if health.is_local and health.error != self.last_error:
+            logger.error("the router cannot check %s node %s: %s", self.role, self.url, health.error)
+        with self._changing():
+            self._status.checked(health, time.monotonic())
+        if health.state is NodeState.READY:
             self.load_failure_policy = health.load_failure_policy
-        self._change(state)
-        if state is NodeState.GONE and health.ends_requests:
+        is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
+        if health.ends_requests and (health.state is NodeState.GONE or is_over):
             # Do this at each such check, not only at the first: at the first one a request may have been writing to its client
             # rather than waiting for the node.
             self.end_exchanges()
 
-    def _note_local(self, error: str) -> None:
-        if error != self.last_error:
-            logger.error("the router cannot check %s node %s: %s", self.role, self.url, error)
-        self.last_error = error
+    def note_answered(self) -> None:
+        """Note a request that the node answered to its end."""
+        self._status.request_answered()
 
-    def _change(self, state: NodeState) -> None:
-        if state is self.state:
+    def note_failed(self, error: NodeGoneError, *, has_substitute: bool) -> None:
+        """Note a request that the node failed. This may eject it, if another node of its role is ready."""
+        if error.is_explained or not error.may_eject:
+            return  # a check has found the node gone, or will find out what it is doing
+        with self._changing():
+            self._status.request_failed(error.reason, time.monotonic(), has_substitute=has_substitute)
+
+    def drop(self) -> None:
+        """Give the node no new request. `watch` returns once those that it has have ended."""
+        with self._changing():
+            self._status.drop()
+        self._check_is_wanted.set()
+
+    def name_again(self) -> None:
+        """Use the node again after a `drop`, as soon as a check finds it ready."""
+        with self._changing():
+            self._status.name_again()
+        self._check_is_wanted.set()
+
+    def end_watch_if_idle(self) -> None:
+        """End `watch` if the node was dropped and nothing is under way at it any more."""
+        if self.state is NodeState.LEAVING and self.is_idle:
+            self._check_is_wanted.set()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Log the change of state that happens inside the block, if any."""
+        before = self.state
+        yield
+        if self.state is before:
             return
-        is_gone, why = state is NodeState.GONE, f": {self.last_error}" if self.last_error else ""
-        # A node that starts together with the router is no loss.
-        is_awaited = is_gone and self.state is NodeState.UNKNOWN
-        is_loss = is_gone and self.state not in (NodeState.DRAINING, NodeState.UNKNOWN)
-        level = logging.WARNING if is_loss else logging.INFO
-        what = "not ready yet" if is_awaited else state.value
+        if {before, self.state} == {NodeState.READY, NodeState.OVERLOADED}:
+            # Under load this happens every second.
+            logger.debug("%s node %s is %s", self.role, self.url, self.state.value)
+            return
+        is_gone = self.state is NodeState.GONE
+        # A node that starts together with the router is no loss, and neither is one that announced its end.
+        is_loss = is_gone and before not in (NodeState.DRAINING, NodeState.UNKNOWN)
+        what = "not ready yet" if is_gone and before is NodeState.UNKNOWN else self.state.value
+        why = f": {self.why}" if self.why else ""
+        level = logging.WARNING if is_loss or self.state is NodeState.EJECTED else logging.INFO
         logger.log(level, "%s node %s is %s%s", self.role, self.url, what, why)
-        self.state = state
 
     def suspect(self) -> None:
         """Request a check now, because a request failed in a way that suggests that the node is gone."""
-        self._num_failed_checks = max(1, self._num_failed_checks)
+        self._status.suspect()
         self._check_is_wanted.set()
+
+    def stop(self, why: str) -> None:
+        """End every exchange in flight, and give `why` as the reason."""
+        self._status.check_error = why
+        self.end_exchanges()
 
     @contextlib.asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:
@@ -160,7 +240,7 @@ class UpstreamNode:
                 raise NodeGoneError(self, self.last_error, is_explained=True) from None
             self.num_connection_failures += 1
             self.suspect()
-            raise NodeGoneError(self, reason_of(error)) from error
+            raise NodeGoneError(self, reason_of(error), may_eject=not is_local(error)) from error
 
     def end_exchanges(self) -> None:
         """End every exchange in flight with `last_error`."""
@@ -179,12 +259,12 @@ class UpstreamNode:
                 await ended
 
     async def watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
-        """Check the node again and again, and at once when a check is requested. Never returns."""
-        while True:
+        """Check the node again and again, and at once when a check is requested. Returns once it was dropped and is idle."""
+        while not (self.state is NodeState.LEAVING and self.is_idle):
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                self.note(await ask_health(session, self.url, timeout_s))
+                self.note(await self._prober.probe(session, timeout_s))
             except Exception:
                 # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
                 logger.exception("checking %s node %s failed", self.role, self.url)
@@ -194,7 +274,9 @@ class UpstreamNode:
             for ended in waiting:
                 if not ended.done():
                     ended.set_result(None)
-            is_in_doubt = 0 < self._num_failed_checks < FAILED_CHECKS_UNTIL_GONE
+            if self.state is NodeState.READY:
+                await self._prober.learn_version(session, timeout_s)
+            is_in_doubt = 0 < self._status.num_failed_checks < FAILED_CHECKS_UNTIL_GONE
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(interval_s, RECHECK_S) if is_in_doubt else interval_s):
                     await self._check_is_wanted.wait()
@@ -205,24 +287,126 @@ Tried = dict[UpstreamNode, NodeGoneError | None]
 
 
 class NodePool:
-    """The nodes of one role."""
+    """The nodes of one role. It is the only owner of the set of nodes; sources say which nodes they contribute.
 
-    def __init__(self, role: Role, urls: Sequence[str]) -> None:
+    Args:
+        urls: What the source `option` contributes.
+        policy: Chooses between nodes that are equally well. By default, the node with the fewest requests gets the next one.
+        ejection: When requests that fail eject a node.
+
+    Attributes:
+        policy: See above.
+        on_forgotten: Called with the URL of a node that is no longer in the pool.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        urls: Iterable[str] = (),
+        *,
+        policy: Policy | None = None,
+        ejection: EjectionRule | None = None,
+    ) -> None:
         self.role = role
-        self.nodes = tuple(UpstreamNode(role, url) for url in urls)
+        self.policy = policy or LeastLoaded()
+        self.on_forgotten: Callable[[str], None] = lambda url: None
+        self._ejection = ejection
+        self._contributions = Contributions()
+        self._nodes: dict[str, UpstreamNode] = {}
+        self._start_watching: Callable[[UpstreamNode], None] = lambda node: None
         self._turns = itertools.count(1)
         self._is_closed = False
+        self.contribute(OPTION, urls)
+
+    @property
+    def nodes(self) -> tuple[UpstreamNode, ...]:
+        """All nodes, those that are leaving included, in the order in which they came."""
+        return tuple(self._nodes.values())
 
     @property
     def has_ready_node(self) -> bool:
-        return any(node.state is NodeState.READY for node in self.nodes)
+        return any(node.state is NodeState.READY for node in self._nodes.values())
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the router's view of the nodes as JSON."""
+        return [
+            {**node.report(), "sources": self._contributions.sources_of(node.url)}
+            for node in self._nodes.values()
+        ]
+
+    # -- membership ----------------------------------------------------------------------------------
+
+    def contribute(self, source: str, urls: Iterable[str]) -> None:
+        """Replace what a source contributes.
+
+        A node that no source names any more finishes its requests before it is forgotten. If a source names it again in the
+        meantime, it stays.
+        """
+        named = dict.fromkeys(url.rstrip("/") for url in urls)
+        change = self._contributions.update(source, named)
+        for url in (url for url in named if url in change.added):
+            if url in self._nodes:
+                self._nodes[url].name_again()
+            else:
+                node = self._nodes[url] = UpstreamNode(self.role, url, self._ejection)
+                if source != OPTION:
+                    logger.info("added %s node %s: the source %r names it", self.role, url, source)
+                self._start_watching(node)
+        for url in sorted(change.dropped):
+            self._nodes[url].drop()
+        if change.added or change.dropped:
+            self.policy.nodes_changed(self._contributions.urls())
+
+    def server_name(self, url: str) -> str:
+        """Return the name that a node's certificate must have, if that is not the host of its URL. Otherwise empty."""
+        return next(filter(None, map(server_name_of, self.sources_of(url))), "")
+
+    def named_by(self, source: str) -> frozenset[str]:
+        """Return the URLs that a source contributes."""
+        return self._contributions.named_by(source)
+
+    def sources_of(self, url: str) -> tuple[str, ...]:
+        """Return the sources that name a node."""
+        return self._contributions.sources_of(url)
+
+    @contextlib.asynccontextmanager
+    async def watching(
+        self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float
+    ) -> AsyncIterator[None]:
+        """Check the nodes inside the block, and forget those that have left."""
+        watchers: set[asyncio.Task[None]] = set()
+
+        async def watch(node: UpstreamNode) -> None:
+            await node.watch(session, interval_s, timeout_s)
+            # No `await` between the end of the watch and this: a source could name the node again.
+            del self._nodes[node.url]
+            logger.info("removed %s node %s: it has finished its requests", self.role, node.url)
+            self.on_forgotten(node.url)
+
+        def start(node: UpstreamNode) -> None:
+            watcher = asyncio.create_task(watch(node))
+            watchers.add(watcher)
+            watcher.add_done_callback(watchers.discard)
+
+        self._start_watching = start
+        for node in self.nodes:
+            start(node)
+        try:
+            yield
+        finally:
+            self._start_watching = lambda node: None
+            ending = tuple(watchers)
+            for watcher in ending:
+                watcher.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    # -- choice --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the exchanges in flight, and refuse to choose nodes from now on."""
         self._is_closed = True
-        for node in self.nodes:
-            node.last_error = "the router is stopping"
-            node.end_exchanges()
+        for node in self._nodes.values():
+            node.stop("the router is stopping")
 
     @property
     def is_closed(self) -> bool:
@@ -230,11 +414,18 @@ class NodePool:
 
     @contextlib.asynccontextmanager
     async def use_one(
-        self, tried: Tried, may_use: Callable[[UpstreamNode], bool] | None = None
+        self,
+        tried: Tried,
+        may_use: Callable[[UpstreamNode], bool] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[UpstreamNode]:
-        """Choose the ready node with the fewest requests that is not in `tried`, and add it there. Equal nodes take turns.
+        """Choose a node that is not in `tried`, and add it there. The policy chooses between the best ones.
 
-        If no node is ready, choose one that was never checked: a router that has just started has no others.
+        Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has just started has no
+        others. Overloaded nodes come next, which may answer 429 themselves, and ejected nodes are the last resort.
+
+        The block is one request to the node. If it ends without an error in `tried`, the node has answered the request.
 
         Raises:
             NoNodeError: There is no such node (the message gives the reason for each node), or the pool is closed.
@@ -246,17 +437,25 @@ class NodePool:
         candidates = self._candidates(tried, may_use or _any)
         if not candidates:
             raise await self._no_node(tried)
-        node = min(candidates, key=lambda one: (_rank(one), one.in_flight, one.last_used))
+        best = min(node.rank for node in candidates)
+        node = self.policy.choose([node for node in candidates if node.rank == best], body or {})
         tried[node] = None
         node.last_used = next(self._turns)
         node.in_flight += 1
         try:
             yield node
+            if tried[node] is None:
+                node.note_answered()
         except NodeGoneError as error:
             tried[node] = error
             raise
         finally:
             node.in_flight -= 1
+            if failure := tried[node]:
+                others = (other for other in self._nodes.values() if other is not node)
+                has_substitute = any(other.state is NodeState.READY for other in others)
+                node.note_failed(failure, has_substitute=has_substitute)
+            node.end_watch_if_idle()
 
     async def require_one(self, tried: Tried) -> None:
         """Check that `use_one` would find a node.
@@ -268,10 +467,13 @@ class NodePool:
             raise await self._no_node(tried)
 
     def _candidates(self, tried: Tried, may_use: Callable[[UpstreamNode], bool]) -> list[UpstreamNode]:
-        usable = (NodeState.READY, NodeState.UNKNOWN)
-        return [node for node in self.nodes if node.state in usable and node not in tried and may_use(node)]
+        return [node for node in self.nodes if node.state in USABLE and node not in tried and may_use(node)]
 
     async def _no_node(self, tried: Tried) -> NoNodeError:
+        if not self._nodes:
+            return NoNodeError(
+                f"no {self.role} node can take the request: the router knows no {self.role} node"
+            )
         reasons = await asyncio.gather(*(_why_not(node, tried) for node in self.nodes))
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
@@ -280,13 +482,8 @@ def _any(node: UpstreamNode) -> bool:
     return True
 
 
-def _rank(node: UpstreamNode) -> tuple[bool, bool]:
-    """Sort ready nodes before unknown ones, and unsuspected nodes before suspected ones."""
-    return node.state is NodeState.UNKNOWN, node.is_suspect
-
-
 async def _why_not(node: UpstreamNode, tried: Tried) -> str:
     error = tried.get(node)
     if error is not None:
         return await error.explained()
-    return f"{node.url}: {node.last_error or ('already tried' if node in tried else 'not suitable')}"
+    return f"{node.url}: {node.why or ('already tried' if node in tried else 'not suitable')}"

@@ -161,7 +161,8 @@ def _failed(node: UpstreamNode, status: int, payload: bytes) -> NodeGoneError:
     if status in (502, 503):
         node.suspect()  # it may be draining, or its engine may be dead; a health check will tell
     # A node that answers 429 is well, and has more requests than it may have. Another one may have fewer.
-    return NodeGoneError(node, f"answered {status}: {payload[:200].decode(errors='replace')}")
+    reason = f"answered {status}: {payload[:200].decode(errors='replace')}"
+    return NodeGoneError(node, reason, may_eject=status not in (429, 503))
 
 
 def require_not_aborted(node: UpstreamNode, payload: bytes) -> None:
@@ -177,7 +178,7 @@ def require_not_aborted(node: UpstreamNode, payload: bytes) -> None:
         if isinstance(choices, list) and any(
             isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
         ):
-            raise NodeGoneError(node, "aborted the request; is it stopping?")
+            raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
 
 
 def params_of(payload: bytes) -> Mapping[str, Any] | None:

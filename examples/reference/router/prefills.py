@@ -69,7 +69,10 @@ class WholePrefill(Prefill):
         body = prefill_body(call.body, overlap=False)
         while True:
             try:
-                async with self._pool.use_one(tried) as node, open_prefill(call, node, body) as response:
+                async with (
+                    self._pool.use_one(tried, body=call.body) as node,
+                    open_prefill(call, node, body) as response,
+                ):
                     async with node.exchange():
                         payload = await response.read()
                     require_not_aborted(node, payload)
@@ -83,9 +86,10 @@ class WholePrefill(Prefill):
 
 @dataclass(frozen=True)
 class _Stream:
-    """A prefill that still runs. Closing `resources` ends it."""
+    """A prefill that still runs. Closing `resources` ends it. A failure is noted in `tried`."""
 
     node: UpstreamNode
+    tried: Tried
     params: Params
     events: Events
     resources: AsyncExitStack
@@ -124,17 +128,18 @@ class OverlappedPrefill(Prefill):
     async def _open_one(self, call: Call, tried: Tried) -> _Stream:
         body = prefill_body(call.body, overlap=True)
         async with AsyncExitStack() as resources:
-            node = await resources.enter_async_context(self._pool.use_one(tried))
+            node = await resources.enter_async_context(self._pool.use_one(tried, body=call.body))
             response = await resources.enter_async_context(open_prefill(call, node, body))
             events = _events(node, response)
             params = await _first_params(events)
-            return _Stream(node, params, events, resources.pop_all())
+            return _Stream(node, tried, params, events, resources.pop_all())
 
     async def _follow(self, stream: _Stream, call: Call) -> None:
         try:
             async for _ in stream.events:
                 pass
         except NodeGoneError as error:
+            stream.tried[stream.node] = error
             logger.warning(
                 "%s: the prefill was lost while its cache was being transferred: %s", call.request_id, error
             )

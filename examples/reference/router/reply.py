@@ -30,6 +30,7 @@ class Reply:
 
     Attributes:
         tail: The last bytes of the stream.
+        lost: Why the stream ended early. None if its node has not failed.
     """
 
     def __init__(self, request: web.Request, note_piece: Callable[[], None] = lambda: None) -> None:
@@ -37,6 +38,7 @@ class Reply:
         self._note_piece = note_piece
         self._stream: web.StreamResponse | None = None
         self.tail = b""
+        self.lost: NodeGoneError | None = None
 
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
@@ -58,6 +60,7 @@ class Reply:
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:
+            self.lost = error
             lost = f"the answer was lost in the middle: {await error.explained()}"
             return await self.fail(ApiError(502, lost, kind="server_error"))
         await stream.write_eof()
