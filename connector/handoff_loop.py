@@ -492,7 +492,7 @@ class _Driver:
         """Deal with one event. A bug on the way ends the peer that the event came from."""
         if self._trace is not None and isinstance(event, MessageReceived):
             with self._unexpected.logged("tracing a message"):
-                self._trace.received(event.message)
+                self._trace.received(event.message, self._protocol.version_with(event.peer_id))
         if isinstance(event, TransferEnded):
             self._do(self._end_transfer(event))
             return
@@ -618,7 +618,7 @@ class _Driver:
     def _send(self, send: Send) -> list[Action]:
         try:
             with self._unexpected.typed("sending a message"):
-                self._endpoint.send(send.peer_id, encode(send.message))
+                self._endpoint.send(send.peer_id, encode(send.message, send.version))
         except KVTransferError as error:
             return self._protocol.peer_failed(send.peer_id, error, _now())
         return []

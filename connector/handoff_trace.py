@@ -94,10 +94,10 @@ class HandoffTrace:
         for request_id in orders.drops:
             self._note(request_id, "load dropped by the engine")
 
-    def received(self, data: bytes) -> None:
-        """Note a message of a peer. One that cannot be read is the protocol's to refuse."""
+    def received(self, data: bytes, version: int) -> None:
+        """Note a message of a peer that speaks this version. One that cannot be read is the protocol's to refuse."""
         try:
-            message = decode(data)
+            message = decode(data, version)
         except KVTransferError:
             return
         self._about(message, "received")

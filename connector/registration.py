@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..transports.errors import ConfigurationError
 from ..transports.regions import MemoryKind, Pool, Segment
-from .handoff.messages import PROTOCOL_VERSION, TAKES_TRACEPARENT
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from .planning.compatibility import DESCRIPTION_VERSION
 from .planning.layout import KVLayout, LayerLayout, layer_layout_of_view
 from .planning.slots import WHOLE, Shard, SlotArray, head_array_of_view, slot_array_of_view
 
@@ -232,7 +232,7 @@ def _fields(
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
     identity = config.model.identity
     return {
-        "protocol": PROTOCOL_VERSION,
+        "protocol": DESCRIPTION_VERSION,
         "model": config.model.model,
         "configuration": identity.configuration,
         "weights": identity.weights,
@@ -246,7 +246,6 @@ def _fields(
         "byte_order": sys.byteorder,
         "tokenizer": identity.tokenizer,
         "chat_template": identity.chat_template,
-        TAKES_TRACEPARENT: 1,
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from .. import __version__
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
 from .base import WorkerHalf
@@ -90,6 +91,7 @@ class RunningHandoffs:
             digest=digest(registration.fields),
             fields=registration.fields,
             layout=registration.layout,
+            release=__version__,
         )
         max_connecting = min(options.handoff.max_connecting, _affordable_connections())
         handoff = replace(options.handoff, max_connecting=max_connecting)

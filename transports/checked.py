@@ -234,15 +234,19 @@ class Record(Generic[T]):
         """Accept an instance as it is, and read anything else."""
         return value if isinstance(value, self._make) else self.read(value)
 
-    def read(self, plain: object) -> T:
+    def read(self, plain: object, absent: frozenset[str] = frozenset()) -> T:
         """Make an instance of a mapping that must have exactly the fields of the class.
+
+        Args:
+            absent: Fields that the mapping must not have. They get their defaults.
 
         Raises:
             Refused: `plain` is no mapping; a field is missing, unknown, or not what it must be.
         """
         known = mapping(plain)
-        if known.keys() != self._checks.keys():
-            self._refuse_names(known)
+        expected = self._checks.keys() - absent if absent else self._checks.keys()
+        if known.keys() != expected:
+            self._refuse_names(known, absent)
         return self._made(self.checked(known))
 
     def read_known(self, plain: object) -> T:
@@ -283,11 +287,12 @@ class Record(Generic[T]):
             made.require_consistent()  # type: ignore[attr-defined]
         return made
 
-    def _refuse_names(self, plain: Mapping[object, object]) -> NoReturn:
-        for name in self.has_default:
+    def _refuse_names(self, plain: Mapping[object, object], absent: frozenset[str]) -> NoReturn:
+        expected = [name for name in self.has_default if name not in absent]
+        for name in expected:
             if name not in plain:
                 raise Refused("is missing", f".{name}")
-        unknown = next(key for key in plain if key not in self._checks)
+        unknown = next(key for key in plain if key not in expected)
         raise Refused("is unknown", f".{str(unknown)[:40]}")
 
 

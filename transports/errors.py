@@ -15,7 +15,7 @@
     │  ├─ RegionError(ValueError)             a region outside the registered memory
     │  └─ StaleRegionError                    the guard changed while bytes were copied; the bytes are not valid
     ├─ HandshakeError
-    │  ├─ VersionMismatchError                local, remote
+    │  ├─ VersionMismatchError                local, oldest, remote, release
     │  ├─ IncompatiblePeerError               field, local, remote
     │  └─ ForeignTransportError               the peer's address is of another transport: local, remote
     ├─ ConnectorError                         a handoff failed: see `connector/errors.py`
@@ -106,12 +106,24 @@ class HandshakeError(KVTransferError):
 
 
 class VersionMismatchError(HandshakeError):
-    """The peer speaks another protocol version."""
+    """The two nodes have no protocol version in common. The message says which of them to upgrade first.
 
-    def __init__(self, *, local: int, remote: int) -> None:
-        super().__init__(f"protocol version differs: local {local}, remote {remote}")
+    Attributes:
+        local: The newest version that this node speaks.
+        oldest: The oldest one.
+        remote: The version nearest to ours that the peer speaks.
+        release: The peer's release of kvferry; empty if it does not say.
+    """
+
+    def __init__(self, *, local: int, remote: int, oldest: int | None = None, release: str = "") -> None:
         self.local = local
+        self.oldest = local if oldest is None else oldest
         self.remote = remote
+        self.release = release
+        ours = f"{local}" if self.oldest == local else f"{self.oldest} to {local}"
+        theirs = f"{remote} (kvferry {release[:40]!r})" if release else f"{remote}"
+        older = "this node" if local < remote else "the peer"
+        super().__init__(f"protocol version differs: local {ours}, remote {theirs}; upgrade {older} first")
 
 
 class IncompatiblePeerError(HandshakeError):

@@ -15,7 +15,7 @@ from ...transports.errors import (
 from ...transports.regions import Guard
 from ..errors import ConnectorError, ContentMismatchError, StaleLeaseError
 from .config import HandoffConfig
-from .events import Action, Identity, LoadEnded, LocalBlocks, OfferCompleted, RemoteOffer, Send, StartRead
+from .events import Action, Identity, LoadEnded, LocalBlocks, OfferCompleted, RemoteOffer, StartRead
 from .loads import Load, Loads, LoadState, Part, Verdict
 from .messages import Claim, Deny, Grant, Parked, ProducerMessage, Progress, Release, Revoke, Welcome
 from .pairing import NodePlanner, NodePlanners, RankPlan
@@ -139,6 +139,12 @@ class ConsumerProtocol:
         address = self._peers.address_of(peer_id)
         return [] if address is None else self._fail_peer(address, error, now)
 
+    def version_with(self, peer_id: int) -> int | None:
+        """The version of the protocol that a producer speaks with us; None before the end of the handshake."""
+        address = self._peers.address_of(peer_id)
+        session = None if address is None else self._peers.session(address)
+        return None if session is None else session.version
+
     def receive(self, peer_id: int, message: ProducerMessage, now: float) -> list[Action]:
         """Handle a message. One from a peer that is not (or no longer) connected is ignored."""
         address = self._peers.address_of(peer_id)
@@ -219,6 +225,8 @@ class ConsumerProtocol:
     # -- one peer ------------------------------------------------------------------------------------
 
     def _welcome(self, address: str, welcome: Welcome, now: float) -> list[Action]:
+        if repeated := self._peers.lower_version(address, welcome):
+            return repeated
         try:
             session = self._peers.welcome(address, welcome)
         except KVTransferError as error:
@@ -404,14 +412,11 @@ class ConsumerProtocol:
         return actions
 
     def _claim(self, offer: RemoteOffer, session: PeerSession, traceparent: str = "") -> Action:
-        # A producer of an earlier release would refuse the message, and end the connection with all its loads.
-        known = traceparent if session.takes_traceparent else ""
-        claim = Claim(offer.request_id, offer.lease, self._rank, self._num_ranks, known)
-        return Send(session.peer_id, claim)
+        return session.send(Claim(offer.request_id, offer.lease, self._rank, self._num_ranks, traceparent))
 
     def _release(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
         release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)
-        return Send(session.peer_id, release)
+        return session.send(release)
 
 
 def _is_of(offer: RemoteOffer, session: PeerSession) -> bool:

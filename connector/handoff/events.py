@@ -9,7 +9,7 @@ from typing import Literal
 from ...transports.errors import KVTransferError
 from ...transports.regions import Guard, RegionPairs
 from ..planning.layout import KVLayout
-from .messages import Message
+from .messages import PROTOCOL_VERSION, SPOKEN_VERSIONS, Message
 
 #: Per group, block ids in the order of the request's tokens.
 BlockTables = tuple[tuple[int, ...], ...]
@@ -27,6 +27,8 @@ class Identity:
         digest: The digest of `fields`; see `compatibility.digest`.
         fields: What must be equal on both sides, or should be.
         layout: Where the pages lie in this node's pool.
+        release: The release of kvferry, for error messages of peers.
+        spoken: The versions of the protocol that this node speaks.
     """
 
     engine_id: str
@@ -34,6 +36,8 @@ class Identity:
     digest: str
     fields: Mapping[str, str | int]
     layout: KVLayout
+    release: str = ""
+    spoken: range = SPOKEN_VERSIONS
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,15 @@ class Connect:
 
 @dataclass(frozen=True)
 class Send:
-    """Encode and send this message. If that raises, the peer has failed: call `NodeProtocol.peer_failed`."""
+    """Encode and send this message. If that raises, the peer has failed: call `NodeProtocol.peer_failed`.
+
+    Attributes:
+        version: The version of the protocol to encode it in: the one that both sides speak.
+    """
 
     peer_id: int
     message: Message
+    version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)

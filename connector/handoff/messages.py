@@ -4,6 +4,11 @@ A message travels as a MessagePack array of a tag and a map of fields. Its class
 and for each field its type and bounds. Everything that arrives is hostile until `decode` has returned: sizes are limited
 before anything is walked, types are strict (a bool is not an integer), and the error names a field that is missing,
 unknown or ill-typed.
+
+Two nodes speak the newest version that both know; the handshake finds it (`peers`). A field that a later version added
+says so (`Since`): `encode` leaves it out for a peer that speaks an earlier one, and `decode` gives it its default. So
+such a field must have a default, and no check that keeps a wrong cache from being loaded may depend on it. A change that
+an earlier version cannot ignore raises `OLDEST_VERSION`. docs/upgrades.md has the policy.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 import msgpack
 
@@ -20,9 +25,12 @@ from ...transports.base import MAX_MESSAGE_BYTES
 from ...transports.checked import Record, Refused, each, integer, integers, mapping, refuse, text
 from ...transports.errors import ProtocolError, VersionMismatchError
 
-PROTOCOL_VERSION: Final = 6
-#: Among the fields of a `Welcome`: 1 if the producer accepts a `Claim` with a `traceparent`. It is not compared.
-TAKES_TRACEPARENT: Final = "takes_traceparent"
+#: The newest version of the protocol, and the oldest one that this node still speaks.
+PROTOCOL_VERSION: Final = 7
+OLDEST_VERSION: Final = 6
+#: The version since which the layout of a `Welcome` may have slots that move together.
+GRAIN_VERSION: Final = 7
+SPOKEN_VERSIONS: Final = range(OLDEST_VERSION, PROTOCOL_VERSION + 1)
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
 MAX_LEASE: Final = 2**63 - 1
@@ -94,38 +102,73 @@ BlockTables = Annotated[
     tuple[tuple[int, ...], ...], each(integers(0, _MAX_INT32, MAX_GROUP_BLOCKS), MAX_GROUPS)
 ]
 
-_RECORDS: dict[str, Record[Any]] = {}
+
+@dataclass(frozen=True)
+class Since:
+    """Annotates a field that this version of the protocol added. The field has a default."""
+
+    version: int
+
+
+class _Form:
+    """How one class travels.
+
+    Attributes:
+        since: The version that added a field, of the fields that were added.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self.record: Record[Any] = Record(cls)
+        hints = get_type_hints(cls, include_extras=True)
+        self.since = {
+            name: extra.version
+            for name in self.record.has_default
+            for extra in getattr(hints[name], "__metadata__", ())
+            if isinstance(extra, Since)
+        }
+        assert all(self.record.has_default[name] for name in self.since)
+
+    def newer_than(self, version: int) -> frozenset[str]:
+        """The fields that this version does not have."""
+        return frozenset(name for name, since in self.since.items() if since > version)
+
+
+_FORMS: dict[str, _Form] = {}
 _TAGS: dict[type, str] = {}
-#: By tag, fields that travel only if they are not empty, because peers of earlier releases refuse a field that is unknown.
-_OMITTED_IF_EMPTY: dict[str, tuple[str, ...]] = {}
 _Class = TypeVar("_Class", bound=type)
 
 
-def _message(tag: str, *, omitted_if_empty: tuple[str, ...] = ()) -> Callable[[_Class], _Class]:
+def _message(tag: str) -> Callable[[_Class], _Class]:
     """Let a class travel under a tag. The tag is the protocol's, so the class may be renamed."""
 
     def add(cls: _Class) -> _Class:
-        assert tag not in _RECORDS
-        _RECORDS[tag], _TAGS[cls], _OMITTED_IF_EMPTY[tag] = Record(cls), tag, omitted_if_empty
+        assert tag not in _FORMS
+        _FORMS[tag], _TAGS[cls] = _Form(cls), tag
         return cls
 
     return add
 
 
 # -- the messages ------------------------------------------------------------------------------------
-# A node of any version must recognize the first message of any other version, to report the version that differs. So
-# the tags "Hello" and "Welcome" and their field `version` never change.
+# A node of any version must recognize the first message of any other version, to find the version that both speak, or to
+# report that there is none. So the tags "Hello" and "Welcome" and their fields `version` and `release` never change.
 
 
 @_message("Hello")
 @dataclass(frozen=True)
 class Hello:
-    """Consumer: my identity, and the digest of what must be equal on both sides."""
+    """Consumer: my identity, and the digest of what must be equal on both sides.
+
+    Attributes:
+        version: The version that I want to speak: first my newest, then the one that a `Welcome` named.
+        release: The release of kvferry that I am, for error messages only.
+    """
 
     version: Version
     engine_id: Text
     epoch: Epoch
     digest: Text
+    release: Annotated[Text, Since(7)] = ""
 
 
 @_message("Welcome")
@@ -134,8 +177,10 @@ class Welcome:
     """Producer: my identity, what must be equal on both sides, in clear, and my pool's layout.
 
     Attributes:
+        version: The version of the `Hello` that this answers, or the one nearest to it that I speak.
         fields: The compatibility fields that `digest` covers.
         layout: A `KVLayout` in plain form; meaningful only to a peer whose fields are equal.
+        release: As in `Hello`.
     """
 
     version: Version
@@ -144,9 +189,10 @@ class Welcome:
     digest: Text
     fields: Annotated[Mapping[str, str | int], _compatibility_fields]
     layout: Annotated[Mapping[str, object], _plain_map]
+    release: Annotated[Text, Since(7)] = ""
 
 
-@_message("Claim", omitted_if_empty=("traceparent",))
+@_message("Claim")
 @dataclass(frozen=True)
 class Claim:
     """Consumer: I shall read this offer; from now on its lease follows my heartbeats.
@@ -154,15 +200,14 @@ class Claim:
     Attributes:
         rank: The consumer's rank in its node.
         num_ranks: Ranks of that node; each claims and releases the offer for itself.
-        traceparent: The span of this claim, if the consumer traces the request. Only a producer whose `Welcome` has the
-            field `TAKES_TRACEPARENT` may get it.
+        traceparent: The span of this claim, if the consumer traces the request.
     """
 
     request_id: Text
     lease: Lease
     rank: Rank
     num_ranks: NumRanks
-    traceparent: Annotated[str, _traceparent_or_nothing] = ""
+    traceparent: Annotated[str, _traceparent_or_nothing, Since(7)] = ""
 
 
 @_message("Grant")
@@ -266,18 +311,21 @@ Message = ConsumerMessage | ProducerMessage
 # -- bytes -------------------------------------------------------------------------------------------
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
     """Turn a message into bytes that `decode` accepts.
+
+    Args:
+        version: The version that the peer speaks with us. Fields that were added after it are left out.
 
     Raises:
         ProtocolError: a field is over its limits, or the whole is longer than `MAX_MESSAGE_BYTES`.
     """
     tag = _TAGS[type(message)]
+    form = _FORMS[tag]
     try:
-        fields = _RECORDS[tag].checked(vars(message))
-        for name in _OMITTED_IF_EMPTY[tag]:
-            if not fields[name]:
-                del fields[name]
+        fields = form.record.checked(vars(message))
+        for name in form.newer_than(version):
+            del fields[name]
         data = cast(bytes, msgpack.packb([tag, fields]))
     except Refused as refused:
         raise ProtocolError(refused.text(tag)) from None
@@ -288,32 +336,39 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes, version: int = PROTOCOL_VERSION, spoken: range = SPOKEN_VERSIONS) -> Message:
     """Turn bytes from a peer into a message.
 
+    Args:
+        version: The version that the peer speaks with us. A `Hello` and a `Welcome` name their own.
+        spoken: The versions that we speak.
+
     Raises:
-        VersionMismatchError: a `Hello` or `Welcome` of another version; its other fields were not looked at.
+        VersionMismatchError: a `Hello` or `Welcome` of a version that we do not speak; of its other fields only `release`
+            was looked at.
         ProtocolError: anything else that is not exactly one message; the error names the field.
     """
     tag, fields = _unpack(data)
-    record = _RECORDS.get(tag)
-    if record is None:
+    form = _FORMS.get(tag)
+    if form is None:
         raise ProtocolError(f"unknown message {tag[:40]!r}")
     try:
-        if "version" in record.has_default:
-            _require_version(record, fields)
-        return cast(Message, record.read({**dict.fromkeys(_OMITTED_IF_EMPTY[tag], ""), **fields}))
+        if "version" in form.record.has_default:
+            version = _spoken_version(form.record, fields, spoken)
+        return cast(Message, form.record.read(fields, absent=form.newer_than(version)))
     except Refused as refused:
         raise ProtocolError(refused.text(tag)) from None
 
 
-def _require_version(record: Record[Any], fields: Mapping[str, object]) -> None:
-    """Compare versions before anything else is checked: another version may have other fields."""
+def _spoken_version(record: Record[Any], fields: Mapping[str, object], spoken: range) -> int:
+    """Return the version that a message names. It comes before anything else: another version may have other fields."""
     if "version" not in fields:
         raise Refused("is missing", ".version")
-    version = record.checked({"version": fields["version"]})["version"]
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+    version: int = record.checked({"version": fields["version"]})["version"]
+    if version not in spoken:
+        release = record.checked({"release": fields.get("release", "")})["release"]
+        raise VersionMismatchError(local=spoken[-1], oldest=spoken[0], remote=version, release=release)
+    return version
 
 
 def _unpack(data: bytes) -> tuple[str, dict[str, object]]:

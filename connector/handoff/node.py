@@ -43,15 +43,22 @@ class NodeProtocol:
     def message_received(self, peer_id: int, data: bytes, now: float) -> list[Action]:
         """Handle a message. A peer that sends what the protocol forbids is dropped."""
         try:
-            message = decode(data)
+            message = decode(data, self.version_with(peer_id), self.producer.spoken)
         except VersionMismatchError as error:
-            # A consumer gets our `Welcome`, which has our version: so its own error names both versions.
-            return [*self.producer.answer_hello(peer_id), *self.consumer.peer_lost(peer_id, error, now)]
+            # A consumer gets our `Welcome` in the version nearest to its own. It either repeats its `Hello` in that version
+            # or reports an error that names both versions.
+            answer = self.producer.answer_hello(peer_id, error.remote)
+            return [*answer, *self.consumer.peer_lost(peer_id, error, now)]
         except ProtocolError as error:
             return self.peer_failed(peer_id, error, now)
         if isinstance(message, ConsumerMessage):
             return self.producer.receive(peer_id, message, now)
         return self.consumer.receive(peer_id, message, now)
+
+    def version_with(self, peer_id: int) -> int:
+        """The version of the protocol that a peer speaks with us; our newest before the end of the handshake."""
+        known = self.producer.version_with(peer_id) or self.consumer.version_with(peer_id)
+        return known or self.producer.spoken[-1]
 
     def advance(self, now: float) -> list[Action]:
         """Do what is due."""

@@ -11,7 +11,7 @@ from ..planning.compatibility import advisory_differences, require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
 from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
-from .messages import MAX_HEARTBEAT_LEASES, PROTOCOL_VERSION, TAKES_TRACEPARENT, Heartbeat, Hello, Welcome
+from .messages import MAX_HEARTBEAT_LEASES, ConsumerMessage, Heartbeat, Hello, Welcome
 
 #: In place of the peer id of a connection that the runtime has not started yet.
 _UNKNOWN = -1
@@ -25,7 +25,7 @@ class PeerSession:
 
     Attributes:
         layout: Where the pages lie in its pool.
-        takes_traceparent: Whether a claim may carry a `traceparent`.
+        version: The version of the protocol that both of us speak.
         next_heartbeat: When its leases must be renewed; infinity while there are none.
     """
 
@@ -33,15 +33,17 @@ class PeerSession:
     engine_id: str
     epoch: int
     layout: KVLayout
-    takes_traceparent: bool = False
+    version: int
     next_heartbeat: float = math.inf
 
     def heartbeats(self, leases: Sequence[int]) -> list[Action]:
         """Renew these leases."""
-        return [
-            Send(self.peer_id, Heartbeat(tuple(leases[first : first + MAX_HEARTBEAT_LEASES])))
-            for first in range(0, len(leases), MAX_HEARTBEAT_LEASES)
-        ]
+        starts = range(0, len(leases), MAX_HEARTBEAT_LEASES)
+        return [self.send(Heartbeat(tuple(leases[first : first + MAX_HEARTBEAT_LEASES]))) for first in starts]
+
+    def send(self, message: ConsumerMessage) -> Send:
+        """Send a message in the version that the producer speaks."""
+        return Send(self.peer_id, message, self.version)
 
 
 @dataclass
@@ -55,10 +57,15 @@ class _Waiting:
 
 @dataclass
 class _Connecting:
-    """Connecting and shaking hands, until `deadline`."""
+    """Connecting and shaking hands, until `deadline`.
+
+    Attributes:
+        version: The version of our last `Hello`.
+    """
 
     deadline: float
     failures: int
+    version: int
     peer_id: int = _UNKNOWN
 
 
@@ -128,9 +135,24 @@ class Peers:
         return []
 
     def say_hello(self, peer_id: int) -> list[Action]:
-        """Begin the handshake on a connection that is made."""
+        """Begin the handshake on a connection that is made, or repeat the `Hello` in an earlier version."""
+        state = self._states[self._address_of[peer_id]]
+        assert isinstance(state, _Connecting)
         me = self._identity
-        return [Send(peer_id, Hello(PROTOCOL_VERSION, me.engine_id, me.epoch, me.digest))]
+        hello = Hello(state.version, me.engine_id, me.epoch, me.digest, me.release)
+        return [Send(peer_id, hello, state.version)]
+
+    def lower_version(self, address: str, welcome: Welcome) -> list[Action]:
+        """Say hello again in an earlier version, if that is what the producer answered; otherwise nothing.
+
+        A producer of an earlier release answers a `Hello` that is too new for it with its own newest version, and then
+        still waits for one that it knows. Each repetition is in an earlier version, so there are only a few.
+        """
+        state = self._states[address]
+        if not isinstance(state, _Connecting) or welcome.version >= state.version:
+            return []
+        state.version = welcome.version
+        return self.say_hello(state.peer_id)
 
     def welcome(self, address: str, welcome: Welcome) -> PeerSession:
         """Finish the handshake: compare the digest first, then the fields, and only then decode the layout.
@@ -139,18 +161,22 @@ class Peers:
 
         Raises:
             IncompatiblePeerError: the peer's cache cannot be read into ours; names the field.
-            ProtocolError: the layout is malformed, or the handshake was done before.
+            VersionMismatchError: the two nodes describe caches by different rules.
+            ProtocolError: the layout is malformed, the `Welcome` answers no `Hello` of ours, or the handshake was done before.
         """
         state = self._states[address]
         if not isinstance(state, _Connecting):
             raise ProtocolError(f"unexpected Welcome from {address}: the handshake is done")
+        if welcome.version != state.version:
+            raise ProtocolError(
+                f"unexpected Welcome from {address}: it has version {welcome.version}, our Hello had {state.version}"
+            )
         mine = self._identity
         if welcome.digest != mine.digest:
             require_compatible(mine.fields, welcome.fields)
             raise IncompatiblePeerError(field="digest", local=mine.digest, remote=welcome.digest)
         layout = KVLayout.from_plain(welcome.layout)
-        takes_traceparent = welcome.fields.get(TAKES_TRACEPARENT) == 1
-        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout, takes_traceparent)
+        session = PeerSession(state.peer_id, welcome.engine_id, welcome.epoch, layout, state.version)
         self._states[address] = session
         return session
 
@@ -245,7 +271,8 @@ class Peers:
         # Those that are overdue are left for `overdue`: a connection would start with no time left.
         ready = [(key, state) for key, state in self._waiting() if now < state.deadline]
         for address, state in ready[: self._num_free()]:
-            self._states[address] = _Connecting(state.deadline, state.failures)
+            # Each connection begins with our newest version: the node at this address may have been upgraded.
+            self._states[address] = _Connecting(state.deadline, state.failures, self._identity.spoken[-1])
             actions.append(Connect(address, self._config.connect_timeout_s - (now - state.since)))
         return actions
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...transports.errors import KVTransferStateError
 from .config import HandoffConfig
 from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
 from .messages import (
-    PROTOCOL_VERSION,
+    GRAIN_VERSION,
     Claim,
     ConsumerMessage,
     Deny,
@@ -19,7 +19,7 @@ from .messages import (
     Heartbeat,
     Hello,
     Parked,
-    Progress,
+    ProducerMessage,
     Release,
     Revoke,
     Welcome,
@@ -34,9 +34,11 @@ class _Peer:
     Attributes:
         hello_deadline: When its `Hello` must have come; infinity once it has.
         consumer: Which node it is of; None before its `Hello`.
+        version: The version of the protocol that it speaks with us, once its `Hello` has come.
     """
 
     hello_deadline: float
+    version: int
     consumer: ConsumerPeer | None = None
 
 
@@ -57,13 +59,16 @@ class ProducerProtocol:
 
     def __init__(self, identity: Identity, config: HandoffConfig, num_guards: int) -> None:
         self._welcome = Welcome(
-            PROTOCOL_VERSION,
+            identity.spoken[-1],
             identity.engine_id,
             identity.epoch,
             identity.digest,
             identity.fields,
             identity.layout.to_plain(),
+            identity.release,
         )
+        self._layout = identity.layout
+        self.spoken = identity.spoken
         self._config = config
         self._free_guards = list(range(num_guards))
         self._offers: dict[int, Offer] = {}  # by lease
@@ -206,7 +211,7 @@ class ProducerProtocol:
 
     def peer_connected(self, peer_id: int, now: float) -> list[Action]:
         """Expect a `Hello` of this peer within `connect_timeout_s`."""
-        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s)
+        self._peers[peer_id] = _Peer(now + self._config.connect_timeout_s, self.spoken[-1])
         return []
 
     def peer_lost(self, peer_id: int, now: float) -> list[Action]:
@@ -225,7 +230,8 @@ class ProducerProtocol:
             if peer.consumer is None:
                 peer.hello_deadline = math.inf
                 peer.consumer = ConsumerPeer(peer_id, message.engine_id, message.epoch)
-            return [Send(peer_id, self._welcome)]
+                peer.version = message.version
+            return self._answer_hello(peer_id, peer.version)
         if peer.consumer is None:
             return [*self.peer_lost(peer_id, now), Disconnect(peer_id)]
         match message:
@@ -237,9 +243,19 @@ class ProducerProtocol:
             case Release():
                 return self._release(peer.consumer, message)
 
-    def answer_hello(self, peer_id: int) -> list[Action]:
-        """Answer a `Hello` of another version, so that its sender can report what is wrong."""
-        return [Send(peer_id, self._welcome)] if peer_id in self._peers else []
+    def answer_hello(self, peer_id: int, version: int) -> list[Action]:
+        """Answer a `Hello` of a version that we do not speak with the nearest one that we do.
+
+        A newer peer can say hello again in that version; an older one can report that it must be upgraded.
+        """
+        if peer_id not in self._peers:
+            return []
+        return self._answer_hello(peer_id, min(max(version, self.spoken[0]), self.spoken[-1]))
+
+    def version_with(self, peer_id: int) -> int | None:
+        """The version of the protocol that a consumer speaks with us; None before its `Hello`, and for unknown peers."""
+        peer = self._peers.get(peer_id)
+        return None if peer is None or peer.consumer is None else peer.version
 
     # -- time ----------------------------------------------------------------------------------------
 
@@ -249,7 +265,7 @@ class ProducerProtocol:
         for offer in [offer for offer in self.offers if offer.deadline <= now]:
             if offer.state is OfferState.ANNOUNCED:
                 parked = Parked(offer.request_id, offer.lease)
-                actions += [Send(peer_id, parked) for peer_id in offer.claimants.peers]
+                actions += self._send_to(offer.claimants.peers, parked)
                 offer.next_answer(now)
             else:
                 actions += self._revoke(offer, "expired", offer.lateness(now))
@@ -327,12 +343,12 @@ class ProducerProtocol:
         if offer is None:
             # The engine announces an offer before any router can know it. So an unknown number will never be offered
             # here, and there is no reason to park its claim.
-            return [_denial(peer.peer_id, claim.request_id, claim.lease, "is over, or was never made")]
+            return self._send_to([peer.peer_id], _denial(claim, "is over, or was never made"))
         if refusal := offer.claim(peer, claim, now):
-            return [_denial(peer.peer_id, claim.request_id, claim.lease, refusal)]
+            return self._send_to([peer.peer_id], _denial(claim, refusal))
         if offer.state is OfferState.ANNOUNCED:
-            return [Send(peer.peer_id, Parked(claim.request_id, claim.lease))]
-        return [Send(peer.peer_id, offer.granted)]
+            return self._send_to([peer.peer_id], Parked(claim.request_id, claim.lease))
+        return self._send_to([peer.peer_id], offer.granted)
 
     def _extend(self, offer: Offer, block_ids: BlockTables, num_ready: int) -> list[Action]:
         try:
@@ -374,8 +390,7 @@ class ProducerProtocol:
         """End an offer that was not made, and deny its claims. Its end is not reported."""
         del self._offers[offer.lease]
         offer.end()
-        peers = offer.claimants.peers
-        return [_denial(peer_id, offer.request_id, offer.lease, what) for peer_id in peers]
+        return self._send_to(offer.claimants.peers, _denial(offer, what))
 
     def _revoke(self, offer: Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
         """End an offer before its consumer is done, and send a `Revoke` to the ranks that read."""
@@ -403,9 +418,15 @@ class ProducerProtocol:
         offer.end()
         return [ClearGuard(index), OfferEnded(offer.request_id, outcome, reason)]
 
-    def _send_to(self, peers: Iterable[int], message: Grant | Revoke | Progress) -> list[Action]:
-        return [Send(peer_id, message) for peer_id in peers]
+    def _answer_hello(self, peer_id: int, version: int) -> list[Action]:
+        welcome = replace(self._welcome, version=version)
+        if version < GRAIN_VERSION:
+            welcome = replace(welcome, layout=self._layout.to_plain(with_grain=False))
+        return [Send(peer_id, welcome, version)]
+
+    def _send_to(self, peers: Iterable[int], message: ProducerMessage) -> list[Action]:
+        return [Send(peer_id, message, self._peers[peer_id].version) for peer_id in peers]
 
 
-def _denial(peer_id: int, request_id: str, lease: int, what: str) -> Action:
-    return Send(peer_id, Deny(request_id, lease, f"the offer {what}"))
+def _denial(claimed: Claim | Offer, what: str) -> Deny:
+    return Deny(claimed.request_id, claimed.lease, f"the offer {what}")

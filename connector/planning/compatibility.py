@@ -7,7 +7,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ...transports.errors import IncompatiblePeerError
+from ...transports.errors import IncompatiblePeerError, VersionMismatchError
+
+#: The version of the rules by which a node describes its model and its cache: what each field below means and how it is
+#: computed, and the plain form of `KVLayout`. It travels as the field `protocol`. Raise it with the rules: otherwise two
+#: releases would report a difference of their models that is none.
+DESCRIPTION_VERSION: Final = 6
 
 #: The order in which differences are reported: what a person would fix first comes first.
 FIELD_ORDER: Final = (
@@ -28,30 +33,29 @@ FIELD_ORDER: Final = (
 #: Fields that may differ: a cache depends on them only through the tokens of each prompt, which are compared.
 ADVISORY: Final = ("tokenizer", "chat_template")
 
-#: Fields that say what a node's protocol can do. They are not compared.
-CAPABILITIES: Final = ("takes_traceparent",)
-
-_UNCOMPARED: Final = frozenset({*ADVISORY, *CAPABILITIES})
 _ABSENT = "(absent)"
 
 
 def digest(fields: Mapping[str, str | int]) -> str:
     """Return a fingerprint of the fields that must be equal, in any order: 64 hexadecimal digits."""
-    required = {field: value for field, value in fields.items() if field not in _UNCOMPARED}
+    required = {field: value for field, value in fields.items() if field not in ADVISORY}
     canonical = json.dumps(required, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def require_compatible(local: Mapping[str, str | int], remote: Mapping[str, str | int]) -> None:
-    """Compare two nodes field by field, except for advisory fields and capabilities.
+    """Compare two nodes field by field, except for advisory fields.
 
     Raises:
+        VersionMismatchError: the nodes describe themselves by different rules, so nothing else was compared.
         IncompatiblePeerError: a field differs, or only one side has it. The error names the first such field, in
             `FIELD_ORDER` and then by name.
     """
     for field in _ordered({*local, *remote}):
         ours, theirs = local.get(field, _ABSENT), remote.get(field, _ABSENT)
         if ours != theirs:
+            if field == "protocol" and isinstance(ours, int) and isinstance(theirs, int):
+                raise VersionMismatchError(local=ours, remote=theirs)
             raise IncompatiblePeerError(field=field, local=ours, remote=theirs)
 
 
@@ -67,6 +71,6 @@ def advisory_differences(
 
 
 def _ordered(fields: Iterable[str]) -> list[str]:
-    fields = set(fields).difference(_UNCOMPARED)
+    fields = set(fields).difference(ADVISORY)
     rank = {field: index for index, field in enumerate(FIELD_ORDER)}
     return sorted(fields, key=lambda field: (rank.get(field, len(rank)), field))

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.connector import worker_half
+from kvferry.connector.handoff.events import Identity
+from kvferry.connector.handoff.messages import SPOKEN_VERSIONS
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, assert_whole, engine_config
 
 SHAPE = CacheShape()
@@ -23,9 +27,10 @@ BIG = CacheShape(num_layers=4, num_blocks=61, block_size=16, num_kv_heads=32, he
 DEADLINE_S = 20.0
 
 
-def serve(pipe: Connection, shape: CacheShape, options: dict[str, Any]) -> None:
+def serve(pipe: Connection, shape: CacheShape, spoken: range, options: dict[str, Any]) -> None:
     """Run a node in its own process. It carries out the orders from the pipe, and steps in between."""
     torch.set_num_threads(1)
+    worker_half.Identity = partial(Identity, spoken=spoken)  # type: ignore[attr-defined]
     config = engine_config(
         "shm", block_size=shape.block_size, engine_id="child", kv_connector_extra_config=options
     )
@@ -62,8 +67,14 @@ class Child:
         self._pipe = pipe
 
     def ask(self, *what: Any) -> Any:
+        self.send(*what)
+        return self.receive()
+
+    def send(self, *what: Any) -> None:
         self._pipe.send(what[0] if len(what) == 1 else what)
-        assert self._pipe.poll(DEADLINE_S), f"no answer to {what[0]}"
+
+    def receive(self) -> Any:
+        assert self._pipe.poll(DEADLINE_S), "the child does not answer"
         return self._pipe.recv()
 
     def kill(self) -> None:
@@ -86,10 +97,10 @@ class Child:
 
 
 @contextmanager
-def child(shape: CacheShape = SHAPE, **options: Any) -> Iterator[Child]:
+def child(shape: CacheShape = SHAPE, spoken: range = SPOKEN_VERSIONS, **options: Any) -> Iterator[Child]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, shape, options), daemon=True)
+    process = context.Process(target=serve, args=(theirs, shape, spoken, options), daemon=True)
     process.start()
     theirs.close()
     assert ours.poll(60)
@@ -119,6 +130,36 @@ def wait_for_load(consumer: ModelFreeNode, request_id: str) -> str:
     consumer.step()
     assert consumer.num_reports(request_id, "recving") == 1
     return consumer.load_error(request_id)
+
+
+@pytest.mark.slow
+class TestAnotherVersion:
+    """One of the two processes speaks another version of the handoff protocol, as during a rolling upgrade."""
+
+    def test_neighbours_hand_over_in_both_directions(self, consumer: ModelFreeNode) -> None:
+        with child(spoken=SPOKEN_VERSIONS[:1]) as other:
+            request = Request("d", 18, other.ask("prefill", "p", 18, 1))
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            assert wait_for_load(consumer, "d") == ""
+            assert torch.equal(consumer.contents(blocks), expected_contents(18, 1))
+            consumer.finish(request, blocks, "stop")
+            _, params = consumer.prefill("ours", 18, seed=2)
+            other.send("load", "theirs", 18, params)
+            consumer.step_until(lambda: consumer.num_reports("ours", "sending") > 0, timeout_s=DEADLINE_S)
+            assert other.receive() == ""
+
+    def test_others_are_refused_with_what_to_upgrade(self, consumer: ModelFreeNode) -> None:
+        newest = SPOKEN_VERSIONS[-1]
+        with child(spoken=range(newest + 2, newest + 3)) as other:
+            request = Request("d", 18, other.ask("prefill", "p", 18, 1))
+            consumer.scheduler.on_new_request(request)
+            blocks, _ = consumer.start_load(request)
+            assert f"remote {newest + 2} (kvferry" in (error := wait_for_load(consumer, "d"))
+            assert "upgrade this node first" in error
+            consumer.finish(request, blocks, "error")
+            _, params = consumer.prefill("ours", 18, seed=2)
+            assert "upgrade the peer first" in other.ask("load", "theirs", 18, params)
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ import torch
 from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.events import GroupBlocks
-from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.params import parse_transfer_params
+from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
 from kvferry.connector.planning.slots import Shard, SlotArray
 from kvferry.connector.registration import describe_caches, layout_name
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
@@ -288,7 +288,7 @@ class TestRegistration:
         caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in names(config)}
         fields = describe_caches(engine_config("inproc", model="m"), config, caches, []).fields
         assert fields == {
-            "protocol": PROTOCOL_VERSION,
+            "protocol": DESCRIPTION_VERSION,
             "model": "m",
             "configuration": "",
             "weights": "",
@@ -302,7 +302,6 @@ class TestRegistration:
             "byte_order": "little",
             "tokenizer": "",
             "chat_template": "",
-            "takes_traceparent": 1,
         }
 
     def test_the_number_of_heads_is_that_of_the_model_not_of_the_rank(self) -> None:

@@ -23,7 +23,6 @@ from kvferry.connector.handoff.events import (
     StartRead,
 )
 from kvferry.connector.handoff.messages import (
-    TAKES_TRACEPARENT,
     Claim,
     Deny,
     Grant,
@@ -106,22 +105,6 @@ def test_a_restarted_node_is_a_different_node(consumer: ConsumerProtocol, welcom
     assert "restarted" in str(error)
     fresh = replace(OFFER, epoch=23)
     assert only_message(consumer.claim("fresh", fresh, 1.0)) == Claim("theirs", 3, 0, 1)
-
-
-def test_a_claim_names_its_span_only_to_a_producer_that_takes_it(
-    identity: Identity, config: HandoffConfig, welcome: Welcome
-) -> None:
-    """A producer of an earlier release would end the connection."""
-    traceparent = f"00-{'5' * 32}-{'6' * 16}-01"
-    taking = replace(welcome, fields={**welcome.fields, TAKES_TRACEPARENT: 1})
-    for greeting, expected in ((welcome, ""), (taking, traceparent)):
-        consumer = ConsumerProtocol(identity, config)
-        connecting(consumer, greeting)
-        second = replace(OFFER, lease=4, request_id="another")
-        sent = consumer.claim("second", second, 0.0, traceparent=traceparent)
-        sent += consumer.receive(PEER, greeting, 0.0)
-        claims = [action.message for action in sent if isinstance(action, Send)]
-        assert [claim.traceparent for claim in claims if isinstance(claim, Claim)] == ["", expected]
 
 
 @pytest.mark.parametrize(

@@ -211,16 +211,6 @@ def test_an_ill_typed_field_is_named(tag: str, name: str, wrong: object) -> None
         decode(packed(tag, **(plain_fields(tag) | {name: wrong})))
 
 
-def test_a_claim_without_a_trace_has_the_bytes_of_earlier_releases() -> None:
-    assert msgpack.unpackb(encode(Claim("r", 1, 0, 1)))[1].keys() == {
-        "request_id",
-        "lease",
-        "rank",
-        "num_ranks",
-    }
-    assert decode(encode(Claim("r", 1, 0, 1, TRACEPARENT))) == Claim("r", 1, 0, 1, TRACEPARENT)
-
-
 @pytest.mark.parametrize(
     "bad",
     [

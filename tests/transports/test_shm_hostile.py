@@ -37,6 +37,7 @@ from kvferry.transports.shm.hello import (
     decode_hello,
     encode_hello,
     encode_preface,
+    require_preface,
 )
 from kvferry.transports.shm.sockets import Connection
 from kvferry.transports.streams import FrameReader, encode_frame
@@ -445,8 +446,12 @@ def test_a_damaged_hello_is_a_typed_error_or_a_valid_hello(hello: Hello, at: int
 def test_another_version_is_named() -> None:
     body = bytearray(encode_hello(GOOD))
     struct.pack_into("<I", body, 8, VERSION + 1)
-    with pytest.raises(VersionMismatchError, match=f"local {VERSION}, remote {VERSION + 1}"):
+    with pytest.raises(
+        VersionMismatchError, match=f"local {VERSION}, remote {VERSION + 1}; upgrade this node"
+    ):
         decode_hello(bytes(body))
+    with pytest.raises(VersionMismatchError, match="upgrade the peer first"):
+        require_preface(PREFACES["an older version"][0][5:], "")
 
 
 @given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 20)))

@@ -23,6 +23,7 @@ from ...planning import compatibility
 from ..config import HandoffConfig
 from ..consumer import ConsumerProtocol
 from ..events import Action, GroupBlocks, Identity, LoadEnded, OfferEnded, RemoteOffer
+from ..messages import SPOKEN_VERSIONS
 from ..node import NodeProtocol
 from ..producer import ProducerProtocol
 from .simulated import (
@@ -361,6 +362,10 @@ class Simulation(SimulatedWorld):
         for number in range(spread.num_ranks):
             layout = simulated_layout(spread, number, is_uniform=address != "sim://c")
             identity = Identity(address, engine.epoch, compatibility.digest(fields), fields, layout)
+            if address == "sim://b":
+                identity = replace(
+                    identity, spoken=SPOKEN_VERSIONS[:-1]
+                )  # a node that is still to be upgraded
             protocol = NodeProtocol(
                 producer_class(identity, _CONFIG, NUM_GUARDS),
                 consumer_class(identity, _CONFIG, number, spread.num_ranks),

@@ -177,8 +177,8 @@ class SimulatedWorld(ABC):
         match action:
             case Connect(address):
                 return self._connect(rank, address)
-            case Send(peer_id, message):
-                data = encode(message)
+            case Send(peer_id, message, version):
+                data = encode(message, version)
                 if peer_id in rank.links:
                     remote, remote_peer_id = rank.links[peer_id]
                     remote.inbox[remote_peer_id].append(data)
