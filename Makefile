@@ -178,6 +178,26 @@ format: $(READY) ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# In a venv of its own: a dozen packages that nothing else here needs.
+build/docs-venv: pyproject.toml constraints.txt
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$($@/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+
+.PHONY: docs
+docs: build/docs-venv ## build the documentation site in build/site; a dead link fails
+	build/docs-venv/bin/sphinx-build -q -W --keep-going -j auto -d build/site-doctrees -c docs/site docs build/site
+	@echo "open build/site/index.html"
+
+.PHONY: docs-links
+docs-links: build/docs-venv ## check the documentation's links to other hosts (needs the network)
+	build/docs-venv/bin/sphinx-build -q -b linkcheck -d build/site-doctrees -c docs/site docs build/links
+
+.PHONY: docs-reference
+docs-reference: $(READY) ## write docs/reference from the code
+	$(BIN)/python docs/site/reference.py
+
 .PHONY: bench
 bench: $(READY) ## measure the transports on this machine
 	$(BIN)/python benchmarks/transports.py $(BENCH_ARGS)
