@@ -42,8 +42,11 @@ NAVIGATION = {
     "Migrate": ["from-nixlconnector", "from-lmcache"],
     "Reference": ["reference/configuration", "reference/command-line"],
     "Extend": ["writing-a-connector", "writing-a-transport", "coverage"],
-    "Design": ["design", "decisions/*", "releasing"],
+    "Design": ["design", "releasing"],
 }
+
+#: Pages that the navigation shows below another one: the beginning of their names, by that page.
+BELOW = {"design": "decisions/"}
 
 project = "kvferry"
 copyright = "the kvferry authors"
@@ -80,21 +83,25 @@ def pages() -> set[str]:
     return {name for name in found if not name.startswith("site/")} - {"index", "README"}
 
 
+def below(name: str) -> list[str]:
+    """Return the names of the pages that the navigation shows below a page."""
+    return sorted(page for page in pages() if name in BELOW and page.startswith(BELOW[name]))
+
+
 def toctrees() -> str:
     """Return the navigation as Sphinx wants it: one table of contents per topic."""
-    left = pages()
+    left = pages() - {page for name in BELOW for page in below(name)}
     parts = []
-    for topic, names in {**NAVIGATION, "More": ["*"]}.items():
-        shown: list[str] = []
-        for name in names:
-            found = sorted(
-                page for page in left if page == name or (name[-1] == "*" and page.startswith(name[:-1]))
-            )
-            shown += found
-            left.difference_update(found)
-        if shown:
-            parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {topic}", "", *shown, "```"]))
-    return "\n\n".join(parts)
+    for topic, names in NAVIGATION.items():
+        parts.append(toctree([name for name in names if name in left], topic))
+        left.difference_update(names)
+    return "\n\n".join(filter(None, [*parts, toctree(sorted(left), "More")]))
+
+
+def toctree(names: list[str], caption: str) -> str:
+    """Return one table of contents, or nothing without a page."""
+    lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *(f"/{name}" for name in names), "```"]
+    return "\n".join(lines) if names else ""
 
 
 def leave_docs(name: str, text: str) -> str:
@@ -114,8 +121,8 @@ def leave_docs(name: str, text: str) -> str:
 
 def on_source(_: Sphinx, name: str, source: list[str]) -> None:
     source[0] = leave_docs(name, source[0])
-    if name == root_doc:
-        source[0] += "\n" + toctrees() + "\n"
+    navigation = toctrees() if name == root_doc else toctree(below(name), "Decisions")
+    source[0] += f"\n{navigation}\n"
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

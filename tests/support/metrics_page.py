@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import commonprefix
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,3 +60,27 @@ def assert_promtool_is_content(page: str) -> None:
         timeout=60,
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def with_rows(document: str, metrics: Mapping[str, Declared]) -> str:
+    """Return a document whose tables have a row for each of these metrics, and for no other metric of kvferry.
+
+    A metric that is new comes after the one whose name has the longest beginning in common with its own.
+    """
+    lines: list[str] = []
+    names: list[str] = []  # of the metric in each line, or empty
+    for line in document.splitlines():
+        found = re.match(r"\| `(kvferry_\w*[a-z])` \|.*\|$", line)
+        if found is None or found[1] in metrics:
+            lines.append(row(found[1], metrics[found[1]]) if found else line)
+            names.append(found[1] if found else "")
+    for name in sorted(metrics.keys() - set(names)):
+        nearest = max(range(len(names)), key=lambda at: (len(commonprefix([names[at], name])), at))
+        lines.insert(nearest + 1, row(name, metrics[name]))
+        names.insert(nearest + 1, name)
+    return "\n".join([*lines, ""])
+
+
+def row(name: str, metric: Declared) -> str:
+    """Return the row of a metric in a document."""
+    return f"| `{name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |".replace("|  |", "| |")
