@@ -15,6 +15,13 @@ import torch
 
 import kvferry.connector
 import kvferry.connector.testing
+from kvferry.connector.handoff.messages import OLDEST_VERSION, PROTOCOL_VERSION
+from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
+from kvferry.transports.nixl import wire as nixl_wire
+from kvferry.transports.shm import hello as shm_hello
+from kvferry.transports.tcp import wire as tcp_wire
+from kvferry.transports.ucx import wire as ucx_wire
+from kvferry.transports.zeromq import wire as zeromq_wire
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -44,6 +51,19 @@ def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:
     assert len(figures) >= 10
     benchmarks = re.findall(r"\d\.\d\d", (ROOT / "docs" / "benchmarks.md").read_text())
     assert figures <= set(benchmarks)
+
+
+def test_the_page_about_upgrades_names_the_versions_of_today() -> None:
+    page = (ROOT / "docs" / "upgrades.md").read_text()
+    assert f"| handoff protocol | {PROTOCOL_VERSION}, and still {OLDEST_VERSION} " in page
+    transports = {
+        "shm": shm_hello.VERSION,
+        **{name: wire.PROTOCOL_VERSION for name, wire in (("zeromq", zeromq_wire), ("ucx", ucx_wire))},
+        **{name: wire.PROTOCOL_VERSION for name, wire in (("tcp", tcp_wire), ("nixl", nixl_wire))},
+    }
+    named = ", ".join(f"`{name}` {version}" for name, version in transports.items())
+    assert f"| wire format of a transport ({named}) |" in page
+    assert f"(the field `protocol`) | {DESCRIPTION_VERSION} |" in page
 
 
 def test_the_changelog_has_one_line_per_change() -> None:
