@@ -105,6 +105,7 @@ class Answer:
             num_preemptions=figures.num_preemptions,
             ttft_s=figures.ttft_s,
             transfer=figures.transfer,
+            queue_s=figures.queue_s,
         )
 
 

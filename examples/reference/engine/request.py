@@ -35,6 +35,7 @@ class RequestFigures:
     """The times measured for one request."""
 
     arrival_s: float
+    first_blocks_s: float | None = None
     first_token_s: float | None = None
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
@@ -45,6 +46,11 @@ class RequestFigures:
     def ttft_s(self) -> float:
         """Seconds from arrival to the first token; 0 until there is one."""
         return 0.0 if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from arrival until it got its first blocks; 0 while it waits for them."""
+        return 0.0 if self.first_blocks_s is None else self.first_blocks_s - self.arrival_s
 
     def note_failed_load(self, request_id: str, why: str) -> None:
         """Note that the load failed, also if the connector reported no figures of it."""

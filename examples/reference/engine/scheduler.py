@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -245,6 +246,8 @@ class Scheduler:
         self, request: Request, num_local: int, num_external: int, num_new_tokens: int, draft: StepDraft
     ) -> None:
         """Start a request that has its first blocks: it loads if there is nothing to compute yet, otherwise it runs."""
+        if request.figures.first_blocks_s is None:
+            request.figures.first_blocks_s = time.monotonic()
         if not self._tell_allocated(request, num_external, is_async=num_new_tokens == 0):
             self._run(request)  # until it is finished as failed, so that it is in a queue
             return

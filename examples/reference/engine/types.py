@@ -142,6 +142,7 @@ class RequestMetrics:
         num_preemptions: Times the request lost its blocks and was recomputed.
         ttft_s: Time from arrival to the first token; 0 until there is one.
         transfer: How the KV cache came here; None if nothing was loaded, or the connector reported no figures of the load.
+        queue_s: Time from arrival until the request got its first blocks; part of `ttft_s`.
     """
 
     num_prompt_tokens: int
@@ -151,6 +152,7 @@ class RequestMetrics:
     num_preemptions: int
     ttft_s: float
     transfer: TransferRecord | None
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True)
