@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvferry.reference.demo import run
 from kvferry.reference.demo.cli import DEFAULT_PROMPTS, parse_arguments
 from kvferry.reference.demo.client import Answer
 from kvferry.reference.demo.near_tie import Comparison
@@ -161,3 +163,48 @@ class TestElapsed:
         with Elapsed("starting the nodes"):
             wait_until(lambda: log.getvalue().count("\n") >= 2)
         assert set(log.getvalue().splitlines()) == {"  starting the nodes: 0 s"}
+
+
+class FakeProcess:
+    """A process that a launcher started, as far as `--keep` looks at it."""
+
+    def __init__(self, port: int, *, is_running: bool = True) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.is_running = is_running
+        self.calls: list[str] = []
+
+    def hang_up(self) -> None:
+        self.calls.append("hang_up")
+
+    def terminate(self) -> None:
+        self.calls.append("terminate")
+
+    def describe_end(self) -> str:
+        return f"{self.url} ended"
+
+
+def test_a_pair_that_is_kept_says_how_to_use_it_and_which_process_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefill, decode, router, single = (
+        FakeProcess(1),
+        FakeProcess(2, is_running=False),
+        FakeProcess(3),
+        FakeProcess(4),
+    )
+    launcher = SimpleNamespace(processes=(prefill, decode, single, router))
+    naps = iter([None, None])
+
+    def nap(seconds: float) -> None:
+        if next(naps, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.time, "sleep", nap)
+    run._keep(launcher, {False: router}, single, "some/model")
+    said = capsys.readouterr().err
+    assert "curl http://127.0.0.1:3/v1/completions" in said
+    assert "\n  http://127.0.0.1:3/\n" in said
+    assert said.count("ended") == 1
+    assert "http://127.0.0.1:2 ended" in said
+    assert single.calls == ["hang_up", "terminate"]
+    assert not prefill.calls + decode.calls + router.calls

@@ -75,6 +75,7 @@ class DemoOptions:
         router: What stands in front of the pair, one of `ROUTERS`.
         layout: Layout of the decode node's cache.
         json_path: The file for the records; None writes no file.
+        keep: Leave the pair running until Ctrl-C.
         concurrency: Prompts in flight at once.
         pair_arguments: Options about the connector for the prefill and the decode node.
         own_arguments: Options of the prefill node alone, and of the decode node alone.
@@ -91,6 +92,7 @@ class DemoOptions:
     layout: str
     model: str
     json_path: Path | None
+    keep: bool
     concurrency: int
     start_timeout_s: float
     pair_arguments: tuple[str, ...]
@@ -144,6 +146,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
         layout=options.decode_layout or options.layout,
         model=options.model,
         json_path=options.json,
+        keep=options.keep,
         concurrency=options.concurrency,
         start_timeout_s=options.start_timeout_s,
         pair_arguments=words_of(options, PAIR_OPTIONS),
@@ -189,6 +192,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="prompts in flight at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the pair and its router running after the demo, until Ctrl-C (default: stop everything)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
     parser.add_argument(

@@ -7,6 +7,7 @@ import asyncio
 import http.client
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
@@ -38,6 +39,8 @@ from .vllm_router import start_vllm_router
 
 #: Seconds that a process has to end after it has reported that it fails.
 EXIT_WAIT_S = 10.0
+#: Seconds between two looks at the processes that `--keep` leaves running.
+WATCH_INTERVAL_S = 0.5
 WARM_UP_PROMPT = (
     "This prompt only makes the nodes compute their first step, which is much slower than later ones."
 )
@@ -94,9 +97,49 @@ def _run(options: DemoOptions) -> int:
             ends = [process.describe_end(EXIT_WAIT_S) for process in launcher.processes]
         for end in filter(None, ends):
             say(end)
+        if options.keep:
+            status = _show(options, answers, references, comparisons)
+            _keep(launcher, routers, single, options.model)
+            return status
         with Elapsed("stopping the nodes"):
             launcher.close()
     return _show(options, answers, references, comparisons)
+
+
+def _keep(
+    launcher: Launcher, routers: Mapping[bool, LaunchedProcess], single: LaunchedProcess, model: str
+) -> None:
+    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on."""
+    for stop in (single.hang_up, single.terminate):
+        stop()
+    url = next(iter(routers.values())).url
+    # The default model was trained to chat. Another one may have no template for that.
+    if model == DEFAULT_MODEL:
+        path, field = "/v1/chat/completions", '"messages": [{"role": "user", "content": "What is a ferry?"}]'
+    else:
+        path, field = "/v1/completions", '"prompt": "The capital of France is"'
+    body = f'{{{field}, "max_tokens": 32}}'
+    say(
+        "\nthe pair goes on until Ctrl-C. Send it a request, and watch the page:\n"
+        f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
+    )
+    _say_pages(routers)
+    running = [process for process in launcher.processes if process is not single]
+    try:
+        while running:
+            time.sleep(WATCH_INTERVAL_S)
+            for process in [process for process in running if not process.is_running]:
+                running.remove(process)
+                say(process.describe_end())
+        say("every process has ended")
+    except KeyboardInterrupt:
+        say("\nstopping the pair")
+
+
+def _say_pages(routers: Mapping[bool, LaunchedProcess]) -> None:
+    for overlap, router in routers.items():
+        which = ("with overlap: " if overlap else "without overlap: ") if len(routers) > 1 else ""
+        say(f"  {which}{router.url}/")
 
 
 def _ask_pair(routers: Mapping[bool, LaunchedProcess], options: DemoOptions) -> list[Answer]:
@@ -185,6 +228,8 @@ def _start(
             waiting.update("waiting for the " + " and the ".join(each.name for each in late))
 
         launcher.wait_ready(list(late), options.start_timeout_s, note_ready)
+    say("each router serves a page that shows its nodes and requests:")
+    _say_pages(routers)
     return routers, single
 
 
