@@ -31,7 +31,7 @@ def test_spans_of_both_nodes_are_in_the_trace_of_the_params(pair, collector, pro
     wish = {"do_remote_decode": True, "traceparent": f"00-{TRACE}-{ROUTER_SPAN}-01"}
     offered = pair.prefill.ask("p", prompt(100), params=wish)["params"]
     pair.decode.ask("d", prompt(100), 2, offered)
-    wait_until(lambda: NAMES <= {span.name for span in collector.spans}, timeout_s=20)
+    wait_until(lambda: {span.name for span in collector.spans} >= NAMES, timeout_s=20)
     spans = {span.name: span for span in collector.spans if span.trace_id == TRACE}
     assert set(spans) >= NAMES
     assert spans["kvferry.grant"].parent_id == spans["kvferry.claim"].span_id

@@ -8,7 +8,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import aiohttp
@@ -29,12 +30,14 @@ from .handoffs import Handoff, Handoffs, has_loaded
 from .membership import Role
 from .metrics import RouterMetrics
 from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
-from .phases import Call, check_body, decode_body, open_answer
+from .page import Page
+from .phases import Call, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .reply import Reply
 from .several import MergedReply, calls_of
 from .sources import NodeSource
 from .states import NodeState
+from .timelines import RecentRequests
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Router:
         self._passes_keys_on = passes_keys_on
         self._sources = sources
         self._handoffs = Handoffs()
+        self._recent = RecentRequests()
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
         self._metrics = RouterMetrics(_AllNodes(prefill_pool, decode_pool), self._handoffs)
@@ -127,6 +131,7 @@ class Router:
         app.router.add_get("/nodes", self._nodes_seen)
         app.router.add_get("/metrics", self._metrics_text)
         add_api_pages(app, "kvferry router")
+        Page(self._describe, self._recent).add_routes(app)
         app.cleanup_ctx.append(self._connected)
         close_connections_while(app, lambda: self._is_draining)
         return app
@@ -273,6 +278,11 @@ class Router:
             problems.append("no prefill node is ready: decode nodes compute prompts themselves")
         return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True
 
+    def _describe(self) -> Mapping[str, Any]:
+        """Return what the page shows of the router and its nodes."""
+        status, is_ready = self._status()
+        return {"status": status, "is_ready": is_ready, **self.report()}
+
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
@@ -324,13 +334,27 @@ class Router:
         queue = current_span().child("kvferry.queue")
         call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
         calls = calls_of(call)
-        merged = MergedReply(request, call) if len(calls) > 1 else None
-        reply = merged or Reply(request, self._metrics.begin_stream())
+        if len(calls) == 1:
+            return await self._followed(calls[0], Reply(request, self._metrics.begin_stream()))
+        merged = MergedReply(request, call)
+        return await self._within_limit(merged, merged.answer(calls, self._followed))
+
+    async def _followed(self, call: Call, reply: Reply) -> web.StreamResponse:
+        """Answer one prompt, and record where its time goes."""
+        with self._recent.following(call.request_id, call.path) as timeline:
+            call = replace(call, timeline=timeline)
+            response = await self._within_limit(reply, self._routed(call, reply))
+            if reply.error is not None:
+                timeline.failed(reply.error.status, str(reply.error))
+            timeline.ended(response.status)
+            return response
+
+    async def _within_limit(
+        self, reply: Reply, answer: Coroutine[Any, Any, web.StreamResponse]
+    ) -> web.StreamResponse:
         try:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
-                if merged is not None:
-                    return await merged.answer(calls, self._routed)
-                return await self._routed(calls[0], reply)
+                return await answer
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -367,7 +391,9 @@ class Router:
         async with self._decode_pool.use_one(tried, self._computes_alone if is_alone else None) as node:
             handoff.decode_url = node.url
             body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
+            call.timeline.decode_sent(node.url, is_alone=is_alone)
             async with open_answer(call, node, body) as (upstream, first):
+                call.timeline.decode_began(first, is_stream=is_stream(upstream))
                 self._handoffs.answered(call, handoff, upstream, first)
                 # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
                 if handoff.offer is None and not is_alone and not has_loaded(upstream):
@@ -376,6 +402,7 @@ class Router:
                     )
                     self._metrics.without_handoff.inc()
                 response = await reply.copy(node, upstream, first)
+                call.timeline.decode_ended(response.status, reply.tail)
                 handoff.read_tail(reply.tail)
                 return response
 

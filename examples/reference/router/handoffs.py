@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args
 
 import aiohttp
 
+from ..web.json_body import object_of
 from .health import reason_of
-from .phases import Call, Offer, is_stream, object_of
+from .phases import Call, Offer, is_stream
 
 logger = logging.getLogger(__name__)
 

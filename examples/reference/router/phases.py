@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import aiohttp
@@ -13,8 +12,10 @@ from aiohttp import web
 
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
+from ..web.json_body import object_of
 from ..web.tracing import NO_SPAN, Span, current_span
 from .nodes import NodeGoneError, UpstreamNode
+from .timelines import Timeline
 
 #: The request to a prefill node to offer its cache. vLLM's nodes require the other keys.
 DO_REMOTE_DECODE: Mapping[str, Any] = {
@@ -38,6 +39,7 @@ class Call:
 
     Attributes:
         queue: The span until a node is called for the first time.
+        timeline: Records what becomes of it; nobody sees this one until `RecentRequests` follows the call.
     """
 
     session: aiohttp.ClientSession
@@ -45,6 +47,7 @@ class Call:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     queue: Span = NO_SPAN
+    timeline: Timeline = field(default_factory=lambda: Timeline(0, "", ""))
 
     @property
     def request_id(self) -> str:
@@ -129,6 +132,7 @@ async def open_prefill(
     async with contextlib.AsyncExitStack() as stack:
         span = stack.enter_context(_call_span("kvferry.prefill_call", call, node))
         async with node.exchange():
+            call.timeline.prefill_sent(node.url)
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
             if response.status != 200:
@@ -181,26 +185,19 @@ def require_not_aborted(node: UpstreamNode, payload: bytes) -> None:
             raise NodeGoneError(node, "aborted the request; is it stopping?", may_eject=False)
 
 
-def params_of(payload: bytes) -> Mapping[str, Any] | None:
+def params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `kv_transfer_params` of a whole answer. None if it has none."""
-    params = object_of(payload).get("kv_transfer_params")
+    params = answer.get("kv_transfer_params")
     return params if isinstance(params, dict) else None
-
-
-def object_of(payload: bytes) -> Mapping[str, Any]:
-    """Parse a JSON object. Anything else becomes an empty one."""
-    try:
-        value = json.loads(payload)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class UpstreamAnswer(ApiError):
     """A node's refusal, which is passed on to the client unchanged."""
 
     def __init__(self, status: int, payload: bytes) -> None:
-        super().__init__(status, payload[:200].decode(errors="replace"), kind="upstream")
+        error = object_of(payload).get("error")
+        message = str(error["message"]) if isinstance(error, dict) and "message" in error else ""
+        super().__init__(status, message or payload[:200].decode(errors="replace"), kind="upstream")
         self._payload = payload
 
     def response(self) -> web.Response:

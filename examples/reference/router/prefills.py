@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from ..web.json_body import object_of
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
 from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body, require_not_aborted
@@ -76,7 +77,9 @@ class WholePrefill(Prefill):
                     async with node.exchange():
                         payload = await response.read()
                     require_not_aborted(node, payload)
-                    params = params_of(payload)
+                    answer = object_of(payload)
+                    call.timeline.prefill_ended(answer)
+                    params = params_of(answer)
             except NodeGoneError as error:
                 self._note_gone(call, error)
             else:
@@ -130,7 +133,7 @@ class OverlappedPrefill(Prefill):
         async with AsyncExitStack() as resources:
             node = await resources.enter_async_context(self._pool.use_one(tried, body=call.body))
             response = await resources.enter_async_context(open_prefill(call, node, body))
-            events = _events(node, response)
+            events = _events(call, node, response)
             params = await _first_params(events)
             return _Stream(node, tried, params, events, resources.pop_all())
 
@@ -155,8 +158,8 @@ async def _first_params(events: Events) -> Params:
     return None
 
 
-async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:
-    """Yield the events of a stream until its end. An answer that is not a stream is a single event.
+async def _events(call: Call, node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:
+    """Yield the events of a stream until its end, and note it. An answer that is not a stream is a single event.
 
     Raises:
         NodeGoneError: The connection broke, the stream is malformed, or an event carries an error.
@@ -165,9 +168,12 @@ async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Event
         async with node.exchange():
             payload = await response.read()
         require_not_aborted(node, payload)
-        yield {"kv_transfer_params": params_of(payload)}
+        answer = object_of(payload)
+        call.timeline.prefill_ended(answer)
+        yield answer
         return
     rest = b""
+    parsed: Mapping[str, Any] = {}
     while True:
         # One exchange per wait: an exchange belongs to one task, and different tasks wait for the first events and the rest.
         async with node.exchange():
@@ -179,9 +185,11 @@ async def _events(node: UpstreamNode, response: aiohttp.ClientResponse) -> Event
             raise NodeGoneError(node, f"sent an event of more than {MAX_EVENT_BYTES} bytes")
         for event in whole:
             if event == b"data: [DONE]":
+                call.timeline.prefill_ended(parsed)
                 return
             require_not_aborted(node, event)
-            yield _parsed(node, event)
+            parsed = _parsed(node, event)
+            yield parsed
 
 
 def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:

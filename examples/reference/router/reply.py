@@ -31,6 +31,7 @@ class Reply:
     Attributes:
         tail: The last bytes of the stream.
         lost: Why the stream ended early. None if its node has not failed.
+        error: What ended a stream that had begun. None if nothing did.
     """
 
     def __init__(self, request: web.Request, note_piece: Callable[[], None] = lambda: None) -> None:
@@ -39,6 +40,7 @@ class Reply:
         self._stream: web.StreamResponse | None = None
         self.tail = b""
         self.lost: NodeGoneError | None = None
+        self.error: ApiError | None = None
 
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
@@ -74,6 +76,7 @@ class Reply:
         """
         if self._stream is None:
             raise error
+        self.error = error
         event = b"\n\ndata: " + json.dumps(error.body()).encode() + b"\n\ndata: [DONE]\n\n"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ERROR_SEND_S):

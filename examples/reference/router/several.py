@@ -13,8 +13,9 @@ from aiohttp import web
 
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
+from ..web.json_body import object_of
 from .nodes import NodeGoneError, UpstreamNode
-from .phases import Call, is_stream, object_of
+from .phases import Call, is_stream
 from .reply import PASSED_HEADERS, TAIL_BYTES, Reply
 
 #: Most prompts per request.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -82,3 +83,12 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request(f"the request body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def object_of(payload: bytes) -> Mapping[str, Any]:
+    """Parse a JSON object that another server sent. Anything else becomes an empty one."""
+    try:
+        value = json.loads(payload)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,201 @@
+"""The router's page: what it says of each request, and that it is safe to look at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from aiohttp import ClientTimeout, web
+
+from kvferry.reference.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests
+from tests.support.fake_nodes import NodeHandler, routed
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[3]], "remote_host": "h"}
+#: The figures of a node of `serve.py`, in seconds. They are small, because a request takes at least as long.
+PREFILL_METRICS = {"queue_s": 0.001, "num_prompt_tokens": 40, "ttft_s": 0.002}
+DECODE_METRICS = {
+    "queue_s": 0.001, "num_prompt_tokens": 40, "num_output_tokens": 7, "num_loaded_tokens": 39, "num_cached_tokens": 0,
+    "ttft_s": 0.005,
+    "transfer": {"transport": "shm", "mechanism": "mapped", "num_bytes": 5000, "seconds": 0.006, "exposed_seconds": 0.002},
+}  # fmt: skip
+
+
+class Node:
+    """Answers after a while, whole or as a stream of events."""
+
+    def __init__(self, *events: Mapping[str, Any], wait_s: float = 0.02, is_stream: bool = False) -> None:
+        self._events = events
+        self._wait_s = wait_s
+        self._is_stream = is_stream
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if not self._is_stream:
+            await asyncio.sleep(self._wait_s)
+            return web.json_response(self._events[0])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in self._events:
+            await asyncio.sleep(self._wait_s)
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+PREFILL = Node({"kv_transfer_params": PARAMS, "metrics": PREFILL_METRICS})
+DECODE = Node({"choices": [], "metrics": DECODE_METRICS})
+
+
+async def record(
+    prefill: Sequence[NodeHandler], decode: Sequence[NodeHandler], *, request_id: str = "r7", **options: Any
+) -> dict[str, Any]:
+    """Send one request, and return what the page is told about it."""
+    async with routed(prefill, decode, **options) as client:
+        headers = {"X-Request-Id": request_id}
+        async with client.post("/v1/completions", json={"prompt": "p"}, headers=headers) as answer:
+            await answer.read()
+        (record,) = (await (await client.get("/page/state")).json())["finished"]
+    check_parts(record)
+    return dict(record)
+
+
+def check_parts(record: Mapping[str, Any]) -> None:
+    """Check that the parts follow each other without a gap and add up to the whole time."""
+    end_ms = 0.0
+    for part in record["parts"]:
+        assert part["ms"] >= 0
+        assert part["start_ms"] == pytest.approx(end_ms, abs=0.01)
+        end_ms = part["start_ms"] + part["ms"]
+    assert end_ms == pytest.approx(record["total_ms"], abs=0.01)
+
+
+def times(record: Mapping[str, Any]) -> dict[str, float]:
+    return {part["kind"]: part["ms"] for part in record["parts"]}
+
+
+async def test_the_parts_of_a_request_add_up_to_its_time() -> None:
+    one = await record([PREFILL], [DECODE])
+    assert [part["kind"] for part in one["parts"] if part["kind"] != "routing"] == [
+        *("queue", "prefill", "queue", "exposed", "decode")
+    ]
+    assert times(one)["exposed"] == 2.0
+    assert times(one)["prefill"] > 15
+    assert times(one)["decode"] > 10
+    assert (one["prompt_tokens"], one["output_tokens"], one["status"], one["error"]) == (40, 7, 200, "")
+    assert one["transfer"] == {"transport": "shm", "mechanism": "mapped", "bytes": 5000, "ms": 6.0}
+    assert not any(part["includes"] for part in one["parts"])
+
+
+async def test_with_overlap_a_part_of_the_transfer_is_hidden_by_the_prefill() -> None:
+    prefill = Node({"kv_transfer_params": PARAMS}, {"metrics": PREFILL_METRICS}, is_stream=True)
+    decode = Node({"choices": []}, {"metrics": DECODE_METRICS}, is_stream=True, wait_s=0.04)
+    one = await record([prefill], [decode], overlap=True)
+    assert one["hidden"]["ms"] == 4.0
+    exposed = next(part for part in one["parts"] if part["kind"] == "exposed")
+    assert one["hidden"]["start_ms"] + 4.0 == pytest.approx(exposed["start_ms"], abs=0.01)
+    assert one["first_token_ms"] < one["total_ms"]
+
+
+async def test_nodes_that_report_no_figures_get_parts_that_say_what_they_include() -> None:
+    usage = {"prompt_tokens": 40, "completion_tokens": 7}
+    one = await record(
+        [Node({"kv_transfer_params": PARAMS, "usage": usage})], [Node({"choices": [], "usage": usage})]
+    )
+    includes = {part["kind"]: part["includes"] for part in one["parts"] if part["kind"] != "routing"}
+    assert includes == {"prefill": ["queue"], "decode": ["queue", "exposed"]}
+    assert (one["prompt_tokens"], one["output_tokens"]) == (40, 7)
+
+
+async def test_a_prompt_that_the_decode_node_computed_counts_as_prefill_there() -> None:
+    metrics = {**DECODE_METRICS, "num_loaded_tokens": 0, "transfer": {"error": "the lease has ended"}}
+    one = await record([PREFILL], [Node({"choices": [], "metrics": metrics})])
+    last = [part for part in one["parts"] if part["kind"] == "prefill"][-1]
+    assert last["node"] == one["decode"]
+    assert one["error"] == "the lease has ended"
+
+
+async def test_figures_that_no_honest_node_sends_change_no_sum() -> None:
+    absurd = {"queue_s": 10**400, "ttft_s": -1, "num_output_tokens": "many", "num_loaded_tokens": True}
+    transfer = {"seconds": 1e300, "exposed_seconds": 1e14, "transport": ["x"], "mechanism": "m" * 9999}
+    answer = {"choices": [], "metrics": {**absurd, "transfer": transfer}, "usage": [1]}
+    one = await record([Node({"kv_transfer_params": PARAMS, "metrics": 7})], [Node(answer)])
+    assert one["output_tokens"] == 0
+    assert one["transfer"]["transport"] == ""
+    assert len(one["transfer"]["mechanism"]) == MAX_ID_CHARS
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_request_that_fails_says_why(phase: str) -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "<b>no</b>" + "x" * 9999}}, status=400)
+
+    node = Node()
+    node.handle = refuse  # type: ignore[method-assign]
+    nodes = ([node], [DECODE]) if phase == "prefill" else ([PREFILL], [node])
+    one = await record(*nodes, request_id="i" * 999)
+    assert one["status"] == 400
+    assert one["error"].startswith("<b>no</b>")
+    assert (len(one["error"]), len(one["id"])) == (MAX_ERROR_CHARS, MAX_ID_CHARS)
+
+
+async def test_a_request_in_flight_is_shown_and_so_is_a_client_that_left() -> None:
+    async with routed([PREFILL], [Node({}, wait_s=60.0)]) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json={}, timeout=ClientTimeout(60)))
+        while True:
+            state = await (await client.get("/page/state")).json()
+            if state["in_flight"] and state["in_flight"][0]["decode"]:
+                break
+        (one,) = state["in_flight"]
+        assert (one["is_done"], state["num_in_flight"], state["last"]) == (False, 1, 0)
+        check_parts(one)
+        assert [node["in_flight"] for node in state["nodes"]] == [0, 1]
+        asked.cancel()
+        with suppress(asyncio.CancelledError):
+            await asked
+        while not (state := await (await client.get("/page/state")).json())["finished"]:
+            pass
+        assert (state["finished"][0]["status"], state["in_flight"]) == (499, [])
+        assert sum(state["history"]["failed"]) == 1
+
+
+def test_a_bounded_number_of_requests_is_kept_and_each_is_reported_once() -> None:
+    recent = RecentRequests()
+    for number in range(MAX_RECENT + 10):
+        with recent.following(str(number), "/v1/completions") as timeline:
+            timeline.ended(200)
+    whole = recent.report(0)
+    assert [one["id"] for one in whole["finished"]] == [str(number) for number in range(10, MAX_RECENT + 10)]
+    assert recent.report(whole["last"] - 2)["finished"] == whole["finished"][-2:]
+    assert sum(whole["history"]["done"]) == MAX_RECENT + 10
+
+
+class TestThePage:
+    async def test_it_may_run_its_own_script_and_ask_its_own_router_and_nothing_else(self) -> None:
+        async with routed([PREFILL], [DECODE]) as client:
+            answer = await client.get("/")
+            html = await answer.text()
+            policy = dict(
+                directive.strip().partition(" ")[::2]
+                for directive in answer.headers["Content-Security-Policy"].split(";")
+            )
+        assert policy["default-src"] == "'none'"
+        assert policy["connect-src"] == "'self'"
+        for kind in ("script-src", "style-src"):
+            assert re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", policy[kind])
+        assert answer.content_type == "text/html"
+        assert "http://www.w3.org" not in re.sub(r"createElementNS\([^,]*|xmlns='[^']*'", "", html)
+        assert not re.search(
+            r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|style=|onclick=)", html
+        )
+        assert not re.search(r"(src|href)=\"(?!#|data:)", html)
+
+    @pytest.mark.parametrize("since", ["-1", "x", "9" * 20, "١"])
+    async def test_a_wrong_since_is_refused(self, since: str) -> None:
+        async with routed([PREFILL], [DECODE]) as client:
+            answer = await client.get("/page/state", params={"since": since})
+            assert answer.status == 400
+            assert "since=" in (await answer.json())["error"]["message"]
