@@ -101,6 +101,19 @@ build/tools/.ready: $(READY) requirements-tools.txt
 test-tools: build/tools/.ready ## let an evaluation harness and a load generator talk to a pair (700 MB)
 	$(BIN)/python -m pytest tests/e2e/test_tools.py -m "" $(TEST_ARGS)
 
+.PHONY: chromium
+chromium: build/chromium ## get a Chromium for the tests of the router's page (90 MB; needs Debian's package lists, not root)
+
+# Download the packages that are not installed, and extract them instead of installing them. Locks would need root.
+CHROMIUM_APT := apt-get install --yes --no-install-recommends --download-only -o Debug::NoLocking=1 \
+	-o Dir::Cache::archives=$(CURDIR)/build/chromium.new/archives chromium-headless-shell
+build/chromium:
+	rm -rf build/chromium.new && mkdir -p build/chromium.new/archives/partial
+	$(CHROMIUM_APT) || (apt-get update && $(CHROMIUM_APT))
+	for package in build/chromium.new/archives/*.deb; do dpkg-deb -x $$package build/chromium.new || exit 1; done
+	rm -r build/chromium.new/archives
+	mv build/chromium.new $@
+
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
