@@ -184,6 +184,9 @@ async def test_a_node_that_drains_finishes_its_answers_and_refuses_new_ones(sett
         refused = await ask(client, "b")
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
         assert "node is stopping" in (await refused.json())["error"]["message"]
+        # A release is no new work: it lets the drain end before the lease of the offer does.
+        release = await ask(client, "b", max_tokens=1, kv_transfer_params={"do_release": True})
+        assert release.status != 503
         streamed, whole = await asyncio.gather(*begun)
         assert token_ids(events_of(await streamed.text())) == expected
         assert (await whole.json())["choices"][0]["token_ids"] == expected

@@ -248,15 +248,19 @@ class NodeServer:
         self, request: web.Request, parse: Parser, reply_format: ReplyFormat
     ) -> web.StreamResponse:
         """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
+        body = None
         if self._refuses:
-            # Do not decline the offer that the request names: a router may send it to another node.
-            return unavailable(
-                "the node is stopping and accepts no new requests; send the request to another node"
-            ).response()
+            body = await read_json(request)
+            if not _is_release(body):
+                # Do not decline the offer that the request names: a router may send it to another node.
+                return unavailable(
+                    "the node is stopping and accepts no new requests; send the request to another node"
+                ).response()
+            # Without the release the drain would wait for this offer until its lease ends.
         self._num_answering += 1
         try:
             async with turn_of(request):
-                response = await self._answer(request, parse, reply_format)
+                response = await self._answer(request, body, parse, reply_format)
                 if not response.prepared:
                     await response.prepare(request)
                     await response.write_eof()
@@ -265,10 +269,15 @@ class NodeServer:
             self._num_answering -= 1
 
     async def _answer(
-        self, request: web.Request, parse: Parser, reply_format: ReplyFormat
+        self,
+        request: web.Request,
+        body: Mapping[str, Any] | None,
+        parse: Parser,
+        reply_format: ReplyFormat,
     ) -> web.StreamResponse:
+        """Answer a request. A body of None has not been read yet."""
         engine = self._running_engine()
-        body = await read_json(request)
+        body = await read_json(request) if body is None else body
         try:
             with span_of_work(request, body.get("kv_transfer_params")):
                 return await self._answer_to(request, body, parse, reply_format)
@@ -530,6 +539,12 @@ async def _uncut(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, N
         if piece[1].finish_reason == "abort":
             raise EngineDeadError("the node stopped before the answer was complete")
         yield piece
+
+
+def _is_release(body: Mapping[str, Any]) -> bool:
+    """Return whether a request only says that no node will load an offer."""
+    params = body.get("kv_transfer_params")
+    return isinstance(params, dict) and params.get("do_release") is True
 
 
 def _client_request_id(request: web.Request) -> str:
