@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractResolver
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.reference.router.main import main
 from kvferry.reference.router.membership import (
     Contributions,
     DnsTarget,
@@ -209,3 +210,27 @@ async def test_names_are_resolved_as_the_system_does() -> None:
     heard = Heard()
     await dns(None, "localhost").refresh(heard)
     assert heard.last == {"prefill": {"http://127.0.0.1:8100"}}
+
+
+# -- the command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["--nodes-file", "/no/such.toml"],
+            "cannot read --nodes-file '/no/such.toml': No such file or directory",
+        ),
+        (["--prefill", "dns://prefill"], "'dns://prefill' is not a DNS name with a port"),
+        (["--decode", "localhost"], "'localhost' is not the URL of a node"),
+        (["--dns-interval-s", "0"], "--dns-interval-s 0: it must be positive seconds"),
+        (["--eject-s", "0"], "--eject-s 0: it must be more than 0"),
+        (["--prefix-load-factor", "0.5"], "--prefix-load-factor 0.5: it must be at least 1"),
+    ],
+)
+def test_a_router_does_not_start_with_options_that_cannot_work(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert why in capsys.readouterr().err
