@@ -1,0 +1,29 @@
+{{/* Refuse values that cannot work together. The schema checks each value alone. */}}
+{{- define "kvferry.validate" -}}
+{{- $transport := .Values.transport -}}
+{{- $network := include "kvferry.network" . -}}
+{{- if and (eq .Values.engine "vllm") (not .Values.vllm.image) -}}
+  {{- fail "vllm.image is empty: engine 'vllm' needs an image with vLLM and kvferry; docs/kubernetes.md has its Dockerfile" -}}
+{{- end -}}
+{{- if and (eq $transport.name "shm") (eq .Values.topology "separate") (not $transport.socketHostPath) -}}
+  {{- fail "transport.name 'shm' connects no pods: set topology 'pod', or transport.socketHostPath for pods of one host" -}}
+{{- end -}}
+{{- if and (eq $network "tcp") (not $transport.tls.secretName) (not $transport.allowPlaintext) -}}
+  {{- fail "transport.tls.secretName is empty: tcp encrypts between pods; name a secret with certificates, or set transport.allowPlaintext" -}}
+{{- end -}}
+{{- if and (eq $network "tcp") $transport.tls.secretName $transport.tls.verifyHost (eq .Values.topology "pod") -}}
+  {{- fail "transport.tls.verifyHost: the pods of topology 'pod' have no names in DNS; set it to false, or use transport.name 'shm'" -}}
+{{- end -}}
+{{- if and (has $network (list "ucx" "nixl")) (not $transport.allowPlaintext) -}}
+  {{- fail (printf "transport.allowPlaintext is false: %s neither encrypts nor authenticates; set it, and keep networkPolicy.enabled" $network) -}}
+{{- end -}}
+{{- if lt (int .Values.drain.timeoutSeconds) (int .Values.handoff.leaseSeconds) -}}
+  {{- fail "drain.timeoutSeconds is less than handoff.leaseSeconds: a pod would leave before its offers are read; raise it" -}}
+{{- end -}}
+{{- if and .Values.router.overlap (eq .Values.engine "vllm") -}}
+  {{- fail "router.overlap: vLLM's nodes offer a cache only when a prompt is complete; set it to false" -}}
+{{- end -}}
+{{- if and (eq .Values.router.discovery "dns") .Values.http.tlsSecretName -}}
+  {{- fail "router.discovery 'dns' finds nodes that serve HTTP; use 'static' with http.tlsSecretName" -}}
+{{- end -}}
+{{- end }}

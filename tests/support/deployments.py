@@ -1,0 +1,258 @@
+"""Render the Helm chart, and run the commands of containers and systemd units as real processes on loopback addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "kvferry"
+EXAMPLES = ROOT / "deploy" / "helm" / "examples"
+#: What `make helm` downloads.
+TOOLS = ROOT / "build" / "helm"
+RELEASE = "ferry"
+NAMESPACE = "inference"
+
+#: How the commands in containers and units are started here.
+PROGRAMS: Mapping[str, Sequence[str]] = {
+    "python": (sys.executable,),
+    "python3": (sys.executable,),
+    "kvferry": (sys.executable, "-m", "kvferry"),
+}
+#: The folder of `serve.py` and `router.py` in the image.
+IMAGE_FOLDERS = {"/app/": f"{ROOT / 'examples'}/"}
+
+Manifest = Mapping[str, Any]
+
+
+# == rendering =====================================================================================
+
+
+@cache
+def helm() -> str:
+    """Return the path of Helm; empty if there is none."""
+    program = TOOLS / "helm"
+    return str(program) if program.exists() else (shutil.which("helm") or "")
+
+
+@cache
+def kubernetes_schemas() -> zipfile.ZipFile | None:
+    """Return the package with the schemas of Kubernetes, or None if it was not downloaded."""
+    wheels = sorted(TOOLS.glob("kubernetes_validate-*.whl"))
+    return zipfile.ZipFile(wheels[-1]) if wheels else None
+
+
+def run_helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Helm and return what it wrote."""
+    return subprocess.run([helm(), *arguments], capture_output=True, text=True, timeout=60)
+
+
+def render(values: Path | None, *settings: str) -> list[Manifest]:
+    """Return the objects that the chart makes of a values file and `KEY=VALUE` settings."""
+    files = [] if values is None else ["--values", values]
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    done = run_helm("template", RELEASE, CHART, "--namespace", NAMESPACE, *files, *chosen)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+def of_kind(manifests: Sequence[Manifest], *kinds: str) -> list[Manifest]:
+    """Return the objects of some kinds."""
+    return [found for found in manifests if found["kind"] in kinds]
+
+
+def containers_of(workload: Manifest) -> list[Manifest]:
+    """Return the containers of a workload's pods, sidecars first."""
+    spec = workload["spec"]["template"]["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+# == running =======================================================================================
+
+
+@dataclass
+class Running:
+    """A process with the command of a container or of a unit."""
+
+    name: str
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    probes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+    def status(self, probe: str) -> int:
+        """Return the HTTP status with which a probe is answered; 0 without an answer."""
+        port, path = self.probes[probe]
+        try:
+            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=10) as response:
+                return cast(int, response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def wait_for(self, probe: str, timeout_s: float) -> None:
+        """Return as soon as a probe succeeds. Fail the test if the process ends, or if it takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while self.status(probe) != 200:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """Stop it as Kubernetes and systemd do, and return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+
+class Host:
+    """Starts processes, each with loopback addresses instead of those of pods, and ends them.
+
+    Args:
+        folder: For logs.
+        places: Paths, names and addresses in commands, and what stands for them here.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.places = {**IMAGE_FOLDERS, **places}
+        self.running: list[Running] = []
+
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        address: str,
+        probes: Mapping[str, tuple[int, str]],
+    ) -> Running:
+        """Start a command. Only its program, addresses and paths are replaced."""
+        program, *arguments = (self._here(word) for word in words)
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*PROGRAMS[os.path.basename(program)], *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **{key: self._here(value) for key, value in environment.items()}},
+                process_group=0,
+            )
+        self.running.append(Running(name, address, process, log, probes))
+        return self.running[-1]
+
+    def _here(self, text: str) -> str:
+        for there, here in self.places.items():
+            text = text.replace(there, here)
+        return text
+
+    def close(self) -> None:
+        """End what still runs."""
+        for each in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
+
+
+def free_address(*ports: int) -> str:
+    """Return a loopback address of which the ports are free, so that commands keep their ports."""
+    for _ in range(50):
+        address = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}.{random.randint(1, 254)}"
+        try:
+            for port in ports:
+                with socket.socket() as probe:
+                    probe.bind((address, port))
+        except OSError:
+            continue
+        return address
+    raise OSError(f"no loopback address has free ports {ports}: another program listens on all addresses")
+
+
+@contextlib.contextmanager
+def running_pods(
+    manifests: Sequence[Manifest], folder: Path, places: Mapping[str, str]
+) -> Iterator[dict[str, Running]]:
+    """Run each container of the first pod of each workload; yield the processes by the name of their container.
+
+    A pod gets an address of its own instead of its name in DNS. Addresses of pods that do not run lead nowhere.
+    """
+    workloads = of_kind(manifests, "StatefulSet", "Deployment")
+    addresses = {
+        each["metadata"]["name"]: free_address(8000, 8100, 8200, *range(5600, 5604)) for each in workloads
+    }
+    nowhere = free_address(8000)
+    names: dict[str, str] = {"0.0.0.0": "$(POD_IP)"}
+    for workload, address in addresses.items():
+        for index in range(4):
+            pod = f"{workload}-{index}.{workload}"
+            here = address if index == 0 else nowhere
+            names |= {f"{pod}.{NAMESPACE}.svc.cluster.local": here, f"//{pod}:": f"//{here}:"}
+    host = Host(folder, places)
+    try:
+        for workload in workloads:
+            name = workload["metadata"]["name"]
+            for container in containers_of(workload):
+                _start_container(host, container, f"{name}-0", addresses[name], names)
+        yield {each.name: each for each in host.running}
+    finally:
+        host.close()
+
+
+def _start_container(
+    host: Host, container: Manifest, pod: str, address: str, names: Mapping[str, str]
+) -> None:
+    fields = {"status.podIP": address, "metadata.name": pod, "metadata.namespace": NAMESPACE}
+    environment: dict[str, str] = {}
+    for variable in container["env"]:
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            environment[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        else:
+            environment[variable["name"]] = variable.get("value", "the-key-in-the-secret")
+
+    def expanded(word: str) -> str:
+        word = re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
+        for there, here in names.items():
+            word = word.replace(there, here)
+        # Containers of a pod share its address, and one of the other end is always loopback.
+        word = word.replace("$(POD_IP)", address)
+        return word.replace("//127.0.0.1:", f"//{address}:")
+
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    probes = {
+        probe: (ports[container[probe]["httpGet"]["port"]], container[probe]["httpGet"]["path"])
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+    words = [expanded(word) for word in (*container["command"], *container["args"])]
+    host.start(container["name"], words, environment, address, probes)
+
+
+def complete(router: Running, port: int, prompt: str, **fields: Any) -> dict[str, Any]:
+    """Return the router's answer to a greedy completion."""
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"http://{router.address}:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer the-key-in-the-secret"},
+    )
+    with urllib.request.urlopen(request, timeout=100) as response:
+        return cast(dict[str, Any], json.load(response))
