@@ -35,6 +35,7 @@ VALUES = sorted(EXAMPLES.glob("*.yaml"))
 KUBERNETES = ("1.29", "1.37")
 CRD_SCHEMAS = Path(__file__).parent / "crd_schemas"
 PLAINTEXT = "transport.allowPlaintext=true"
+INSECURE = "http.insecure=true"
 #: Everything that is off by default.
 ALL = (
     PLAINTEXT,
@@ -61,8 +62,8 @@ RENDERED = {
     **{values.stem: (values, ()) for values in VALUES},
     "all": (None, ALL),
     "all-pod": (None, (*ALL, "topology=pod", "transport.name=shm")),
-    "auto": (None, (PLAINTEXT, "transport.name=auto", "transport.network=ucx", "router.discovery=dns")),
-    "host": (None, ("transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
+    "auto": (None, (PLAINTEXT, INSECURE, "transport.name=auto", "transport.network=ucx")),
+    "host": (None, (INSECURE, "transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
 }
 
 
@@ -128,7 +129,7 @@ def test_every_object_is_valid_for_kubernetes(manifests: list[Manifest], version
 
 
 def test_helm_finds_nothing_to_complain_about() -> None:
-    done = run_helm("lint", "--strict", CHART, "--set", PLAINTEXT)
+    done = run_helm("lint", "--strict", CHART, "--set", PLAINTEXT, "--set", INSECURE)
     assert done.returncode == 0, done.stdout
 
 
@@ -185,25 +186,29 @@ def test_mounts_name_volumes_and_commands_name_mounts(manifests: list[Manifest])
             assert all(any(path.startswith(mount) for mount in mounts) for path in paths)
 
 
+def drain_of(container: Manifest) -> tuple[int, int]:
+    """Return how long a container drains, and how long it takes requests before that."""
+    if "lifecycle" in container:
+        delay = container["lifecycle"]["preStop"]["exec"]["command"][1]
+        return int(option(container, "shutdown-timeout")), int(delay)
+    return int(option(container, "drain-timeout-s")), int(option(container, "drain-delay-s"))
+
+
 def test_a_pod_has_time_to_drain(manifests: list[Manifest]) -> None:
     for workload in workloads(manifests):
         spec = workload["spec"]["template"]["spec"]
         grace = spec["terminationGracePeriodSeconds"]
-        drains, waits = [], []
+        drains, delays = [], []
         for container in containers_of(workload):
-            (drain,) = [
-                int(word.partition("=")[2])
-                for word in container["args"]
-                if word.startswith(("--drain-timeout-s=", "--shutdown-timeout="))
-            ]
+            drain, delay = drain_of(container)
             drains.append(drain)
-            waits.append(int(container["lifecycle"]["preStop"]["exec"]["command"][1]))
+            delays.append(delay)
             for word in container["args"]:
                 if word.startswith("--kv-transfer-config="):
                     lease = json.loads(word.partition("=")[2])["kv_connector_extra_config"]["lease_s"]
                     assert drain >= lease
         # Sidecars drain after each other, and reference nodes take up to 10 s to close after the drain.
-        assert grace >= max(waits) + sum(drains) + 12
+        assert grace >= sum(delays) + sum(drains) + 12
 
 
 def test_the_pods_of_a_pair_stop_the_router_first() -> None:
@@ -216,12 +221,12 @@ def test_the_pods_of_a_pair_stop_the_router_first() -> None:
 
 
 def test_a_prefill_pod_of_vllm_waits_for_its_offers_before_it_stops() -> None:
-    waits = {
-        container["name"]: int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    delays = {
+        container["name"]: drain_of(container)[1]
         for workload in workloads(rendered("vllm-tcp"))
         for container in containers_of(workload)
     }
-    assert waits == {"prefill": 35, "decode": 5, "router": 5}
+    assert delays == {"prefill": 35, "decode": 5, "router": 5}
 
 
 def test_probes_ask_a_port_that_the_container_listens_on(manifests: list[Manifest]) -> None:
@@ -310,6 +315,8 @@ def test_the_monitor_scrapes_every_container_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        ([PLAINTEXT], "http.tlsSecretName or http.apiKey.secretName is empty"),
+        ([PLAINTEXT, "http.tlsSecretName=a"], "set http.insecure to do without"),
         ([], "transport.tls.secretName is empty"),
         (["transport.name=ucx"], "transport.allowPlaintext is false: ucx neither encrypts nor authenticates"),
         (["transport.name=shm"], "transport.name 'shm' connects no pods"),

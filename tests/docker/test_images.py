@@ -46,7 +46,8 @@ def test_every_file_that_is_copied_is_there_and_not_ignored() -> None:
         for source in line.split()[1:-1]
     ]
     assert {"connector", "transports", "runner_mixin", "examples"} <= set(copied)
-    assert sorted(set(copied)) == sorted(kept)
+    assert set(kept) <= set(copied)
+    assert all(source in kept or source.split("/")[0] in kept for source in copied)
     assert all((ROOT / source).exists() for source in copied)
 
 

@@ -10,17 +10,19 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urljoin
 
 import yaml
 
@@ -31,6 +33,7 @@ EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 TOOLS = ROOT / "build" / "helm"
 RELEASE = "ferry"
 NAMESPACE = "inference"
+API_KEY = "the-key-in-the-secret"
 
 #: How the commands in containers and units are started here.
 PROGRAMS: Mapping[str, Sequence[str]] = {
@@ -38,8 +41,6 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "python3": (sys.executable,),
     "kvferry": (sys.executable, "-m", "kvferry"),
 }
-#: The folder of `serve.py` and `router.py` in the image.
-IMAGE_FOLDERS = {"/app/": f"{ROOT / 'examples'}/"}
 
 Manifest = Mapping[str, Any]
 
@@ -97,18 +98,25 @@ class Running:
     address: str
     process: subprocess.Popen[bytes]
     log: Path
-    probes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    probes: Mapping[str, str]
 
     def status(self, probe: str) -> int:
         """Return the HTTP status with which a probe is answered; 0 without an answer."""
-        port, path = self.probes[probe]
         try:
-            with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=10) as response:
+            with _open(self.probes[probe], timeout_s=10) as response:
                 return cast(int, response.status)
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
             return 0
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        """GET a path, or POST a JSON object, with the API key. Return the JSON object of the answer."""
+        url = urljoin(self.probes["livenessProbe"], path)
+        data = json.dumps(body).encode() if body else None
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
+        with _open(urllib.request.Request(url, data, headers), timeout_s=100) as response:
+            return cast(dict[str, Any], json.load(response))
 
     def wait_for(self, probe: str, timeout_s: float) -> None:
         """Return as soon as a probe succeeds. Fail the test if the process ends, or if it takes too long."""
@@ -124,6 +132,14 @@ class Running:
         return self.process.wait(timeout_s)
 
 
+def _open(request: str | urllib.request.Request, timeout_s: float) -> Any:
+    """Open a URL. Kubernetes does not verify certificates for probes either."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return urllib.request.urlopen(request, timeout=timeout_s, context=context)
+
+
 class Host:
     """Starts processes, each with loopback addresses instead of those of pods, and ends them.
 
@@ -134,7 +150,7 @@ class Host:
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
         self.folder = folder
-        self.places = {**IMAGE_FOLDERS, **places}
+        self.places = dict(places)
         self.running: list[Running] = []
 
     def start(
@@ -143,7 +159,7 @@ class Host:
         words: Sequence[str],
         environment: Mapping[str, str],
         address: str,
-        probes: Mapping[str, tuple[int, str]],
+        probes: Mapping[str, str],
     ) -> Running:
         """Start a command. Only its program, addresses and paths are replaced."""
         program, *arguments = (self._here(word) for word in words)
@@ -189,16 +205,24 @@ def free_address(*ports: int) -> str:
 
 @contextlib.contextmanager
 def running_pods(
-    manifests: Sequence[Manifest], folder: Path, places: Mapping[str, str]
+    manifests: Sequence[Manifest],
+    folder: Path,
+    places: Mapping[str, str],
+    prepare: Callable[[Sequence[str]], None] = lambda addresses: None,
 ) -> Iterator[dict[str, Running]]:
     """Run each container of the first pod of each workload; yield the processes by the name of their container.
 
     A pod gets an address of its own instead of its name in DNS. Addresses of pods that do not run lead nowhere.
+
+    Args:
+        places: Paths in the containers, and paths here.
+        prepare: Called with the addresses of the pods before any container starts.
     """
     workloads = of_kind(manifests, "StatefulSet", "Deployment")
     addresses = {
         each["metadata"]["name"]: free_address(8000, 8100, 8200, *range(5600, 5604)) for each in workloads
     }
+    prepare([*addresses.values()])
     nowhere = free_address(8000)
     names: dict[str, str] = {"0.0.0.0": "$(POD_IP)"}
     for workload, address in addresses.items():
@@ -206,6 +230,7 @@ def running_pods(
             pod = f"{workload}-{index}.{workload}"
             here = address if index == 0 else nowhere
             names |= {f"{pod}.{NAMESPACE}.svc.cluster.local": here, f"//{pod}:": f"//{here}:"}
+        names[f"{workload}-ready.{NAMESPACE}.svc.cluster.local"] = address
     host = Host(folder, places)
     try:
         for workload in workloads:
@@ -227,7 +252,7 @@ def _start_container(
         if "fieldRef" in source:
             environment[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
         else:
-            environment[variable["name"]] = variable.get("value", "the-key-in-the-secret")
+            environment[variable["name"]] = variable.get("value", API_KEY)
 
     def expanded(word: str) -> str:
         word = re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
@@ -235,24 +260,12 @@ def _start_container(
             word = word.replace(there, here)
         # Containers of a pod share its address, and one of the other end is always loopback.
         word = word.replace("$(POD_IP)", address)
-        return word.replace("//127.0.0.1:", f"//{address}:")
+        return word.replace("//localhost:", f"//{address}:")
 
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    probes = {
-        probe: (ports[container[probe]["httpGet"]["port"]], container[probe]["httpGet"]["path"])
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
-    }
+    probes = {}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        get = container[probe]["httpGet"]
+        probes[probe] = f"{get['scheme'].lower()}://{address}:{ports[get['port']]}{get['path']}"
     words = [expanded(word) for word in (*container["command"], *container["args"])]
     host.start(container["name"], words, environment, address, probes)
-
-
-def complete(router: Running, port: int, prompt: str, **fields: Any) -> dict[str, Any]:
-    """Return the router's answer to a greedy completion."""
-    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
-    request = urllib.request.Request(
-        f"http://{router.address}:{port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": "Bearer the-key-in-the-secret"},
-    )
-    with urllib.request.urlopen(request, timeout=100) as response:
-        return cast(dict[str, Any], json.load(response))

@@ -1,9 +1,9 @@
 {{/* The commands of the reference image. */}}
 {{- define "kvferry.serveCommand" -}}
-[python, /app/serve.py]
+[kvferry, serve]
 {{- end }}
 {{- define "kvferry.routerCommand" -}}
-[python, /app/router.py]
+[kvferry, router]
 {{- end }}
 
 {{- define "kvferry.fullname" -}}
@@ -52,18 +52,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ and (eq .root.Values.engine "vllm") (ne .role "router") | ternary "/health" "/ready" }}
 {{- end }}
 
-{{/* Seconds until a container gets SIGTERM. vLLM does not wait for its offers, so a prefill pod of vLLM waits before it. */}}
-{{- define "kvferry.preStopSeconds" -}}
+{{/*
+Seconds for which a container still takes requests after its pod began to leave. vLLM does not wait for its offers to be
+read, so its prefill containers wait before they drain.
+*/}}
+{{- define "kvferry.delaySeconds" -}}
 {{- $values := .root.Values -}}
 {{- $offers := and (eq $values.engine "vllm") (eq .role "prefill") | ternary $values.handoff.leaseSeconds 0 -}}
-{{ add $values.drain.preStopSeconds $offers }}
+{{ add $values.drain.delaySeconds $offers }}
 {{- end }}
 
-{{/* Seconds from the first hook to the kill. In topology `pod` router, decode node and prefill node drain in this order. */}}
+{{/* Seconds until the kill. In topology `pod` the router, the decode node and the prefill node drain in this order. */}}
 {{- define "kvferry.gracePeriod" -}}
+{{- $delay := include "kvferry.delaySeconds" (dict "root" . "role" "prefill") | int -}}
 {{- $drains := eq .Values.topology "pod" | ternary 3 1 -}}
-{{- $wait := include "kvferry.preStopSeconds" (dict "root" . "role" "prefill") | int -}}
-{{ add $wait (mul $drains .Values.drain.timeoutSeconds) .Values.drain.marginSeconds }}
+{{ add (mul $drains (add $delay .Values.drain.timeoutSeconds)) .Values.drain.marginSeconds }}
 {{- end }}
 
 {{/* The transports whose bytes leave the pod, of which there are none in topology `pod` with shm. */}}
@@ -138,11 +141,14 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 - --ssl-certfile=/etc/kvferry/http/tls.crt
 - --ssl-keyfile=/etc/kvferry/http/tls.key
 {{- end }}
-{{- $drain := .root.Values.drain.timeoutSeconds }}
 {{- if and (eq .root.Values.engine "vllm") (ne .role "router") }}
-- --shutdown-timeout={{ $drain }}
+- --shutdown-timeout={{ .root.Values.drain.timeoutSeconds }}
 {{- else }}
-- --drain-timeout-s={{ $drain }}
+- --drain-delay-s={{ include "kvferry.delaySeconds" . }}
+- --drain-timeout-s={{ .root.Values.drain.timeoutSeconds }}
+{{- if .root.Values.http.insecure }}
+- --insecure-http
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -189,9 +195,11 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
   ports:
     - {name: {{ .role }}, containerPort: {{ include "kvferry.httpPort" . }}}
   {{- include "kvferry.probes" . | nindent 2 }}
+  {{- if $isVllm }}
   lifecycle:
     preStop:
-      exec: {command: [sleep, {{ include "kvferry.preStopSeconds" . | quote }}]}
+      exec: {command: [sleep, {{ include "kvferry.delaySeconds" . | quote }}]}
+  {{- end }}
   resources:
     {{- toYaml $values.resources | nindent 4 }}
   securityContext:
@@ -223,6 +231,10 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
   args:
     {{- include "kvferry.servingArgs" . | nindent 4 }}
     {{- include "kvferry.nodeAddresses" $root | nindent 4 }}
+    {{- if $root.Values.http.tlsSecretName }}
+    - --node-ca-certs=/etc/kvferry/http/ca.crt
+    {{- end }}
+    - --prefill-policy={{ $values.prefillPolicy }}
     - --decode-alone={{ $values.decodeAlone }}
     {{- if $values.overlap }}
     - --overlap
@@ -246,9 +258,6 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
   ports:
     - {name: router, containerPort: 8000}
   {{- include "kvferry.probes" . | nindent 2 }}
-  lifecycle:
-    preStop:
-      exec: {command: [sleep, {{ include "kvferry.preStopSeconds" . | quote }}]}
   resources:
     {{- toYaml $values.resources | nindent 4 }}
   securityContext:
@@ -268,6 +277,11 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 {{- end }}
 {{- end }}
 
+{{/* HTTPS needs names that certificates contain, and the addresses behind a name in DNS have none. */}}
+{{- define "kvferry.discovery" -}}
+{{ eq .Values.router.discovery "auto" | ternary (empty .Values.http.tlsSecretName | ternary "dns" "static") .Values.router.discovery }}
+{{- end }}
+
 {{/* Where the router finds the nodes. */}}
 {{- define "kvferry.nodeAddresses" -}}
 {{- $root := . -}}
@@ -277,8 +291,8 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 {{- $port := include "kvferry.httpPort" (dict "root" $root "role" $role) }}
 {{- $values := get $root.Values $role }}
 {{- if eq $root.Values.topology "pod" }}
-- --{{ $role }}={{ $scheme }}://127.0.0.1:{{ $port }}
-{{- else if eq $root.Values.router.discovery "dns" }}
+- --{{ $role }}={{ $scheme }}://localhost:{{ $port }}
+{{- else if eq (include "kvferry.discovery" $root) "dns" }}
 - --{{ $role }}=dns://{{ $name }}-{{ $role }}-ready.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $port }}
 {{- else }}
 {{- range $index := until (int ($values.autoscaling.enabled | ternary $values.autoscaling.maxReplicas $values.replicas)) }}

@@ -24,6 +24,9 @@
   {{- fail "router.overlap: vLLM's nodes offer a cache only when a prompt is complete; set it to false" -}}
 {{- end -}}
 {{- if and (eq .Values.router.discovery "dns") .Values.http.tlsSecretName -}}
-  {{- fail "router.discovery 'dns' finds nodes that serve HTTP; use 'static' with http.tlsSecretName" -}}
+  {{- fail "router.discovery 'dns' finds nodes by address, and certificates have none: use 'static' with http.tlsSecretName" -}}
+{{- end -}}
+{{- if and (not .Values.http.insecure) (not (and .Values.http.tlsSecretName .Values.http.apiKey.secretName)) -}}
+  {{- fail "http.tlsSecretName or http.apiKey.secretName is empty: nodes and router need TLS and an API key; set http.insecure to do without" -}}
 {{- end -}}
 {{- end }}
