@@ -62,7 +62,7 @@ def over(name: str, *settings: str, transport: str, mechanism: str, needs: str =
         over("reference-tcp", transport="tcp", mechanism="tcp+tls"),
         over("reference-shm-pod", transport="shm", mechanism="mapped"),
         # There is no RDMA here.
-        over("reference-nixl", "transport.options.refuse_tcp=false", transport="nixl", mechanism="nixl", needs="nixl"),
+        over("reference-nixl", "transport.options.refuse_tcp=false", transport="nixl", mechanism="nixl", needs="nixl_cu12"),
     ],
 )  # fmt: skip
 def test_the_rendered_commands_are_a_pair_that_answers(
