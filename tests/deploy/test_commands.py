@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.transports.testing.certificates import Authority
 from tests.support.client import wait_until
-from tests.support.deployments import EXAMPLES, Running, helm, render, running_pods
+from tests.support.deployments import EXAMPLES, helm, ready_roles, render, running_pods
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not helm(), reason="`make helm` was not run")]
@@ -93,8 +93,3 @@ def test_the_rendered_commands_are_a_pair_that_answers(
         # Each container drains when Kubernetes stops it.
         for process in (router, decode, prefill):
             assert process.stop() == 0
-
-
-def ready_roles(router: Running) -> set[str]:
-    """Return the roles of which a router sees a node that is ready."""
-    return {node["role"] for node in router.ask("/nodes")["nodes"] if node["state"] == "ready"}

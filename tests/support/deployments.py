@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 from urllib.parse import urljoin
 
 import yaml
@@ -181,7 +181,10 @@ class Host:
             text = text.replace(there, here)
         return text
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """End what still runs."""
         for each in self.running:
             with contextlib.suppress(ProcessLookupError):
@@ -231,15 +234,12 @@ def running_pods(
             here = address if index == 0 else nowhere
             names |= {f"{pod}.{NAMESPACE}.svc.cluster.local": here, f"//{pod}:": f"//{here}:"}
         names[f"{workload}-ready.{NAMESPACE}.svc.cluster.local"] = address
-    host = Host(folder, places)
-    try:
+    with Host(folder, places) as host:
         for workload in workloads:
             name = workload["metadata"]["name"]
             for container in containers_of(workload):
                 _start_container(host, container, f"{name}-0", addresses[name], names)
         yield {each.name: each for each in host.running}
-    finally:
-        host.close()
 
 
 def _start_container(
@@ -269,3 +269,8 @@ def _start_container(
         probes[probe] = f"{get['scheme'].lower()}://{address}:{ports[get['port']]}{get['path']}"
     words = [expanded(word) for word in (*container["command"], *container["args"])]
     host.start(container["name"], words, environment, address, probes)
+
+
+def ready_roles(router: Running) -> set[str]:
+    """Return the roles of which a router sees a node that is ready."""
+    return {node["role"] for node in router.ask("/nodes")["nodes"] if node["state"] == "ready"}
