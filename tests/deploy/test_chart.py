@@ -59,11 +59,11 @@ ALL = (
 )
 #: Rendered once: everything on, in either topology, beside the examples.
 RENDERED = {
-    **{values.stem: (values, ()) for values in VALUES},
-    "all": (None, ALL),
-    "all-pod": (None, (*ALL, "topology=pod", "transport.name=shm")),
-    "auto": (None, (PLAINTEXT, INSECURE, "transport.name=auto", "transport.network=ucx")),
-    "host": (None, (INSECURE, "transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
+    **{values.stem: ([values], ()) for values in VALUES},
+    "all": ([], ALL),
+    "all-pod": ([], (*ALL, "topology=pod", "transport.name=shm")),
+    "auto": ([], (PLAINTEXT, INSECURE, "transport.name=auto", "transport.network=ucx")),
+    "host": ([], (INSECURE, "transport.name=shm", "transport.socketHostPath=/var/lib/kvferry")),
 }
 
 

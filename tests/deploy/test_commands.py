@@ -69,7 +69,7 @@ def test_the_rendered_commands_are_a_pair_that_answers(
     name: str, settings: list[str], transport: str, mechanism: str, folder: Path, tiny_model: Path
 ) -> None:
     chosen = [setting.format(model=tiny_model) if "{model}" in setting else setting for setting in SETTINGS]
-    manifests = render(EXAMPLES / f"{name}.yaml", *chosen, *settings)
+    manifests = render([EXAMPLES / f"{name}.yaml"], *chosen, *settings)
 
     def issue_certificate(addresses: Sequence[str]) -> None:
         """Write the files of the secret, which all nodes share."""

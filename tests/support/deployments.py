@@ -67,9 +67,9 @@ def run_helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([helm(), *arguments], capture_output=True, text=True, timeout=60)
 
 
-def render(values: Path | None, *settings: str) -> list[Manifest]:
-    """Return the objects that the chart makes of a values file and `KEY=VALUE` settings."""
-    files = [] if values is None else ["--values", values]
+def render(values: Sequence[Path], *settings: str) -> list[Manifest]:
+    """Return the objects that the chart makes of values files and `KEY=VALUE` settings."""
+    files = [word for file in values for word in ("--values", file)]
     chosen = [word for setting in settings for word in ("--set", setting)]
     done = run_helm("template", RELEASE, CHART, "--namespace", NAMESPACE, *files, *chosen)
     assert done.returncode == 0, done.stderr
@@ -125,6 +125,12 @@ class Running:
             assert self.process.poll() is None, f"{self.name} ended:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.log.read_text()}"
             time.sleep(0.05)
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        with _open(urljoin(self.probes["livenessProbe"], "/metrics"), timeout_s=10) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line))
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """Stop it as Kubernetes and systemd do, and return its exit status."""
