@@ -115,8 +115,11 @@ class Running:
         url = urljoin(self.probes["livenessProbe"], path)
         data = json.dumps(body).encode() if body else None
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
-        with _open(urllib.request.Request(url, data, headers), timeout_s=100) as response:
-            return cast(dict[str, Any], json.load(response))
+        try:
+            with _open(urllib.request.Request(url, data, headers), timeout_s=100) as response:
+                return cast(dict[str, Any], json.load(response))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{self.name} answered {error.code}: {error.read().decode()}") from None
 
     def wait_for(self, probe: str, timeout_s: float) -> None:
         """Return as soon as a probe succeeds. Fail the test if the process ends, or if it takes too long."""
