@@ -22,11 +22,12 @@ from tests.support.browser import chromium, find_chromium
 from tests.support.client import Client
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page, Route
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+KEY = "s3cret-ferry"
 #: Longer than the interval of the page's questions, and short enough for a test.
 WAIT_MS = 20_000
 
@@ -57,11 +58,16 @@ def hostile_node() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """One prefill node, one decode node that can be killed, a second one whose text is hostile, and their router."""
+    """One prefill node, one decode node that can be killed, a second one whose text is hostile, and their routers.
+
+    Attributes:
+        guarded: A router that asks for `KEY`.
+    """
 
     prefill: LaunchedProcess
     decode: LaunchedProcess
     router: Client
+    guarded: LaunchedProcess
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +86,9 @@ def fleet(spawn: Spawn, tiny_single_arguments: tuple[str, ...]) -> Iterator[Flee
         )
         launcher.wait_listening([prefill, decode], START_TIMEOUT_S)
         router = launcher.start_router("router", [prefill], [decode], "--overlap", "--decode", url)
-        launcher.wait_ready([prefill, decode, router], START_TIMEOUT_S)
-        yield Fleet(prefill, decode, Client(router))
+        guarded = launcher.start_router("guarded router", [prefill], [decode], "--api-key", KEY)
+        launcher.wait_ready([prefill, decode, router, guarded], START_TIMEOUT_S)
+        yield Fleet(prefill, decode, Client(router), guarded)
 
 
 class Watched:
@@ -202,26 +209,18 @@ def test_text_of_requests_and_nodes_is_shown_as_text(browser: Browser, fleet: Fl
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, fleet: Fleet) -> None:
-    def require_key(route: Route) -> None:
-        if route.request.headers.get("authorization") == "Bearer s3cret-ferry":
-            route.continue_()
-        else:
-            route.fulfill(status=401, body="{}")
-
     with browser.new_context() as context:
         page = context.new_page()
-        page.route("**/page/state*", require_key)
-        page.goto(f"{fleet.router.process.url}/")
-        for key in ("wrong", "s3cret-ferry"):
+        page.goto(f"{fleet.guarded.url}/")
+        for key, state in (("wrong", "visible"), (KEY, "hidden")):
             page.get_by_label("Key").fill(key)
             page.keyboard.press("Enter")
-            page.get_by_text("did not accept").wait_for(
-                state="visible" if key == "wrong" else "hidden", timeout=WAIT_MS
-            )
+            page.get_by_text("did not accept").wait_for(state=state, timeout=WAIT_MS)  # type: ignore[arg-type]
         page.locator("#content").wait_for(timeout=WAIT_MS)
         page.reload()
         page.locator("#content").wait_for(timeout=WAIT_MS)
-        assert "s3cret-ferry" not in page.content()
+        assert "$KEY" in page.locator("#curl").inner_text()
+        assert KEY not in page.content()
 
 
 def test_a_node_that_dies_is_shown_as_gone(browser: Browser, fleet: Fleet) -> None:

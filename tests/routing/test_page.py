@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -140,6 +141,28 @@ async def test_a_request_that_fails_says_why(phase: str) -> None:
     assert one["status"] == 400
     assert one["error"].startswith("<b>no</b>")
     assert (len(one["error"]), len(one["id"])) == (MAX_ERROR_CHARS, MAX_ID_CHARS)
+
+
+async def test_each_of_several_prompts_is_recorded() -> None:
+    async with routed(
+        [PREFILL], [Node({"choices": [{"index": 0, "text": "x"}], "metrics": DECODE_METRICS})]
+    ) as client:
+        headers = {"X-Request-Id": "r7"}
+        body = {"prompt": ["a", "b"]}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status == 200
+        state = await (await client.get("/page/state")).json()
+    found = {(one["id"], one["status"], one["output_tokens"]) for one in state["finished"]}
+    assert found == {("r7-0", 200, 7), ("r7-1", 200, 7)}
+    for one in state["finished"]:
+        check_parts(one)
+
+
+def test_a_wait_for_a_turn_at_the_router_is_queue() -> None:
+    now = time.monotonic()
+    with RecentRequests().following("r7", "/v1/completions", now - 2.0, now - 0.5) as timeline:
+        timeline.ended(200)
+    (first, *_) = timeline.parts()
+    assert (first.kind, first.node, first.seconds) == ("queue", "", pytest.approx(1.5))
 
 
 async def test_a_request_in_flight_is_shown_and_so_is_a_client_that_left() -> None:

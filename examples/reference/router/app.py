@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
@@ -324,10 +325,12 @@ class Router:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._refuses:
             raise NoNodeError("the router is draining: send the request to another router, or retry later")
+        arrived_s = time.monotonic()
         async with turn_of(request):
-            return await self._admitted(request)
+            return await self._admitted(request, arrived_s)
 
-    async def _admitted(self, request: web.Request) -> web.StreamResponse:
+    async def _admitted(self, request: web.Request, arrived_s: float) -> web.StreamResponse:
+        followed = functools.partial(self._followed, arrived_s=arrived_s, admitted_s=time.monotonic())
         body = await read_json(request)
         check_body(body)
         request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
@@ -335,13 +338,15 @@ class Router:
         call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
         calls = calls_of(call)
         if len(calls) == 1:
-            return await self._followed(calls[0], Reply(request, self._metrics.begin_stream()))
+            return await followed(calls[0], Reply(request, self._metrics.begin_stream()))
         merged = MergedReply(request, call)
-        return await self._within_limit(merged, merged.answer(calls, self._followed))
+        return await self._within_limit(merged, merged.answer(calls, followed))
 
-    async def _followed(self, call: Call, reply: Reply) -> web.StreamResponse:
+    async def _followed(
+        self, call: Call, reply: Reply, *, arrived_s: float, admitted_s: float
+    ) -> web.StreamResponse:
         """Answer one prompt, and record where its time goes."""
-        with self._recent.following(call.request_id, call.path) as timeline:
+        with self._recent.following(call.request_id, call.path, arrived_s, admitted_s) as timeline:
             call = replace(call, timeline=timeline)
             response = await self._within_limit(reply, self._routed(call, reply))
             if reply.error is not None:

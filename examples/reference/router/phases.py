@@ -39,7 +39,7 @@ class Call:
 
     Attributes:
         queue: The span until a node is called for the first time.
-        timeline: Records what becomes of it; nobody sees this one until `RecentRequests` follows the call.
+        timeline: Records what becomes of it. The page shows it only if it comes from `RecentRequests`.
     """
 
     session: aiohttp.ClientSession
@@ -47,7 +47,7 @@ class Call:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     queue: Span = NO_SPAN
-    timeline: Timeline = field(default_factory=lambda: Timeline(0, "", ""))
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def request_id(self) -> str:

@@ -31,6 +31,9 @@ MAX_ERROR_CHARS: Final = 400
 #: No figure of a node is larger, be it seconds, bytes or tokens.
 MAX_FIGURE: Final = 1e15
 
+#: A request that waited less for its turn at the router has not waited.
+SHORTEST_QUEUE_S: Final = 1e-3
+
 #: What a request spends its time on. `routing` is the router's own time, including failed attempts at other nodes.
 Kind = Literal["routing", "queue", "prefill", "exposed", "decode"]
 
@@ -135,14 +138,24 @@ class Timeline:
 
     Args:
         number: Tells records apart, because clients may repeat request ids.
+        arrived_s: When the request arrived, by `time.monotonic`. None: now.
+        admitted_s: When the router, which limits how many requests it answers at a time, began with it. None: at once.
     """
 
-    def __init__(self, number: int, request_id: str, path: str) -> None:
+    def __init__(
+        self,
+        number: int = 0,
+        request_id: str = "",
+        path: str = "",
+        arrived_s: float | None = None,
+        admitted_s: float | None = None,
+    ) -> None:
         self._number = number
         self._request_id = request_id[:MAX_ID_CHARS]
         self._path = path
-        self._arrived_at = time.time()
-        self._zero_s = time.monotonic()
+        self._zero_s = time.monotonic() if arrived_s is None else arrived_s
+        self._arrived_at = time.time() - self._now_s()
+        self._admitted_s = 0.0 if admitted_s is None else admitted_s - self._zero_s
         self._prefill: _Visit | None = None
         self._decode: _Visit | None = None
         self._ended_s: float | None = None
@@ -258,6 +271,8 @@ class Timeline:
                 parts.append(Part(kind, node, cursor_s, until_s - cursor_s, includes))
                 cursor_s = until_s
 
+        if self._admitted_s >= SHORTEST_QUEUE_S:
+            add("queue", self._admitted_s)
         prefill, decode = self._prefill, self._decode
         first_s = decode.first_token_s if decode else None
         exposed_s = self._figures.exposed_s
@@ -359,10 +374,12 @@ class RecentRequests:
         self._seconds: collections.deque[_Second] = collections.deque(maxlen=HISTORY_S)
 
     @contextlib.contextmanager
-    def following(self, request_id: str, path: str) -> Iterator[Timeline]:
-        """Record a request inside the block, which calls `Timeline.ended` if there is an answer."""
+    def following(
+        self, request_id: str, path: str, arrived_s: float | None = None, admitted_s: float | None = None
+    ) -> Iterator[Timeline]:
+        """Record a request inside the block, which calls `Timeline.ended` if there is an answer. See `Timeline`."""
         number = next(self._numbers)
-        timeline = self._live[number] = Timeline(number, request_id, path)
+        timeline = self._live[number] = Timeline(number, request_id, path, arrived_s, admitted_s)
         try:
             yield timeline
         except ApiError as error:

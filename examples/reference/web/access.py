@@ -32,8 +32,9 @@ API_KEY_VARIABLE = "KVFERRY_API_KEY"
 ADMIN_KEY_VARIABLE = "KVFERRY_ADMIN_API_KEY"
 NODE_KEY_VARIABLE = "KVFERRY_NODE_API_KEY"
 
-#: Paths that need no key, as with vLLM: probes and scrapers have none. Routes are compared as they were declared.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+#: Paths that need no key, as with vLLM: probes and scrapers have none. The router's page, `/`, has no figures of its own and
+#: asks for the key. Routes are compared as they were declared.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 logger = logging.getLogger(__name__)
 
