@@ -30,6 +30,7 @@ NAVIGATION = {
         "security",
         "metrics",
         "tracing",
+        "openai-api",
         "reliability",
         "command",
         "cuda",
@@ -125,6 +126,12 @@ def on_source(_: Sphinx, name: str, source: list[str]) -> None:
     source[0] += f"\n{navigation}\n"
 
 
+def with_navigation(*_: Any) -> list[str]:
+    """Name the pages that hold the navigation, so that each build reads them again: a new page changes them."""
+    return [root_doc, *BELOW]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("env-get-outdated", with_navigation)
     app.connect("source-read", on_source)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
