@@ -37,6 +37,12 @@ def active_tracer() -> Any | None:
     return api.get_tracer("kvferry")
 
 
+def send_spans(timeout_s: float) -> None:
+    """Export the spans that have ended and were not sent yet; for a process that ends without its exit handlers."""
+    if active_tracer() is not None:
+        sys.modules["opentelemetry.trace"].get_tracer_provider().force_flush(int(timeout_s * 1e3))
+
+
 def traceparent_of_span(span: Any) -> str:
     """Return the `traceparent` that names a span of OpenTelemetry."""
     context = span.get_span_context()

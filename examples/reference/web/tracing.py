@@ -7,6 +7,7 @@ for nodes that a proxy reaches without passing headers on. `kvferry.connector.sp
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import os
@@ -235,7 +236,12 @@ def observed(name: str) -> Middleware:
         began = time.monotonic()
 
         async def answer() -> web.StreamResponse:
-            response = await handler(request)
+            try:
+                response = await handler(request)
+            except asyncio.CancelledError:
+                seconds = time.monotonic() - began
+                logger.info("the client of %s disconnected after %.3f s", request.path, seconds)
+                raise
             seconds = time.monotonic() - began
             logger.info("answered %s with %d in %.3f s", request.path, response.status, seconds)
             return response

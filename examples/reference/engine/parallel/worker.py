@@ -20,6 +20,7 @@ import torch.distributed
 
 from kvferry.connector.base import KVConnectorHandshakeMetadata
 from kvferry.connector.config import ParallelConfig
+from kvferry.connector.spans import send_spans
 from kvferry.runner_mixin import state
 
 from ..attention import IMPLEMENTATION
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 #: Seconds that a collective operation waits for the other ranks. If it takes longer, one of them hangs or has ended.
 COLLECTIVE_TIMEOUT_S = 300.0
 
+#: Seconds that the end of the process waits for a collector of spans.
+EXPORT_S = 1.0
 #: Seconds between two checks of the connector's health while there is nothing to compute.
 HEALTH_INTERVAL_S = 0.5
 
@@ -140,7 +143,7 @@ def _observe(name: str) -> None:
     from ...web.tracing import set_up_tracing
 
     set_up_logging("warning", name, "json" if log_format == "json" else "text")
-    set_up_tracing("", name)
+    set_up_tracing("", name.replace(" ", "-"))
 
 
 def _join_ranks(parallel: ParallelConfig, rendezvous_fd: int) -> torch.distributed.ProcessGroup:
@@ -185,5 +188,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):  # a full disk
         sys.stderr.flush()
+    send_spans(EXPORT_S)
     # Skip the libraries' exit handlers, because they wait for ranks that may have ended.
     os._exit(status)
