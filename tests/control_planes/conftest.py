@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ LEASE_S = 4.0
 NODE = (
     *("--threads", "1", "--num-blocks", "128", "--block-size", "16", "--max-num-batched-tokens", "64"),
     *("--connector", "shm", "--connector-option", f"lease_s={LEASE_S}", "--connector-option", "heartbeat_s=0.5"),
-    *("--log-level", "warning"),
+    # Longer than the routers take to notice it: they check every second.
+    *("--drain-delay-s", "2.5", "--log-level", "warning"),
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Nodes:
         port = ("--port", str(before.process.port)) if before else ()
         return launcher.start_node(name, role, *self.arguments, *port)
 
-    def assert_right(self, prompt: str, token_ids: list[int], max_tokens: int, **fields: Any) -> None:
+    def assert_right(self, prompt: str, token_ids: Sequence[int], max_tokens: int, **fields: Any) -> None:
         """Fail unless this is the answer of a node that computed the prompt itself, apart from near-ties."""
         # The salt keeps the node from answering with blocks that came from another node.
         node = next(

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,8 @@ MAX_TOKENS = 12
 #: As many tokens as fit, so that the answer is still being computed when something happens to its node.
 LONG_ANSWER = 400
 CLOSED, OPEN = 0, 1
+#: Without it a node that drains would count as alive, and get requests that it refuses.
+READY = ("--health-check-endpoint", "/ready")
 #: After two failures a worker gets no request for a second. One success is enough then.
 CIRCUIT_BREAKER = (
     *("--cb-failure-threshold", "2", "--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"),
@@ -78,11 +81,13 @@ def fleet(nodes: Nodes, launcher: Launcher) -> Fleet:
     nodes.start("p1", "d1", "p2", "d2")
     prefill, decode = ([nodes[f"{kind}{n}"].process for n in (1, 2)] for kind in "pd")
     pairs = tuple(
-        start_vllm_router(launcher, f"pair {n}", [p], [d])
+        start_vllm_router(launcher, f"pair {n}", [p], [d], *READY)
         for n, (p, d) in enumerate(zip(prefill, decode, strict=True))
     )
-    by_prefix = start_vllm_router(launcher, "by prefix", prefill, decode, "--policy", "cache_aware")
-    by_session = start_vllm_router(launcher, "by session", prefill, decode, "--policy", "consistent_hash")
+    by_prefix = start_vllm_router(launcher, "by prefix", prefill, decode, *READY, "--policy", "cache_aware")
+    by_session = start_vllm_router(
+        launcher, "by session", prefill, decode, *READY, "--policy", "consistent_hash"
+    )
     launcher.wait_ready([*pairs, by_prefix, by_session], START_TIMEOUT_S)
     port = free_port()
     urls = ("--worker-urls", *(pair.url for pair in pairs), "--policy", "round_robin")
@@ -194,13 +199,24 @@ def test_a_client_that_leaves_frees_the_blocks_of_both_nodes(fleet: Fleet) -> No
     # `no_block_is_held` checks the rest.
 
 
-def test_nodes_that_die_and_come_back(fleet: Fleet, spawn: Spawn) -> None:
+def test_nodes_that_are_replaced_or_die(fleet: Fleet, spawn: Spawn) -> None:
     """The last test: it ends the first pair.
 
-    The front repeats at the other pair what a node took along, uses the first pair no longer, and again after a restart.
+    A node that drains loses nothing. What a node that dies took along, the front repeats at the other pair. It uses the first
+    pair no longer, and again after a restart.
     """
     nodes, prompts = fleet.nodes, [f"{PROMPT}{n}" for n in range(4)]
     with Launcher(spawn) as launcher:
+        # A prefill node is replaced under load, and no request is lost: the router has no retries here.
+        drained = nodes["p1"].process
+        drained.terminate()
+        answers = _answers_while(fleet.by_session, lambda: drained.is_running)
+        assert drained.wait(0) == 0
+        nodes.start("p1", launcher=launcher)
+        answers |= _answers_while(fleet.by_session, lambda: counts([nodes["p1"]], "prompt_tokens") == [0])
+        for token_ids in answers:
+            nodes.assert_right(PROMPT, token_ids, MAX_TOKENS)
+
         # The prefill node dies in the middle of two prefills.
         _assert_right(nodes, prompts, _ask_while_dying(fleet, "p1", prompts, half_are_done))
         assert fleet.circuit(0) == OPEN
@@ -223,6 +239,19 @@ def test_nodes_that_die_and_come_back(fleet: Fleet, spawn: Spawn) -> None:
         replies = _ask_while_dying(fleet, "d1", prompts, lambda asked: is_offering(nodes["p1"]))
         _assert_right(nodes, prompts, replies)
         wait_until(nodes["p1"].is_whole)
+
+
+def _answers_while(router: LaunchedProcess, holds: Callable[[], bool]) -> set[tuple[int, ...]]:
+    """Send the same prompt in one session after another while the condition holds. Returns the answers' token ids."""
+    answers: set[tuple[int, ...]] = set()
+    deadline = time.monotonic() + TIMEOUT_S
+    sessions = itertools.count()
+    while holds():
+        reply = complete(router, PROMPT, session=f"session {next(sessions)}")
+        assert reply.status == 200, reply.error
+        assert time.monotonic() < deadline
+        answers.add(tuple(reply.token_ids))
+    return answers
 
 
 Asked = Sequence[Future[Reply]]
