@@ -82,7 +82,8 @@ control-planes: build/vllm-router build/dynamo ## get the routers of other proje
 build/vllm-router: constraints.txt | $(READY)
 	rm -rf $@
 	$(BIN)/python -m venv --without-pip $@
-	$(BIN)/python -m pip --python $@/bin/python install --quiet --disable-pip-version-check -c constraints.txt vllm-router
+	$(BIN)/python -m pip --python $@/bin/python install --quiet --disable-pip-version-check -c constraints.txt vllm-router \
+		|| { rm -rf $@; exit 1; }
 
 # Only the package itself: tests need one of its modules, which imports nothing else.
 build/dynamo: constraints.txt | $(READY)
