@@ -78,7 +78,6 @@ def apply(tables: Mapping[str, Any], commands: Mapping[str, argparse.ArgumentPar
             raise UsageError(f"configuration file: [{command}] has no option {key!r}{_known(key, options)}")
         action = options[key]
         parser.set_defaults(**{action.dest: _value(f"[{command}] {key}", action, value)})
-        action.required = False
 
 
 def long_name(action: argparse.Action) -> str:

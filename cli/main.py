@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from . import bench, completion, config_file, doctor, explain, top, version
@@ -90,12 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         parser = make_parser(with_options=(_command_in(words),))
-        with _nothing_required(commands_of(parser)):
-            arguments = parser.parse_args(words)
+        arguments = parser.parse_args(words)
         if tables := config_file.read(arguments.config):
             config_file.apply(tables, commands_of(parser), arguments.command)
-        # Once more, because the file may have given what the command line lacks, and nothing else may.
-        arguments = parser.parse_args(words)
+            arguments = parser.parse_args(words)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -119,21 +116,3 @@ def _command_in(words: Sequence[str]) -> str:
         elif not word.startswith("-"):
             return word
     return ""
-
-
-@contextmanager
-def _nothing_required(commands: Mapping[str, argparse.ArgumentParser]) -> Iterator[None]:
-    """Let options be absent inside the block: the configuration file, which has not been read yet, may give them."""
-    required = [
-        action
-        for parser in commands.values()
-        for action in parser._actions
-        if action.required and action.option_strings
-    ]
-    for action in required:
-        action.required = False
-    try:
-        yield
-    finally:
-        for action in required:
-            action.required = True
