@@ -80,8 +80,8 @@ class GpuPools:
 
         return allocate_here
 
-    def _describe_caches(self, *args: Any) -> registration.Registration:
-        described = registration.describe_caches(*args)
+    def _describe_caches(self, *args: Any, **options: Any) -> registration.Registration:
+        described = registration.describe_caches(*args, **options)
         segments = described.pool.segments
         return replace(described, pool=Pool(self._segments.get(each.address, each) for each in segments))
 
