@@ -220,15 +220,6 @@ def test_the_pods_of_a_pair_stop_the_router_first() -> None:
     assert sidecars == [("prefill", "Always"), ("decode", "Always")]
 
 
-def test_a_prefill_pod_of_vllm_waits_for_its_offers_before_it_stops() -> None:
-    delays = {
-        container["name"]: drain_of(container)[1]
-        for workload in workloads(rendered("vllm-tcp"))
-        for container in containers_of(workload)
-    }
-    assert delays == {"prefill": 35, "decode": 5, "router": 5}
-
-
 def test_probes_ask_a_port_that_the_container_listens_on(manifests: list[Manifest]) -> None:
     for workload in workloads(manifests):
         for container in containers_of(workload):

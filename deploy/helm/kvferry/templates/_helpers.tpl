@@ -52,21 +52,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ and (eq .root.Values.engine "vllm") (ne .role "router") | ternary "/health" "/ready" }}
 {{- end }}
 
-{{/*
-Seconds for which a container still takes requests after its pod began to leave. vLLM does not wait for its offers to be
-read, so its prefill containers wait before they drain.
-*/}}
-{{- define "kvferry.delaySeconds" -}}
-{{- $values := .root.Values -}}
-{{- $offers := and (eq $values.engine "vllm") (eq .role "prefill") | ternary $values.handoff.leaseSeconds 0 -}}
-{{ add $values.drain.delaySeconds $offers }}
-{{- end }}
-
 {{/* Seconds until the kill. In topology `pod` the router, the decode node and the prefill node drain in this order. */}}
 {{- define "kvferry.gracePeriod" -}}
-{{- $delay := include "kvferry.delaySeconds" (dict "root" . "role" "prefill") | int -}}
 {{- $drains := eq .Values.topology "pod" | ternary 3 1 -}}
-{{ add (mul $drains (add $delay .Values.drain.timeoutSeconds)) .Values.drain.marginSeconds }}
+{{ add (mul $drains (add .Values.drain.delaySeconds .Values.drain.timeoutSeconds)) .Values.drain.marginSeconds }}
 {{- end }}
 
 {{/* The transports whose bytes leave the pod, of which there are none in topology `pod` with shm. */}}
@@ -144,7 +133,7 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
 {{- if and (eq .root.Values.engine "vllm") (ne .role "router") }}
 - --shutdown-timeout={{ .root.Values.drain.timeoutSeconds }}
 {{- else }}
-- --drain-delay-s={{ include "kvferry.delaySeconds" . }}
+- --drain-delay-s={{ .root.Values.drain.delaySeconds }}
 - --drain-timeout-s={{ .root.Values.drain.timeoutSeconds }}
 {{- if .root.Values.http.insecure }}
 - --insecure-http
@@ -196,9 +185,10 @@ $(POD_NAME).{{ include "kvferry.fullname" .root }}-{{ .role }}.$(POD_NAMESPACE).
     - {name: {{ .role }}, containerPort: {{ include "kvferry.httpPort" . }}}
   {{- include "kvferry.probes" . | nindent 2 }}
   {{- if $isVllm }}
+  # vLLM refuses requests at SIGTERM. The others take them for --drain-delay-s.
   lifecycle:
     preStop:
-      exec: {command: [sleep, {{ include "kvferry.delaySeconds" . | quote }}]}
+      exec: {command: [sleep, {{ $root.Values.drain.delaySeconds | quote }}]}
   {{- end }}
   resources:
     {{- toYaml $values.resources | nindent 4 }}
