@@ -175,10 +175,12 @@ class BuildahStack(Stack):
         self._services["single"] = {**self._services["decode"], "command": SINGLE}
         self._addresses = {name: free_address(8000) for name in self._services}
         self._running: dict[str, tuple[str, subprocess.Popen[bytes], Path]] = {}
-        folder.chmod(0o755)
-        self._hosts = folder / "hosts"
-        lines = [f"{address} {name}-{profile} {name}.caches" for name, address in self._addresses.items()]
-        self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        # Not by mounting /etc/hosts: Buildah mounts its own in no fixed order.
+        self._hosts = [
+            f"--add-host={host}:{address}"
+            for name, address in self._addresses.items()
+            for host in (f"{name}-{profile}", f"{name}.caches")
+        ]
 
     @classmethod
     @contextlib.contextmanager
@@ -226,7 +228,9 @@ class BuildahStack(Stack):
             self._remove("single")
 
     def _start(self, name: str) -> None:
-        container = run("buildah", "from", "--pull-never", self._image, environment=_ENVIRONMENT)
+        container = run(
+            "buildah", "from", "--pull-never", *self._hosts, self._image, environment=_ENVIRONMENT
+        )
         service = self._services[name]
         words = [*service.get("entrypoint", ["kvferry"]), *service["command"]]
         words = [word.replace("--host=0.0.0.0", f"--host={self._addresses[name]}") for word in words]
@@ -243,7 +247,7 @@ class BuildahStack(Stack):
         self._running[name] = (container, process, log)
 
     def _command(self, name: str, container: str, words: Sequence[str]) -> list[str]:
-        volumes = [f"{self._hosts}:/etc/hosts:ro", f"{self._volume(f'{name}-tmp')}:/tmp"]
+        volumes = [f"{self._volume(f'{name}-tmp')}:/tmp"]
         for volume in self._services[name].get("volumes", ()):
             source, rest = volume.split(":", 1)
             volumes.append(f"{self._volume(source)}:{rest}")
