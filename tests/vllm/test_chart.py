@@ -21,7 +21,13 @@ pytestmark = [
 ]
 
 #: What vLLM needs on a CPU. The chart leaves it to `extraArgs` and `extraEnv`.
-ARGUMENTS = ("--dtype=float32", "--max-model-len=256", "--max-num-seqs=4", "--enforce-eager")
+ARGUMENTS = (
+    "--dtype=float32",
+    "--block-size=32",
+    "--max-model-len=256",
+    "--max-num-seqs=4",
+    "--enforce-eager",
+)
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -35,7 +41,7 @@ VARIABLES = {
 def test_the_rendered_commands_of_vllm_are_a_pair_that_answers(
     tmp_path: Path,
 ) -> None:
-    model = write_tiny_model(tmp_path / "model")
+    model = write_tiny_model(tmp_path / "model", head_dim=32)  # the smallest for vLLM's CPU attention
     values = {
         "extraArgs": [*ARGUMENTS, "--num-gpu-blocks-override=64"],
         "extraEnv": [{"name": name, "value": value} for name, value in VARIABLES.items()],
