@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from .. import __version__
+from kvferry import __version__
 
 #: Prefix of every metric of kvferry.
 PREFIX = "kvferry_"

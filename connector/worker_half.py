@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from .. import __version__
+from kvferry import __version__
+
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
 from .base import WorkerHalf

@@ -121,7 +121,8 @@ def test_an_endpoint_without_opentelemetry_is_a_clear_error(
     from kvferry.reference.web.serving import StartupError
 
     monkeypatch.setattr(tracing, "_NEEDED", ("opentelemetry_is_not.installed",))
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
+    monkeypatch.setenv(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""
+    )  # which is undone afterwards, whatever the call sets
     with pytest.raises(StartupError, match=r"is not installed; install kvferry\[otel\]"):
         tracing.set_up_tracing("http://127.0.0.1:4318/v1/traces", "router")
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
