@@ -514,7 +514,7 @@ class TestStats:
             name: metric for name, metric in on_node.items() if not name.startswith("kvferry_engine_")
         }
         assert declared(generate_latest(registry).decode(), without=labels) == handoffs
-        assert len(handoffs) == len(METRICS)
+        assert len(handoffs) == len(METRICS) + 1  # and `BUILD_INFO`
 
     def test_empty(self):
         stats = KvferryConnector.build_kv_connector_stats()
