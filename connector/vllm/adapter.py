@@ -28,6 +28,8 @@ from .worker import WorkerSide
 if TYPE_CHECKING:
     import torch
 
+    from ..kv_cache_specs import KVCacheConfig
+
 if not hasattr(KVConnectorBase_V1, "on_new_request"):
     raise ImportError("KVConnectorBase_V1 has no on_new_request")
 
@@ -183,6 +185,13 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         self._scheduler.set_handshake_metadata(metadata)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], WorkerHandshake]
+    ) -> None:
+        """Learn where the workers can be reached, by (stage, tensor-parallel rank); vLLM without stages calls the other one."""
+        ranks = enumerate(sorted(metadata))
+        self._scheduler.set_handshake_metadata({rank: metadata[place] for rank, place in ranks})
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 
@@ -221,21 +230,40 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
-    from vllm.distributed import get_tp_group
+    from vllm.distributed import get_pp_group, get_tp_group
 
-    ranks = get_tp_group()
-    epoch = ranks.broadcast_object(
-        new_epoch()
-    )  # a start of the node is one start, whatever the number of ranks
+    tensor, stages = get_tp_group(), get_pp_group()
+    # A start of the node is one start, whatever the number of ranks: first each stage agrees, then all take the first stage's.
+    epoch = stages.broadcast_object(tensor.broadcast_object(new_epoch()))
     options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config)
     half = HandoffWorker(
-        engine_config(vllm_config, pool, ranks.rank_in_group, epoch, model_identity(vllm_config)),
+        engine_config(
+            vllm_config,
+            pool,
+            tensor.rank_in_group,
+            stages.rank_in_group,
+            _num_layers(pool, stages),
+            epoch,
+            model_identity(vllm_config),
+        ),
         pool,
         create_transport(options.transport, options.transport_options),
         options,
     )
     return WorkerSide(vllm_config, config, half)
+
+
+def _num_layers(pool: KVCacheConfig, stages: Any) -> int:
+    """Return the number of layers that keep a cache, over all pipeline stages; 0 if there is one stage."""
+    if stages.world_size == 1:
+        return 0
+    import torch
+
+    counts = [0] * stages.world_size
+    here = sum(len(group.layer_names) for group in pool.kv_cache_groups)
+    torch.distributed.all_gather_object(counts, here, group=stages.cpu_group)
+    return sum(counts)
 
 
 def _log_where_vllm_logs() -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 #: Ways of spreading one request over ranks that this connector does not support.
 _UNSUPPORTED_SIZES = (
-    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
@@ -68,13 +67,16 @@ def engine_config(
     vllm_config: Any,
     pool: KVCacheConfig,
     tensor_parallel_rank: int = 0,
+    pipeline_parallel_rank: int = 0,
+    num_layers: int = 0,
     epoch: int = 0,
     identity: ModelIdentity | None = None,
 ) -> EngineConfig:
     """Translate the part of vLLM's configuration that a handoff depends on.
 
     Args:
-        pool: The pool of one rank; the pools of all ranks are alike.
+        pool: The pool of one rank.
+        num_layers: Layers that keep a cache, over all pipeline stages; 0 if there is one stage.
         identity: Digests of the model's files. Only a worker half needs it, because it talks to peers.
 
     Raises:
@@ -92,11 +94,18 @@ def engine_config(
             getattr(getattr(model, "hf_config", None), "model_type", None) or model_name(model),
             _dtype_name(model.dtype),
             model.max_model_len,
+            num_layers=num_layers,
             num_kv_heads=_num_kv_heads(model, parallel.tensor_parallel_size, pool),
             identity=identity or ModelIdentity(),
         ),
         cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
-        parallel=ParallelConfig(parallel.tensor_parallel_size, tensor_parallel_rank, epoch=epoch),
+        parallel=ParallelConfig(
+            parallel.tensor_parallel_size,
+            tensor_parallel_rank,
+            getattr(parallel, "pipeline_parallel_size", 1),
+            pipeline_parallel_rank,
+            epoch,
+        ),
         kv_transfer=KVTransferConfig(
             kv_connector=transfer.kv_connector,
             kv_role=transfer.kv_role,

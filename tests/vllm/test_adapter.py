@@ -125,7 +125,6 @@ class TestRefusedSettings:
     @pytest.mark.parametrize(
         ("part", "key", "value"),
         [
-            ("parallel_config", "pipeline_parallel_size", 2),
             ("parallel_config", "prefill_context_parallel_size", 2),
             ("parallel_config", "decode_context_parallel_size", 2),
             ("model_config", "enable_sleep_mode", True),
