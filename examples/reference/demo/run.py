@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -85,8 +87,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _run(options: DemoOptions) -> int:
     _prepare_model(options.model)
-    with Launcher() as launcher:
-        routers, single = _start(launcher, options)
+    with (
+        tempfile.NamedTemporaryFile("w", prefix="kvferry-demo-", suffix=".key") as key,
+        Launcher() as launcher,
+    ):
+        key.write(secrets.token_hex(16))
+        key.flush()
+        routers, single = _start(launcher, options, key.name)
         answers = _ask_pair(routers, options)
         references = _ask_single(single, options)
         with Elapsed("comparing the answers"):
@@ -99,7 +106,7 @@ def _run(options: DemoOptions) -> int:
             say(end)
         if options.keep:
             status = _show(options, answers, references, comparisons)
-            _keep(launcher, routers, single, options.model)
+            _keep(launcher, routers, single, options.model, key.name)
             return status
         with Elapsed("stopping the nodes"):
             launcher.close()
@@ -107,9 +114,17 @@ def _run(options: DemoOptions) -> int:
 
 
 def _keep(
-    launcher: Launcher, routers: Mapping[bool, LaunchedProcess], single: LaunchedProcess, model: str
+    launcher: Launcher,
+    routers: Mapping[bool, LaunchedProcess],
+    single: LaunchedProcess,
+    model: str,
+    key_file: str,
 ) -> None:
-    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on."""
+    """Leave the pair running until Ctrl-C. A process that ends meanwhile is reported, and the rest goes on.
+
+    Args:
+        key_file: Has the key of the nodes' admin endpoints.
+    """
     for stop in (single.hang_up, single.terminate):
         stop()
     url = next(iter(routers.values())).url
@@ -124,6 +139,10 @@ def _keep(
         f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
     )
     _say_pages(routers)
+    say(
+        "ask where the time of a request went, with the id of its answer:\n"
+        f"  kvferry explain ID {url} --admin-api-key-file {key_file}"
+    )
     running = [process for process in launcher.processes if process is not single]
     try:
         while running:
@@ -200,7 +219,7 @@ def _prepare_model(model: str) -> None:
 
 
 def _start(
-    launcher: Launcher, options: DemoOptions
+    launcher: Launcher, options: DemoOptions, key_file: str
 ) -> tuple[Mapping[bool, LaunchedProcess], LaunchedProcess]:
     """Start everything and wait until it is ready.
 
@@ -208,7 +227,8 @@ def _start(
         The routers, one for each of `options.overlaps`, and the single node.
     """
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
-    pair_arguments = (*options.pair_arguments, *options.node_arguments)
+    admin = ("--admin-port", "0", "--admin-api-key-file", key_file) if options.keep else ()
+    pair_arguments = (*options.pair_arguments, *options.node_arguments, *admin)
     prefill, decode = (
         launcher.start_node(f"{role} node", role, *pair_arguments, *own_arguments)
         for role, own_arguments in zip(("prefill", "decode"), options.own_arguments, strict=True)
