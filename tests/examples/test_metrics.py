@@ -40,7 +40,7 @@ def router_page() -> str:
     """Return the page of a router that has counted everything once."""
     handoffs = Handoffs()
     handoffs.pairs["http://p", "http://d"].counts["loaded"] += 1
-    metrics = RouterMetrics([UpstreamNode("prefill", "http://p")], handoffs)
+    metrics = RouterMetrics(lambda: [UpstreamNode("prefill", "http://p")], handoffs)
     metrics.requests.labels("200").inc()
     metrics.retries.labels("decode").inc()
     note_piece = metrics.begin_stream()

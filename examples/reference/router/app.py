@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -48,17 +48,6 @@ CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
 
 DecodeAlone = Literal["auto", "always", "never"]
-
-
-class _AllNodes:
-    """The nodes that two pools have now, each time anew."""
-
-    def __init__(self, *pools: NodePool) -> None:
-        self._pools = pools
-
-    def __iter__(self) -> Iterator[UpstreamNode]:
-        for pool in self._pools:
-            yield from pool.nodes
 
 
 class Router:
@@ -105,7 +94,7 @@ class Router:
         self._recent = RecentRequests()
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
-        self._metrics = RouterMetrics(_AllNodes(prefill_pool, decode_pool), self._handoffs)
+        self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
         self._session: aiohttp.ClientSession

@@ -32,10 +32,10 @@ class RouterMetrics:
     """Hold the metrics of one router.
 
     Args:
-        nodes: Yields the nodes that there are now, each time anew.
+        nodes: Returns the nodes that there are now.
     """
 
-    def __init__(self, nodes: Iterable[UpstreamNode], handoffs: Handoffs) -> None:
+    def __init__(self, nodes: Callable[[], Iterable[UpstreamNode]], handoffs: Handoffs) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_NodeCollector(nodes))
         self._registry.register(_HandoffCollector(handoffs))
@@ -104,7 +104,7 @@ class RouterMetrics:
 
 
 class _NodeCollector(Collector):
-    def __init__(self, nodes: Iterable[UpstreamNode]) -> None:
+    def __init__(self, nodes: Callable[[], Iterable[UpstreamNode]]) -> None:
         self._nodes = nodes
 
     def describe(self) -> list[Metric]:
@@ -134,7 +134,7 @@ class _NodeCollector(Collector):
             "Ejections of the node, because several requests in a row failed",
             labels=["role", "url"],
         )
-        for node in self._nodes:
+        for node in self._nodes():
             failures.add_metric([node.role, node.url], node.num_connection_failures)
             ejections.add_metric([node.role, node.url], node.num_ejections)
             healthy.add_metric([node.role, node.url], float(node.state is NodeState.READY))
