@@ -135,7 +135,7 @@ def answered_until(load: Load, more: int) -> None:
 
 
 def wait_ready_in(port: int, num_nodes: int) -> bool:
-    """Wait until the router finds so many nodes ready."""
+    """Wait until the router finds this many nodes ready."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     while time.monotonic() < deadline:

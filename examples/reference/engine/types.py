@@ -31,7 +31,7 @@ class SamplingParams:
         stop: The answer ends before the first of these texts.
         ignore_eos: Continue past the model's end-of-sequence tokens.
         num_top_logits: How many of the largest logits for the first token to return, 0 to 20.
-        num_logprobs: Return the log probability of each token of the answer, and of so many of the likeliest, 0 to 20.
+        num_logprobs: Return the log probability of each token of the answer, and of this many of the likeliest, 0 to 20.
             None returns none.
         num_prompt_logprobs: The same for each token of the prompt but the first. The node then computes the whole
             prompt, whatever it has cached or could load.

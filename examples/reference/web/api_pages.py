@@ -49,7 +49,7 @@ _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     ),
     "max_tokens": (_INTEGER, 16, "longest answer; 0 is possible with echo"),
     "echo": (_FLAG, False, "begin the answer with the prompt; with logprobs, also with those of its tokens"),
-    "logprobs": (_INTEGER, None, "log probability of each token and of so many of the likeliest, 0 to 20"),
+    "logprobs": (_INTEGER, None, "log probability of each token and of this many of the likeliest, 0 to 20"),
     "prompt_items": (
         {"type": "array", "items": {"type": "object"}},
         None,
@@ -67,7 +67,7 @@ _CHAT: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     ),
     "max_tokens": (_INTEGER, None, "longest answer; absent means as long as the model allows"),
     "logprobs": (_FLAG, False, "return the log probability of each token"),
-    "top_logprobs": (_INTEGER, 0, "and of so many of the likeliest, 0 to 20; needs logprobs"),
+    "top_logprobs": (_INTEGER, 0, "and of this many of the likeliest, 0 to 20; needs logprobs"),
 }  # fmt: skip
 _BODIES: Mapping[str, tuple[str, Mapping[str, tuple[Mapping[str, Any], object, str]]]] = {
     "/v1/completions": ("prompt", {**_COMPLETION, **_COMMON}),
