@@ -1,9 +1,12 @@
-"""How `benchmarks/vllm_pair.py` summarizes its samples. Running it with engines needs vLLM and is not tested here."""
+"""How `benchmarks/vllm_pair.py` summarizes what it measures. Running it needs vLLM and is not tested here."""
 
 from __future__ import annotations
 
+import argparse
 import runpy
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,40 +16,98 @@ Sample, Shape = PROGRAM["Sample"], PROGRAM["Shape"]
 
 @pytest.fixture
 def rows():
-    """Rows for two rounds. kvferry takes twice as long as one node; NixlConnector four times, then three times."""
+    """Rows for two rounds. kvferry takes twice as long as one node, or four times. It hides three quarters of its loads."""
     shape = Shape.parse("128x2")
     num_bytes = 2 * shape.num_bytes
     samples = {
-        "one node": [Sample(0.1, 0.01, 0), Sample(0.2, 0.02, 0)],
-        "kvferry shm": [Sample(0.2, 0.01, num_bytes), Sample(0.4, 0.02, num_bytes)],
-        "nixl": [Sample(0.4, 0.02, num_bytes), Sample(0.6, 0.06, num_bytes)],
+        "one node": [Sample(0.1, 0.01, 0, second_s=0.11), Sample(0.2, 0.02, 0, second_s=0.22)],
+        "kvferry shm": [
+            Sample(0.2, 0.01, num_bytes, second_s=0.22, load_s=0.08, exposed_s=0.02),
+            Sample(0.8, 0.02, num_bytes, second_s=0.44, load_s=0.08, exposed_s=0.02),
+        ],
     }
-    return {row["system"]: row for row in PROGRAM["_rows"](shape, samples)}
+    return PROGRAM["_rows"](shape, samples)
 
 
 def test_ratios_are_taken_round_by_round(rows):
-    shm = rows["kvferry shm"]
-    assert (shm["ttft_ratio"], shm["itl_ratio"]) == (2, 1)
-    assert shm["ttft_to_nixl"] == pytest.approx((1 / 2 + 2 / 3) / 2)
-    assert shm["itl_to_nixl"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    _, shm = rows
+    assert shm["ttft_ratio"] == [3, 2.5, 3.5]
+    assert shm["second_ratio"][0] == 2
+    assert shm["itl_ratio"][0] == 1
     assert shm["bytes_ratio"] == 1
-    assert rows["nixl"]["ttft_ratio"] == pytest.approx(3.5)
+    assert (shm["load_ms"], shm["exposed"]) == (40, 0.25)
 
 
-def test_the_table_shows_them(rows, capsys):
-    PROGRAM["_show"](list(rows.values()))
-    title, *lines = capsys.readouterr().out.strip().splitlines()
-    assert title == "128 prompt tokens, 2 concurrent requests"
-    shm = next(line for line in lines if "kvferry shm" in line)
-    assert shm.split()[2:] == [
-        "300.0",
-        "200.0",
-        "2.00",
-        "0.58",
-        "150.0",
-        "15.0",
-        "1.00",
-        "0.42",
-        "8.4",
-        "1.00",
-    ]
+def test_the_table_is_markdown_with_the_spread_of_each_figure(rows):
+    title, line, alone, shm = PROGRAM["_table"](rows).splitlines()
+    assert title.startswith("| prompt tokens × at a time |  | TTFT ms | ratio |")
+    assert {text.count("|") for text in (title, line, alone, shm)} == {12}
+    assert alone.startswith("| 128 × 2 | one node | 150.0 (125.0–175.0) | 1.00 (1.00–1.00) |")
+    assert shm.endswith("| 15.0 (12.5–17.5) | 1.00 (1.00–1.00) | 8.4 (1.00 ×) | 40.0 | 10.0 (25%) |")
+
+
+def test_a_load_counts_every_failed_request():
+    def result(seconds: float, failed: int) -> dict[str, Any]:
+        figures = dict.fromkeys(PROGRAM["PERCENTILES"], seconds * 1e3)
+        return {**figures, "request_throughput": 1 / seconds, "completed": 10 - failed, "failed": failed}
+
+    rows = PROGRAM["_load_rows"](
+        4,
+        {
+            "one node": [result(0.1, 0), result(0.2, 0)],
+            "kvferry shm": [result(0.2, 1), result(0.2, 2)],
+        },
+    )
+    *_, shm = PROGRAM["_load_table"](rows).splitlines()
+    assert shm.startswith("| 4 | kvferry shm | 200.0 (200.0–200.0) 1.50 × |")
+    assert shm.endswith("| 5.00 | 3 of 20 |")
+
+
+@dataclass(frozen=True)
+class Span:
+    name: str
+    start_s: float
+    end_s: float
+    span_id: str = ""
+    parent_id: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def test_a_breakdown_says_which_node_did_what_when():
+    def llm_request(start_s: float, parent_id: str) -> Span:
+        figures = {"gen_ai.latency.time_to_first_token": 0.5, "gen_ai.latency.time_in_model_prefill": 0.3}
+        return Span("llm_request", start_s, start_s + 0.6, parent_id=parent_id, attributes=figures)
+
+    marks = PROGRAM["marks"](
+        100.0,
+        [2.5, 2.6],
+        [
+            Span("kvferry.prefill_call", 100.25, 101, "p"),
+            Span("kvferry.decode_call", 101.25, 103, "d"),
+            llm_request(100.5, "p"),
+            llm_request(101.5, "d"),
+            Span("kvferry.read", 101.75, 101.875),
+            Span("kvferry.read", 102, 102.25),
+        ],
+    )
+    assert marks["router", "asks the prefill node"] == 0.25
+    assert marks["prefill node", "has the first token it computes"] == 1.0
+    assert marks["decode node", "schedules it"] == pytest.approx(1.7)
+    assert (marks["decode node", "begins to read"], marks["decode node", "has read everything"]) == (
+        1.75,
+        2.25,
+    )
+    assert marks["client", "has the second token"] == 2.6
+
+
+@pytest.mark.parametrize("name", ["", "+rendezvous", "shm+push", "nixl+rendezvous"])
+def test_a_system_that_does_not_exist_is_refused(name):
+    with pytest.raises(argparse.ArgumentTypeError):
+        PROGRAM["system_name"](name)
+
+
+def test_a_mode_is_switched_on_and_the_others_off_if_the_router_knows_them():
+    options, help_text = PROGRAM["router_options"], "--rendezvous {auto,off}  --first-token {auto,off}"
+    assert options(["rendezvous"], help_text) == ["--rendezvous", "auto", "--first-token", "off"]
+    assert options([], help_text) == ["--rendezvous", "off", "--first-token", "off"]
+    assert options([], "") == []

@@ -16,6 +16,8 @@ class CollectedSpan:
 
     Attributes:
         parent_id: Empty for the root of a trace.
+        start_s: When it began, in Unix time.
+        end_s: When it ended.
     """
 
     service: str
@@ -25,6 +27,8 @@ class CollectedSpan:
     parent_id: str
     attributes: dict[str, Any]
     is_error: bool
+    start_s: float
+    end_s: float
 
 
 @dataclass
@@ -36,8 +40,12 @@ class Collector:
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    """Collect spans inside the block."""
+def collecting(host: str = "127.0.0.1") -> Iterator[Collector]:
+    """Collect spans inside the block.
+
+    Args:
+        host: The address to listen on.
+    """
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     class Handler(BaseHTTPRequestHandler):
@@ -56,9 +64,9 @@ def collecting() -> Iterator[Collector]:
         def log_message(self, format: str, *args: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = False
-    collector = Collector(f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+    collector = Collector(f"http://{host}:{server.server_address[1]}/v1/traces")
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -82,6 +90,8 @@ def _spans_of(request: Any) -> Iterator[CollectedSpan]:
                     span.parent_span_id.hex(),
                     _values(span.attributes),
                     span.status.code == 2,
+                    span.start_time_unix_nano / 1e9,
+                    span.end_time_unix_nano / 1e9,
                 )
 
 
