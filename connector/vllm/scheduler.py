@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ...transports.errors import KVTransferError
+from ...transports.errors import ConfigurationError, KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
@@ -97,22 +97,39 @@ class SchedulerSide:
         return self._half.num_requests + self._shared.num_requests + num_refused
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
+        """Learn where the workers can be reached, by rank.
+
+        Raises:
+            ConfigurationError: they are another connector's; vLLM does not start.
+        """
+        for worker in metadata.values():
+            if not isinstance(worker, WorkerHandshake):
+                raise ConfigurationError(
+                    f"cannot learn where the workers listen: vLLM's MultiConnector gives every connector the handshake "
+                    f"of the first one that has any, here a {type(worker).__name__!r}; use KvferryConnector without "
+                    f"another connector that hands caches over between nodes"
+                )
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
-            wish = parse_transfer_params(request.kv_transfer_params)
+            wish, ours = parse_transfer_params(request.kv_transfer_params), VllmRequest.of(request)
             if request.mm_features and not self._shared.has_prefix_cache:
-                wish = self._without_unnamed_media(request, wish)
+                wish, ours = (
+                    self._without_unnamed_media(request, wish),
+                    replace(ours, kv_transfer_params=None),
+                )
             if not self._shared.follow(request_id, wish, prompt):
-                self._half.on_new_request(VllmRequest.of(request))
+                self._half.on_new_request(ours)
                 self._shared.lead(request_id, wish, prompt)
         except KVTransferError as error:
             logger.warning("request %s cannot be handed over: %s", request_id, error)
             self._refused[request_id] = str(error)
-            # vLLM reads them once more after us, and assumes that they are a dictionary.
-            request.kv_transfer_params = None
+            # vLLM reads them once more after us, and assumes that they are a dictionary. A dictionary stays as it is: beside
+            # us in a MultiConnector there may be connectors with keys of their own in it.
+            if not isinstance(request.kv_transfer_params, dict):
+                request.kv_transfer_params = None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded; `None` asks vLLM to call again in the next step."""
@@ -175,7 +192,6 @@ class SchedulerSide:
             raise ConnectorError(why)
         if wish.offer_result:
             logger.warning("not offering request %s: %s", request.request_id, why)
-            request.kv_transfer_params = None
         return TransferWish()
 
     def _fail_followers(self, request_id: str) -> None:

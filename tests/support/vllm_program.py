@@ -82,6 +82,10 @@ class VllmHost:
         """Empty the prefix cache."""
         return {"done": self._engine.reset_prefix_cache()}
 
+    def forget_everywhere(self) -> dict[str, Any]:
+        """Empty the prefix cache, and what connectors have kept."""
+        return {"done": self._engine.reset_prefix_cache(reset_connector=True)}
+
     def policy(self, policy: str) -> dict[str, Any]:
         """Set the load failure policy."""
         self._scheduler.recompute_kv_load_failures = policy == "recompute"
@@ -89,7 +93,7 @@ class VllmHost:
 
     def status(self) -> dict[str, Any]:
         """Return counts from the scheduler, and from kvferry's scheduler half."""
-        connector = self._scheduler.connector
+        connector = _kvferry(self._scheduler.connector)
         requests = self._scheduler.requests.values()
         return {
             "free_blocks": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -125,6 +129,12 @@ class VllmHost:
 
     def _total(self, name: str) -> float:
         return float(sum(sample.value for sample in _samples(name)))
+
+
+def _kvferry(connector: Any) -> Any:
+    """Return kvferry's connector, which may be a child of vLLM's MultiConnector."""
+    children = getattr(connector, "_connectors", [connector])
+    return next(child for child in children if hasattr(child, "num_remembered_requests"))
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
