@@ -23,7 +23,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -89,6 +89,7 @@ from .node import ModelFreeNode, _Entry
 from .shapes import CacheShape, Step
 from .suite import ConnectorConformance
 
+_POOL_FIELDS = frozenset(item.name for item in fields(VllmKVCacheConfig))
 #: Key, among the options of `VllmConnector`, of what it needs itself.
 _ADAPTER = "kvferry adapter"
 
@@ -637,12 +638,13 @@ def _vllm_kv_cache_config(pool: KVCacheConfig, is_uniform: bool) -> Any:
         layer_stride=page if is_uniform else page * pool.num_blocks,
         block_stride=page * len(names) if is_uniform else page,
     )
+    newer = {"hash_block_size": ours.block_size}  # since 0.32
     return VllmKVCacheConfig(
         num_blocks=pool.num_blocks,
         kv_cache_tensors=[tensor],
         kv_cache_groups=[VllmGroup(names, spec)],
         kv_cache_layout="BLHNC" if is_uniform else "LBHNC",
-        hash_block_size=ours.block_size,
+        **{name: value for name, value in newer.items() if name in _POOL_FIELDS},
     )
 
 
