@@ -1,0 +1,143 @@
+"""Several engines behind one address: each of them is a node of its own, and serves either half of a handoff."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
+from tests.support.metrics_page import assert_promtool_is_content
+from vllm_pair.cluster import KVFERRY, start_vllm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+START_S = 600.0
+ANSWER_S = 120.0
+#: On shared cores the signs of life of three engines can be late.
+OPTIONS = {"transport": "shm", "lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
+ARGUMENTS = (
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--skip-tokenizer-init", "--num-gpu-blocks-override", "128"),
+    *("--data-parallel-size", "2"),
+)
+RANKS = (0, 1)
+#: vLLM's own balancer chooses the engine.
+ANY = None
+
+
+@dataclass(frozen=True)
+class Server:
+    """A `vllm serve` with two engines."""
+
+    process: LaunchedProcess
+
+    def complete(self, prompt: list[int], max_tokens: int, rank: int | None, **more: Any) -> dict[str, Any]:
+        """Return the answer of the engine with this data-parallel rank."""
+        body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+        body |= {"temperature": 0, "ignore_eos": True, **more}
+        headers = {"Content-Type": "application/json"}
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
+        request = urllib.request.Request(
+            f"{self.process.url}/v1/completions", json.dumps(body).encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    def offer(self, prompt: list[int], rank: int | None) -> dict[str, Any]:
+        """Compute a prompt for another engine. Returns the params for that engine."""
+        answer = self.complete(prompt, 1, rank, kv_transfer_params={"do_remote_decode": True})
+        params: dict[str, Any] = answer["kv_transfer_params"]
+        return params
+
+    def tokens(self, prompt: list[int], params: Any, rank: int | None) -> list[int]:
+        """Return the tokens of an answer to a prompt that another engine computed."""
+        (choice,) = self.complete(prompt, 8, rank, kv_transfer_params=params)["choices"]
+        found: list[int] = choice["token_ids"]
+        return found
+
+    def metrics_page(self) -> str:
+        with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
+            page: str = response.read().decode()
+            return page
+
+    def by_engine(self, metric: str) -> Counter[str]:
+        """Return a metric's values, by the label `engine`."""
+        lines = (line for line in self.metrics_page().splitlines() if line.startswith(metric + "{"))
+        return Counter({line.split('engine="')[1][0]: float(line.split()[-1]) for line in lines})
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        environment.setenv("TORCHDYNAMO_DISABLE", "1")
+        transfer = {**KVFERRY, "kv_load_failure_policy": "fail", "kv_connector_extra_config": OPTIONS}
+        process = start_vllm(launcher, "server", str(model), ARGUMENTS, transfer)
+        launcher.wait_listening([process], START_S)
+        launcher.wait_ready([process], START_S)
+        yield Server(process)
+
+
+def test_an_offer_names_the_engine_that_holds_the_blocks(server, prompt):
+    """vLLM gives each engine an id of its own, and each has addresses of its own."""
+    offers = [server.offer(prompt(40, rank), rank) for rank in RANKS]
+    ids, addresses = ({str(offer[key]) for offer in offers} for key in ("remote_engine_id", "remote_addresses"))
+    assert len(ids) == len(addresses) == len(RANKS)
+    assert [offer["remote_engine_id"].endswith(f"_dp{rank}") for rank, offer in enumerate(offers)] == [True] * 2
+    for rank, offer in enumerate(offers):
+        server.tokens(prompt(40, rank), offer, 1 - rank)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 1), (ANY, ANY)])
+def test_one_engine_continues_what_another_one_computed(server, shm_pair, prompt, first, second):
+    tokens = prompt(300, f"{first} {second}")
+    before = server.by_engine("kvferry_load_seconds_count")
+    answer = server.tokens(tokens, server.offer(tokens, first), second)
+    loads = server.by_engine("kvferry_load_seconds_count") - before
+    assert sum(loads.values()) == 1
+    assert second is ANY or loads[str(second)] == 1
+    shm_pair.assert_like_alone(tokens, answer)
+
+
+@pytest.mark.parametrize("rank", [*RANKS, ANY])
+def test_a_single_node_continues_what_an_engine_computed(server, shm_pair, prompt, rank):
+    tokens = prompt(301, rank)
+    answer = shm_pair.decode.ask(next(shm_pair.names), tokens, 8, server.offer(tokens, rank))
+    assert answer["reason"] == "length"
+    shm_pair.assert_like_alone(tokens, answer["tokens"])
+
+
+@pytest.mark.parametrize("rank", [*RANKS, ANY])
+def test_an_engine_continues_what_a_single_node_computed(server, shm_pair, prompt, rank):
+    tokens = prompt(302, rank)
+    answer = server.tokens(tokens, shm_pair.prefilled(tokens), rank)
+    shm_pair.assert_like_alone(tokens, answer)
+
+
+def test_several_samples_of_one_prompt_at_one_engine(server, prompt):
+    """vLLM spreads samples over its engines, and only one engine can read an offer. So the request names the engine."""
+    tokens = prompt(303)
+    how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, 0)}
+    before = server.by_engine("kvferry_load_seconds_count")
+    assert len(server.complete(tokens, 8, 1, **how)["choices"]) == 3
+    assert server.by_engine("kvferry_load_seconds_count") - before == {"1": 1}
+
+
+def test_samples_at_an_engine_that_cannot_read_the_offer_end_by_the_policy(server, prompt):
+    tokens = prompt(304)
+    how = {"n": 3, "temperature": 1, "seed": 7, "kv_transfer_params": server.offer(tokens, 0)}
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        server.complete(tokens, 8, ANY, **how)
+
+
+def test_the_figures_of_each_engine_have_a_label_of_their_own(server):
+    assert set(server.by_engine("kvferry_offers_delivered_total")) == {"0", "1"}
+    assert_promtool_is_content(server.metrics_page())
