@@ -133,7 +133,7 @@ class HandoffScheduler(SchedulerHalf):
         self._config = config
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = tuple(spec.block_size for spec in specs)
-        self._has_state = any(isinstance(spec, MambaSpec) for spec in specs)
+        self._has_state = any(map(_keeps_state, specs))
         self._keeps_all_blocks = all(map(_keeps_all_blocks, specs))
         self._workers: tuple[WorkerAddress, ...] = ()
         self._numbers = GuardNumbers()
@@ -145,6 +145,11 @@ class HandoffScheduler(SchedulerHalf):
         self._releases: list[tuple[str, int]] = []
         # Any client can cause these lines, so they are limited.
         self._role_log = LimitedLog(logger, max_lines=1, interval_s=60.0)
+
+    @property
+    def offers_state(self) -> bool:
+        """Whether this node offers recurrent states, so that a prompt to offer must come without its last token."""
+        return self._has_state and self._config.is_kv_producer
 
     @property
     def num_requests(self) -> int:
@@ -500,6 +505,11 @@ def _keeps_all_blocks(spec: KVCacheSpec) -> bool:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(map(_keeps_all_blocks, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
+
+
+def _keeps_state(spec: KVCacheSpec) -> bool:
+    members = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return any(isinstance(member, MambaSpec) for member in members)
 
 
 def _has_whole_prompt(request: ConnectorRequest) -> bool:

@@ -20,6 +20,7 @@ from ..kv_cache_specs import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
 )
 from ..options import ConnectorOptions
@@ -138,7 +139,8 @@ def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> 
         ConfigurationError: some of it is kept elsewhere, where it would not be handed over.
     """
     for name, page_size in _page_sizes(config).items():
-        needed, registered = config.num_blocks * page_size, kv_caches[name].nbytes if name in kv_caches else 0
+        # Some versions of vLLM register a state as a list of tensors, which has no `nbytes`.
+        needed, registered = config.num_blocks * page_size, getattr(kv_caches.get(name), "nbytes", 0)
         if registered < needed:
             raise ConfigurationError(
                 f"layer {name} keeps {needed} bytes, of which vLLM registers {registered}"
@@ -164,14 +166,35 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
     }
 
 
+def state_fields(config: Any) -> dict[str, str]:
+    """Return what must be equal on a peer for recurrent states, which are handed over as opaque bytes; empty without states.
+
+    The order of a state's axes depends on the machine and on vLLM's settings, but its size does not.
+
+    Args:
+        config: vLLM's pool.
+    """
+    states = {
+        " ".join(f"{_dtype_name(dtype)}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        for spec in _layer_specs(config).values()
+        if type(spec).__name__ == "MambaSpec"
+    }
+    return {"states": ", ".join(sorted(states))} if states else {}
+
+
 def _page_sizes(config: Any) -> dict[str, int]:
     """Return the bytes that each layer keeps per block, without padding."""
-    sizes = {}
+    specs = _layer_specs(config)
+    return {name: getattr(spec, "real_page_size_bytes", None) or spec.page_size_bytes for name, spec in specs.items()}
+
+
+def _layer_specs(config: Any) -> dict[str, Any]:
+    """Return vLLM's spec of each layer."""
+    specs: dict[str, Any] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
-        members = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
-        sizes.update({name: member.real_page_size_bytes for name, member in members.items()})
-    return sizes
+        specs.update(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
+    return specs
 
 
 def _packing(layer: Any) -> str:
@@ -230,6 +253,8 @@ def _group_spec(group: Any) -> KVCacheSpec:
 
 def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
     kind = type(spec).__name__
+    if kind == "MambaSpec":
+        return MambaSpec(spec.block_size, tuple(spec.shapes), tuple(spec.dtypes), spec.page_size_padded)
     if kind not in _KINDS:
         raise ConfigurationError(f"layer {name} keeps a {kind}, of which blocks cannot be handed over")
     return AttentionSpec(

@@ -67,6 +67,25 @@ class VllmRequest:
         )
 
 
+def _leave_out_last_token(request: Any) -> None:
+    """Shorten the prompt of a request whose recurrent state is to be offered by its last token.
+
+    The decode node computes that token itself, and a state cannot be moved back by one token. The single token of this
+    node's answer then follows the shorter prompt, so it means nothing. A request that wants more from this node keeps its
+    prompt: it gets the right answer, and the half does not offer its state.
+    """
+    sampling = request.sampling_params
+    if sampling is None or sampling.prompt_logprobs is not None or request.max_tokens > 1:
+        return
+    if request.num_prompt_tokens == 1:
+        return  # there is nothing to hand over
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        if (part := getattr(request, name, None)) is not None:
+            setattr(request, name, part[:-1])  # a copy, because vLLM's front end may hold the same list
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+
+
 def _traced_params(request: Any) -> Mapping[str, Any] | None:
     """Return a request's params with the trace context that vLLM took from the HTTP headers, if it traces."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
@@ -114,12 +133,16 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
-            wish, ours = parse_transfer_params(request.kv_transfer_params), VllmRequest.of(request)
-            if request.mm_features and not self._shared.has_prefix_cache:
-                wish, ours = (
-                    self._without_unnamed_media(request, wish),
-                    replace(ours, kv_transfer_params=None),
-                )
+            wish = parse_transfer_params(request.kv_transfer_params)
+            is_unnamed = bool(request.mm_features) and not self._shared.has_prefix_cache
+            if is_unnamed:
+                wish = self._without_unnamed_media(request, wish)
+            if wish.offer_result and self._half.offers_state:
+                _leave_out_last_token(request)
+                prompt = request.prompt_token_ids or ()
+            ours = VllmRequest.of(request)
+            if is_unnamed:
+                ours = replace(ours, kv_transfer_params=None)
             if not self._shared.follow(request_id, wish, prompt):
                 self._half.on_new_request(ours)
                 self._shared.lead(request_id, wish, prompt)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConnectorError
 from ..metadata import HandoffMetadata
 from ..worker_half import HandoffWorker
-from .config import host_fields, require_whole_caches
+from .config import host_fields, require_whole_caches, state_fields
 from .memory import PoolPlacement
 from .metadata import StepMetadata, WorkerHandshake
 from .stats import KvferryStats
@@ -71,7 +71,7 @@ class WorkerSide:
             ConfigurationError: a cache cannot be served; vLLM does not start.
         """
         require_whole_caches(self._kv_cache_config, kv_caches)
-        fields = host_fields(self._vllm_config, list(kv_caches))
+        fields = host_fields(self._vllm_config, list(kv_caches)) | state_fields(self._kv_cache_config)
         # CPU attention packs keys. The strides of a GPU's views say where each token is.
         self._half.register_kv_caches(kv_caches, fields, is_packed=bool(fields["packing"]))
         logger.info(

@@ -1,0 +1,58 @@
+"""Recurrent states: a model with Mamba layers beside attention, and one that keeps nothing but states."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+#: Family → its shape. vLLM's CPU attention needs heads of 32 elements.
+MODELS = {
+    "granitemoehybrid": {"hidden_size": 128, "head_dim": 32, "mamba_d_head": 32},
+    "mamba2": {"intermediate_size": 128},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def running_pair(request, start_module_pair, tmp_path_factory):
+    from tests.support.tiny_models import write_tiny_model
+
+    shape = {"max_position_embeddings": 2048, **MODELS[request.param]}
+    model = write_tiny_model(tmp_path_factory.mktemp("states"), request.param, **shape)
+    # With prefix caching vLLM 0.32 keeps a state for each block, and its kernels for CPUs fail.
+    return start_module_pair(model=model, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 33, 64, 400])
+def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
+    tokens = prompt(num_tokens)
+    params = pair.prefilled(tokens)
+    assert params["remote_num_tokens"] == num_tokens - 1
+    before = pair.decode.order("figures")["num_loads"]
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    assert answer["reason"] == "length"
+    assert pair.decode.order("figures")["num_loads"] == before + 1
+    pair.assert_like_alone(tokens, answer["tokens"])
+
+
+def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
+    tokens = prompt(300)
+    params = pair.prefilled(tokens[:200])
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_like_alone(tokens, answer["tokens"])
+
+
+def test_an_offer_that_was_already_read(pair, prompt, policy):
+    tokens = prompt(100)
+    params = pair.prefilled(tokens)
+    pair.decode.ask(next(pair.names), tokens, 8, params)
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params)
+    pair.assert_ended_by(policy, answer, tokens)
+
+
+def test_an_answer_of_several_tokens_is_right_and_its_state_is_not_offered(pair, prompt):
+    """The state is past the prompt by then, and no node could continue it."""
+    tokens = prompt(50)
+    answer = pair.prefill.ask(next(pair.names), tokens, 8, {"do_remote_decode": True})
+    assert answer["params"] is None
+    pair.assert_like_alone(tokens, answer["tokens"])
