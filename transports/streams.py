@@ -13,7 +13,7 @@ import errno
 import logging
 import math
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
@@ -85,28 +85,36 @@ class Poller:
     """
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watched: dict[int, tuple[int, Callable[[], None]]] = {}  # by descriptor: events, handler
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._signal, selectors.EVENT_READ, self._on_signal)
+        self._watch(self._signal, select.EPOLLIN, self._on_signal)
         self._lock = threading.Lock()  # the signal must not go to a file that reuses the closed descriptor
         self._calls: deque[Callable[[], None]] = deque()
         self._is_closed = False
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `poll` has something to do."""
-        return self._selector.fileno()
+        """Return a descriptor that is readable while `poll` has something to do. It is an epoll set."""
+        return self._epoll.fileno()
 
     def watch(self, sock: HasFileno, handler: Callable[[], None], *, writes: bool = False) -> None:
         """Call `handler` when the socket is readable and, with `writes`, when it is writable."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-        watched = self._selector.get_map().get(sock.fileno())
+        self._watch(sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if writes else 0), handler)
+
+    def _watch(self, descriptor: int, events: int, handler: Callable[[], None]) -> None:
+        watched = self._watched.get(descriptor)
         if watched is None:
-            self._selector.register(sock.fileno(), events, handler)
-        elif watched.events != events:
-            self._selector.modify(sock.fileno(), events, handler)
+            self._epoll.register(descriptor, events)
+        elif watched[0] != events:
+            self._epoll.modify(descriptor, events)
+        else:
+            return
+        self._watched[descriptor] = events, handler
 
     def unwatch(self, sock: HasFileno) -> None:
-        self._selector.unregister(sock.fileno())
+        del self._watched[sock.fileno()]
+        with contextlib.suppress(OSError):  # the descriptor may be closed already
+            self._epoll.unregister(sock.fileno())
 
     def poll(self, timeout_s: float) -> bool:
         """Wait until a socket is ready, `interrupt` is called, or the timeout has passed; call the handlers.
@@ -114,10 +122,13 @@ class Poller:
         Returns:
             False if the timeout passed.
         """
-        ready = self._selector.select(max(0.0, timeout_s))
-        for key, _ in ready:
-            if key.fd in self._selector.get_map():  # an earlier handler may have dropped it
-                key.data()
+        # Rounded up, because epoll's unit is a millisecond: rounded down, the last one would be a busy loop.
+        timeout_s = math.ceil(timeout_s * 1e3) * 1e-3 if timeout_s > 0 else 0.0
+        ready = self._epoll.poll(timeout_s)
+        for descriptor, _ in ready:
+            watched = self._watched.get(descriptor)
+            if watched is not None:  # an earlier handler may have dropped it
+                watched[1]()
         return bool(ready)
 
     def interrupt(self) -> None:
@@ -139,7 +150,7 @@ class Poller:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            self._selector.close()
+            self._epoll.close()
             os.close(self._signal)
 
 
