@@ -1,4 +1,4 @@
-"""Copying and locating regions, and reading and writing guard words: compiled if possible.
+"""Copying and locating regions, moving them through sockets, and guard words: compiled if possible.
 
 `_copy_python.py` documents the functions.
 """
@@ -40,6 +40,9 @@ scatter_regions = _functions.scatter_regions
 read_regions_of = _functions.read_regions_of
 locate_regions = _functions.locate_regions
 sum_words = _functions.sum_words
+send_pieces = _functions.send_pieces
+receive_pieces = _functions.receive_pieces
+busy_poll = _functions.busy_poll
 load_word = _functions.load_word
 store_word = _functions.store_word
 signal_function = _functions.signal_function

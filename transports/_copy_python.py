@@ -1,4 +1,4 @@
-"""What `_native.c` does, in plain Python: copying and locating regions, and reading and writing guard words.
+"""What `_native.c` does, in plain Python: copying and locating regions, moving them through sockets, and guard words.
 
 It serves where kvferry was installed without a C compiler, and it says what both do. The compiled functions also let
 other threads run while they copy.
@@ -9,12 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import select
+import socket
+import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+
+
+#: The most pieces per system call (`IOV_MAX`).
+_MAX_PIECES = 1024
 
 
 class _IoVec(ctypes.Structure):
@@ -101,6 +108,99 @@ def locate_regions(addresses: Words, offsets: Words, lengths: Words, ends: Words
 def sum_words(words: Words, /) -> int:
     """Add up words, modulo 2**64, as a signed number. For a few words numpy takes ten times as long."""
     return int(words.view(np.int64).sum())
+
+
+class _Message(ctypes.Structure):
+    """`struct msghdr`."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("pieces", ctypes.c_void_p),
+        ("num_pieces", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+def send_pieces(fd: int, pieces: Words, at: int, flags: int, /) -> tuple[int, int]:
+    """Send as many bytes as a socket takes without blocking.
+
+    Args:
+        fd: The socket.
+        pieces: `(num_pieces, 2)` uint64: address and number of bytes. Rows that are done are left alone; if the first row
+            that is left is done in part, it is made to begin where its rest does.
+        at: The first row that is left.
+        flags: Of `sendmsg(2)`.
+
+    Returns:
+        How many bytes were sent, and the first row that is left now.
+
+    Raises:
+        OSError: nothing was sent. BlockingIOError: the socket takes nothing now.
+    """
+    return _move_pieces("sendmsg", fd, pieces, at, flags | socket.MSG_NOSIGNAL)
+
+
+def receive_pieces(
+    fd: int, pieces: Words, at: int, most: int, epoll: int, wait_s: float, spin_s: float, /
+) -> tuple[int, int]:
+    """Fill pieces from a socket. Arguments and errors are like those of `send_pieces`; 0 bytes mean that the peer closed.
+
+    The compiled function goes on when the socket is empty: it waits for more as long as `wait_s` and `most` allow and as
+    nothing else happens that `epoll` reports. This one receives once.
+
+    Args:
+        most: No other call is made after this many bytes.
+        epoll: The epoll set of which the socket is a member.
+        wait_s: How long it may take, in seconds; 0 if it must not wait.
+        spin_s: How long it polls each time before it blocks.
+    """
+    return _move_pieces("recvmsg", fd, pieces, at, 0)
+
+
+def _move_pieces(name: str, fd: int, pieces: Words, at: int, flags: int) -> tuple[int, int]:
+    move: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
+    move.argtypes, move.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int), ctypes.c_ssize_t
+    rest = pieces[at : at + _MAX_PIECES]
+    message = _Message(pieces=rest.ctypes.data, num_pieces=len(rest))
+    num_bytes: int = move(fd, ctypes.addressof(message), flags | socket.MSG_DONTWAIT)
+    if num_bytes < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    ends = rest[:, 1].cumsum()
+    done = int(ends.searchsorted(num_bytes, side="right"))
+    if done < len(rest):
+        left = int(ends[done]) - num_bytes
+        rest[done] = int(rest[done, 0]) + int(rest[done, 1]) - left, left
+    return num_bytes, at + done
+
+
+def busy_poll(epoll: int, seconds: float, longest_s: float, /) -> int:
+    """Poll an epoll set again and again without blocking, and let other processes have the core in between.
+
+    Args:
+        epoll: The set.
+        seconds: How long.
+        longest_s: Stop if the core did not come back for longer than this.
+
+    Returns:
+        1 as soon as the set is ready; 0 if the time is over; -1 if the core was away for too long.
+    """
+    poll = select.poll()
+    poll.register(epoll, select.POLLIN)
+    until = time.monotonic() + seconds
+    while True:
+        if poll.poll(0):
+            return 1
+        began = time.monotonic()
+        os.sched_yield()
+        now = time.monotonic()
+        if now - began > longest_s:
+            return -1
+        if now >= until:
+            return 0
 
 
 def load_word(address: int, /) -> int:

@@ -1,5 +1,5 @@
-/* The copy loop: many regions per call, without the GIL, and without filling the cache. `_copy_python.py`
- * documents the functions.
+/* The copy loop: many regions per call, without the GIL, and without filling the cache. And the loops that move regions
+ * through a socket. `_copy_python.py` documents the functions.
  *
  * A transfer's destination is not read again soon. Non-temporal stores do not fetch its cache lines before
  * overwriting them, which saves a third of the memory traffic.
@@ -12,9 +12,13 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef IOV_MAX
@@ -268,6 +272,151 @@ static PyObject *read_regions_of(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* -- sockets ------------------------------------------------------------------------------------------------------- */
+
+static double clock_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* The rows that are left of a table of `struct iovec`, borrowed from the caller. */
+typedef struct {
+    Py_buffer buffer;
+    struct iovec *rows;
+    Py_ssize_t count, at;
+} pieces_t;
+
+static int acquire_pieces(pieces_t *pieces, PyObject *table, Py_ssize_t at) {
+    if (PyObject_GetBuffer(table, &pieces->buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) return -1;
+    pieces->rows = pieces->buffer.buf;
+    pieces->count = pieces->buffer.len / (Py_ssize_t)sizeof *pieces->rows;
+    pieces->at = at;
+    if (pieces->buffer.len % (Py_ssize_t)sizeof *pieces->rows || at < 0 || at > pieces->count) {
+        PyBuffer_Release(&pieces->buffer);
+        PyErr_SetString(PyExc_ValueError, "a table of pieces has rows of 16 bytes, and begins at one of them");
+        return -1;
+    }
+    return 0;
+}
+
+/* Makes the table begin where the first `num_bytes` bytes of it end. */
+static void advance_pieces(pieces_t *pieces, size_t num_bytes) {
+    struct iovec *row = pieces->rows + pieces->at;
+    for (; pieces->at < pieces->count && num_bytes >= row->iov_len; row++, pieces->at++) num_bytes -= row->iov_len;
+    if (num_bytes) {
+        row->iov_base = (char *)row->iov_base + num_bytes;
+        row->iov_len -= num_bytes;
+    }
+}
+
+/* Releases the table; returns how far it came, or raises why it did not come further than before. */
+static PyObject *moved(pieces_t *pieces, size_t num_bytes, int error) {
+    Py_ssize_t at = pieces->at;
+    PyBuffer_Release(&pieces->buffer);
+    if (!num_bytes && error) {
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return Py_BuildValue("nn", (Py_ssize_t)num_bytes, at);
+}
+
+static struct msghdr message_of(const pieces_t *pieces) {
+    Py_ssize_t rest = pieces->count - pieces->at;
+    return (struct msghdr){.msg_iov = pieces->rows + pieces->at, .msg_iovlen = rest < IOV_MAX ? rest : IOV_MAX};
+}
+
+static PyObject *send_pieces(PyObject *self, PyObject *args) {
+    (void)self;
+    int fd, flags, error = 0;
+    PyObject *table;
+    Py_ssize_t at;
+    size_t total = 0;
+    pieces_t pieces;
+    if (!PyArg_ParseTuple(args, "iOni", &fd, &table, &at, &flags) || acquire_pieces(&pieces, table, at) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    while (pieces.at < pieces.count) {
+        struct msghdr message = message_of(&pieces);
+        ssize_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0) {
+            error = errno;
+            break;
+        }
+        total += sent;
+        advance_pieces(&pieces, sent);
+    }
+    Py_END_ALLOW_THREADS
+    return moved(&pieces, total, error);
+}
+
+/* Waits until a socket of an epoll set is ready; returns whether only this one is, and only to receive. */
+static int only_has_more(int epoll, int fd, double until_s, double spin_until_s) {
+    for (;;) {
+        double now_s = clock_s();
+        int is_spinning = now_s < spin_until_s;
+        if (now_s >= until_s) return 0;
+        struct epoll_event events[2];
+        /* Rounded up to ms. If it is too long, another read or a timer is late by less than one. */
+        int ready = epoll_wait(epoll, events, 2, is_spinning ? 0 : (int)((until_s - now_s) * 1e3) + 1);
+        if (ready) return ready == 1 && events[0].data.fd == fd && !(events[0].events & EPOLLOUT);
+        if (is_spinning) sched_yield();
+    }
+}
+
+static PyObject *receive_pieces(PyObject *self, PyObject *args) {
+    (void)self;
+    int fd, epoll, error = 0;
+    PyObject *table;
+    Py_ssize_t at, most;
+    double wait_s, spin_s;
+    size_t total = 0;
+    pieces_t pieces;
+    if (!PyArg_ParseTuple(args, "iOnnidd", &fd, &table, &at, &most, &epoll, &wait_s, &spin_s) ||
+        acquire_pieces(&pieces, table, at) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    double until_s = wait_s > 0 ? clock_s() + wait_s : 0;
+    while (pieces.at < pieces.count) {
+        struct msghdr message = message_of(&pieces);
+        ssize_t received = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (received < 0 && errno == EINTR) continue;
+        error = received < 0 ? errno : 0;
+        if (received == 0 || (error && error != EAGAIN)) break;
+        if (!error) {
+            total += received;
+            advance_pieces(&pieces, received);
+            if (pieces.at == pieces.count || total >= (size_t)most) break;
+        }
+        /* The socket is empty now. Python takes longer to come back here than the next bytes take to come. */
+        if (until_s == 0 || !only_has_more(epoll, fd, until_s, clock_s() + spin_s)) break;
+    }
+    Py_END_ALLOW_THREADS
+    return moved(&pieces, total, error);
+}
+
+static PyObject *busy_poll(PyObject *self, PyObject *args) {
+    (void)self;
+    int epoll, is_ready = 0;
+    double seconds, longest_s, now_s;
+    if (!PyArg_ParseTuple(args, "idd", &epoll, &seconds, &longest_s)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    double until_s = clock_s() + seconds, began_s;
+    struct epoll_event event;
+    do {
+        is_ready = epoll_wait(epoll, &event, 1, 0) > 0;
+        if (is_ready) break;
+        began_s = clock_s();
+        sched_yield();
+        now_s = clock_s();
+        if (now_s - began_s > longest_s) is_ready = -1;
+    } while (!is_ready && now_s < until_s);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(is_ready);
+}
+
+/* -- pools --------------------------------------------------------------------------------------------------------- */
+
 /* Finds the first segment that ends after an offset. */
 static Py_ssize_t segment_of(const words_t *segments, int64_t offset) {
     Py_ssize_t low = 0, high = segments->count;
@@ -363,6 +512,9 @@ static PyMethodDef methods[] = {
     {"sum_words", sum_words, METH_O, "Add up an array of 64-bit integers."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
+    {"send_pieces", send_pieces, METH_VARARGS, "Send pieces of memory, as many as a socket takes, without the GIL."},
+    {"receive_pieces", receive_pieces, METH_VARARGS, "Fill pieces of memory from a socket, without the GIL."},
+    {"busy_poll", busy_poll, METH_VARARGS, "Poll an epoll set without blocking, again and again, without the GIL."},
     {"signal_function", signal_function, METH_NOARGS, "The address of a C function that writes to an eventfd."},
     {NULL, NULL, 0, NULL},
 };

@@ -7,8 +7,6 @@ array of addresses and lengths, which is what a pool's regions are.
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import socket
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -16,34 +14,33 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
+from .._copy import receive_pieces, send_pieces
 from ..regions import AddressArray, Int64Array
 
-#: The most pieces per system call (`IOV_MAX`).
-_MAX_PIECES: Final = 1024
-
-_MSG_NOSIGNAL: Final = int(socket.MSG_NOSIGNAL)
+#: A call that receives bytes to be hashed ends after this many: hashing them from the processor's cache takes a third of
+#: the time.
+_HASHED_BYTES: Final = 512 << 10
 
 #: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes object, which
 #: counts where pages are small.
 _memory: Final = memoryview((ctypes.c_ubyte * (1 << 47)).from_address(0)).cast("B")
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.sendmsg.argtypes = _libc.recvmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-_libc.sendmsg.restype = _libc.recvmsg.restype = ctypes.c_ssize_t
+
+class Wait(NamedTuple):
+    """How a call waits for more when a socket is empty.
+
+    Attributes:
+        epoll: A set of which the socket is a member. If anything else happens there, the call ends.
+        wait_s: How long the call may take, in seconds.
+        spin_s: How long it polls each time before it blocks.
+    """
+
+    epoll: int
+    wait_s: float
+    spin_s: float
 
 
-class _Message(ctypes.Structure):
-    """`struct msghdr`."""
-
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("name_length", ctypes.c_uint32),
-        ("pieces", ctypes.c_void_p),
-        ("num_pieces", ctypes.c_size_t),
-        ("control", ctypes.c_void_p),
-        ("control_length", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )
+NO_WAIT: Final = Wait(-1, 0.0, 0.0)
 
 
 class Pieces(NamedTuple):
@@ -71,23 +68,13 @@ class Iovec:
         num_left: Bytes that are left.
     """
 
-    __slots__ = (
-        "_address",
-        "_at",
-        "_digest",
-        "_done",
-        "_ends",
-        "_hashed",
-        "_kept",
-        "_message",
-        "_table",
-        "num_left",
-    )
+    __slots__ = ("_at", "_digest", "_hashed", "_kept", "_pieces", "_table", "num_left")
 
     def __init__(
         self, pieces: Pieces, *, before: bytearray | None = None, after: bytearray | None = None
     ) -> None:
         addresses, lengths, num_bytes, self._digest = pieces
+        self._pieces = pieces
         self._kept = (before, after)
         first = before is not None
         end = len(lengths) + first
@@ -101,15 +88,9 @@ class Iovec:
         if after is not None:
             table[end] = address_of(after), len(after)
             num_bytes += len(after)
-        self._hashed = (int(first), end)
-        self._ends: Int64Array | None = (
-            None  # made when a call moves only a part, which small slices never see
-        )
-        self._at = 0  # the first piece that is not done
-        self._done = 0
+        self._hashed = (0, 0)  # the first piece that is not hashed, and how many bytes of it are
+        self._at = 0  # the first row that is not done
         self.num_left = num_bytes
-        self._address = table.ctypes.data
-        self._message = _Message(pieces=self._address)
 
     def send(self, sock: socket.socket, flags: int = 0) -> None:
         """Send as much as the socket takes at once. It is non-blocking.
@@ -118,54 +99,46 @@ class Iovec:
             BlockingIOError: it takes nothing now.
             OSError: the connection is gone.
         """
-        self._call(_libc.sendmsg, sock, flags | _MSG_NOSIGNAL)
+        num_bytes, self._at = send_pieces(sock.fileno(), self._table, self._at, flags)
+        self._moved(num_bytes)
 
-    def receive(self, sock: socket.socket) -> int:
+    def receive(self, sock: socket.socket, wait: Wait = NO_WAIT) -> int:
         """Fill with what has arrived, and return its size; 0 if the peer closed. Raises BlockingIOError, OSError: see `send`."""
-        return self._call(_libc.recvmsg, sock, 0)
-
-    def _call(self, function: ctypes._NamedFuncPointer, sock: socket.socket, flags: int) -> int:
-        self._message.num_pieces = min(len(self._table) - self._at, _MAX_PIECES)
-        while True:
-            num_bytes: int = function(sock.fileno(), ctypes.addressof(self._message), flags)
-            if num_bytes >= 0:
-                self.advance(num_bytes)
-                return num_bytes
-            error = ctypes.get_errno()
-            if error != errno.EINTR:
-                raise OSError(error, os.strerror(error))
+        most = self.num_left if self._digest is None else _HASHED_BYTES
+        num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, most, *wait)
+        self._moved(num_bytes)
+        return num_bytes
 
     def advance(self, num_bytes: int) -> None:
-        """Note that the first `num_bytes` of what is left are done."""
-        done = self._done + num_bytes
-        last, left = len(self._table) - 1, 0
-        if num_bytes < self.num_left:
-            if self._ends is None:
-                self._ends = self._table[:, 1].view(np.int64).cumsum()
-            last = int(self._ends.searchsorted(done, side="right"))
-            left = int(self._ends[last]) - done
-        if self._digest is not None:
-            self._hash(self._digest, last, left)
-        self._done = done
+        """Note that the first `num_bytes` of what is left were moved by others."""
+        left = num_bytes
+        for address, length in self._table[self._at :].tolist():
+            if left < length:
+                self._table[self._at] = address + left, length - left
+                break
+            left -= length
+            self._at += 1
+        self._moved(num_bytes)
+
+    def _moved(self, num_bytes: int) -> None:
         self.num_left -= num_bytes
-        if left:
-            # The piece that is done in part begins where the rest of it does.
-            address, length = self._table[last].tolist()
-            self._table[last] = address + length - left, left
-            self._at = last
-            self._message.pieces = self._address + 16 * last
+        if self._digest is not None:
+            self._hash(self._digest)
 
-    def _hash(self, digest: xxhash.xxh3_64, last: int, left: int) -> None:
-        """Hash the bytes that were moved, at once, because from the processor's cache that takes a third of the time.
-
-        Args:
-            last, left: The piece that was moved last, and how many bytes of it were not.
-        """
-        first, end = self._hashed
-        begin = max(first, self._at)
-        pieces = self._table[begin : min(end, last + 1)].tolist()
+    def _hash(self, digest: xxhash.xxh3_64) -> None:
+        """Hash the bytes that were moved, at once, while they are in the processor's cache."""
+        num_before = int(self._kept[0] is not None)
+        if self._at < num_before:
+            return
+        addresses, lengths, _, _ = self._pieces
+        (begin, skipped), end = self._hashed, self._at - num_before
+        # The next piece may have been moved in part.
+        part = int(lengths[end]) - int(self._table[self._at, 1]) if end < len(lengths) else 0
+        pieces = zip(addresses[begin : end + 1].tolist(), lengths[begin : end + 1].tolist(), strict=True)
         for index, (address, length) in enumerate(pieces, begin):
-            digest.update(_memory[address : address + length - (left if index == last else 0)])
+            digest.update(_memory[address + skipped : address + (length if index < end else part)])
+            skipped = 0
+        self._hashed = (end, part)
 
     def pieces(self) -> Iterator[memoryview]:
         """Return what is left, piece by piece."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import KVTransferError, PeerLostError, PeerRefusedError, ProtocolError
 from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket
-from .iovec import Iovec, Pieces, address_of
+from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
 from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
 
 #: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to itself.
@@ -56,6 +56,7 @@ class TcpStream(FrameSocket):
             peer is lost.
         expects_slices: Tells whether slices are on their way. If so, frames are received one by one, because what
             follows the frame of a slice must not end up in a buffer.
+        wait: Tells how to wait for the rest of a slice.
         answers: The slices to send.
     """
 
@@ -66,6 +67,7 @@ class TcpStream(FrameSocket):
         super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
         self.sink: Callable[[Slice], Iovec] = _refuse
         self.expects_slices: Callable[[], bool] = bool
+        self.wait: Callable[[], Wait] = lambda: NO_WAIT
         self.answers: deque[Answer] = deque()
         self._sending: tuple[Answer, Iovec] | None = None
         self._arrived = bytearray()  # the beginning of a frame
@@ -258,7 +260,7 @@ class TcpStream(FrameSocket):
         return self._socket.recv(num_bytes)
 
     def _receive_pieces(self, pieces: Iovec) -> int:
-        return pieces.receive(self._socket)
+        return pieces.receive(self._socket, self.wait())
 
 
 class TlsStream(TcpStream):

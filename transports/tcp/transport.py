@@ -27,6 +27,7 @@ from ..network import Found, Lookups
 from ..regions import Pool
 from ..serving import HostTransport, PeerPool, ServedPool
 from ..streams import FrameSocket, KeepAlive, StreamBackend
+from .iovec import Wait
 from .options import SCHEME, Address, TcpOptions
 from .reads import Reader, limits_of
 from .security import Security
@@ -46,6 +47,10 @@ from .wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: How long one call waits for the rest of a slice. It ends sooner if anything but the rest of the slice arrives; but a
+#: timer waits as long.
+_MAX_RECEIVE_S = 0.005
 
 
 @dataclass(eq=False)
@@ -105,6 +110,7 @@ class TcpBackend(StreamBackend[Link]):
         self._busy_poll = BusyPoll(options.spin_us * 1e-6)
         self._reading: Peer[Link] | None = None  # the peer of the latest read
         self._serving: Peer[Link] | None = None  # the peer of the latest fetch
+        self._may_wait_s = 0.0  # how long the current turn may wait within a call that receives
         self._keep_alive = KeepAlive(self, self._links, options.peer_timeout_s)
 
     # -- connections -----------------------------------------------------------------------------------
@@ -283,6 +289,12 @@ class TcpBackend(StreamBackend[Link]):
         assert reader is not None
         stream.sink = partial(reader.sink, lane)
         stream.expects_slices = lambda: bool(reader.num_in_flight)
+        stream.wait = partial(self._wait, reader)
+
+    def _wait(self, reader: Reader) -> Wait:
+        """Return how a call that receives a slice waits for the rest of it. The caller of `turn` decides whether it may."""
+        spin_s = self._busy_poll.period_s if reader.num_in_flight <= 1 else 0.0
+        return Wait(self.poller.fileno(), self._may_wait_s, spin_s)
 
     # -- what arrives ----------------------------------------------------------------------------------
 
@@ -345,6 +357,7 @@ class TcpBackend(StreamBackend[Link]):
     # -- the loop --------------------------------------------------------------------------------------
 
     def turn(self, timeout_s: float) -> None:
+        self._may_wait_s = min(timeout_s, _MAX_RECEIVE_S)
         if self._poll_busily(timeout_s):
             return
         if self._mover.has_open_tickets:
@@ -360,15 +373,13 @@ class TcpBackend(StreamBackend[Link]):
         With more than one slice in flight the next one is on its way while we sleep, so there is nothing to gain. While a
         slice waits for room in a socket, its reader has enough to do, and may need this core for that.
         """
-        until = time.monotonic() + timeout_s
-        while self._busy_poll.is_on(until) and self._has_at_most_one_slice() and not self._is_sending():
-            if self.peers.has_events:
-                return False
-            if self.poller.poll(0.0):
-                self._busy_poll.extend()
-                return True
-            self._busy_poll.yield_core()
-        return False
+        if self.peers.has_events or not self._has_at_most_one_slice() or self._is_sending():
+            return False
+        if not self._busy_poll.wait(self.poller.fileno(), time.monotonic() + timeout_s):
+            return False
+        self.poller.poll(0.0)
+        self._busy_poll.extend()
+        return True
 
     def _has_at_most_one_slice(self) -> bool:
         if self._reading is None:
