@@ -40,6 +40,7 @@ scatter_regions = _functions.scatter_regions
 read_regions_of = _functions.read_regions_of
 locate_regions = _functions.locate_regions
 sum_words = _functions.sum_words
+sum_lengths = _functions.sum_lengths
 send_pieces = _functions.send_pieces
 receive_pieces = _functions.receive_pieces
 busy_poll = _functions.busy_poll

@@ -110,6 +110,14 @@ def sum_words(words: Words, /) -> int:
     return int(words.view(np.int64).sum())
 
 
+def sum_lengths(lengths: Words, most: int, /) -> int:
+    """Add up lengths that a peer sent; -1 if one of them is not positive, or if all together are more than `most`."""
+    # Each length is checked before the sum, which could overflow.
+    if len(lengths) and (lengths.min() <= 0 or lengths.max() > most or lengths.sum() > most):
+        return -1
+    return int(lengths.sum())
+
+
 class _Message(ctypes.Structure):
     """`struct msghdr`."""
 

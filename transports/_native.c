@@ -469,6 +469,21 @@ static PyObject *sum_words(PyObject *self, PyObject *array) {
     return PyLong_FromLongLong((int64_t)sum);
 }
 
+static PyObject *sum_lengths(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *array;
+    long long most, sum = 0;
+    words_t words = {0};
+    if (!PyArg_ParseTuple(args, "OL", &array, &most) || acquire_words(&words, array, 0) < 0) return NULL;
+    for (Py_ssize_t i = 0; i < words.count && sum >= 0; i++) {
+        int64_t length = (int64_t)word_at(&words, 0, i);
+        /* Compared with what is left, because a sum of hostile numbers can wrap. */
+        sum = length <= 0 || length > most - sum ? -1 : sum + length;
+    }
+    release_words(&words);
+    return PyLong_FromLongLong(sum);
+}
+
 static PyObject *load_word(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long address;
@@ -510,6 +525,7 @@ static PyMethodDef methods[] = {
     {"read_regions_of", read_regions_of, METH_VARARGS, "Read regions of another process, without the GIL."},
     {"locate_regions", locate_regions, METH_VARARGS, "Find the addresses of regions, up to the first that is not in the pool."},
     {"sum_words", sum_words, METH_O, "Add up an array of 64-bit integers."},
+    {"sum_lengths", sum_lengths, METH_VARARGS, "Add up lengths that are positive, up to a limit."},
     {"load_word", load_word, METH_VARARGS, "Load the 64-bit word at an address, after all loads before it."},
     {"store_word", store_word, METH_VARARGS, "Store a 64-bit word at an address, before all stores after it."},
     {"send_pieces", send_pieces, METH_VARARGS, "Send pieces of memory, as many as a socket takes, without the GIL."},

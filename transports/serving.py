@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
 
+from ._copy import sum_lengths
 from ._limited_log import LimitedLog
 from ._memory import WordTable, private_arena, require_guard, require_host
 from ._movers import HostMover, Mover, Ring, StagingBuffer
@@ -36,6 +37,8 @@ _MIN_SLICE_BYTES: Final = 128 << 10
 
 #: The most bytes of encoded segment sizes, for limits of frames.
 MAX_SIZES_BYTES: Final = 8 * _MAX_SEGMENTS
+
+_LITTLE_ENDIAN: Final = np.dtype("<i8")
 
 #: Bytes of one encoded region: its offset and its size.
 ROW_BYTES: Final = 16
@@ -251,7 +254,7 @@ def decode_sizes(data: bytes) -> tuple[int, ...]:
 
 def encode_rows(rows: Int64Array) -> bytes:
     """Encode regions, shape `(num_rows, 2)`: offset, number of bytes."""
-    return rows.astype("<i8", copy=False).tobytes()
+    return rows.astype(_LITTLE_ENDIAN, copy=False).tobytes()
 
 
 def decode_rows(data: bytes, *, max_rows: int, max_bytes: int) -> Int64Array:
@@ -264,10 +267,8 @@ def decode_rows(data: bytes, *, max_rows: int, max_bytes: int) -> Int64Array:
         raise ProtocolError(
             f"malformed fetch: it has at most {max_rows} rows of {ROW_BYTES} bytes, got {len(data)} bytes"
         )
-    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64, copy=False)
-    lengths = rows[:, 1]
-    # Each length is checked before the sum, which could overflow.
-    if len(rows) and (lengths.min() <= 0 or lengths.max() > max_bytes or lengths.sum() > max_bytes):
+    rows = np.frombuffer(data, dtype=_LITTLE_ENDIAN).reshape(-1, 2).astype(np.int64, copy=False)
+    if sum_lengths(rows[:, 1], max_bytes) < 0:
         raise ProtocolError(
             f"malformed fetch: a row has at least 1 byte, and all rows together at most {max_bytes}"
         )

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,17 @@ def test_unmapped_memory_is_an_error(read: object) -> None:
     assert caught.value.errno == errno.EFAULT
     with pytest.raises(ProcessLookupError):
         read(2**30, *arguments)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("add", [_copy.sum_lengths, _copy_python.sum_lengths], ids=["chosen", "python"])
+def test_lengths_from_a_peer_are_added_up_only_if_all_are_in_bounds(
+    add: Callable[[npt.NDArray[np.int64], int], int],
+) -> None:
+    most = 2**62
+    for lengths in ([], [1], [3, 5], [2**61, 2**61], [most]):
+        assert add(np.array(lengths, dtype=np.int64), most) == sum(lengths)
+    for lengths in ([0], [-1], [5, -3], [most + 1], [2**61] * 3, [2**63 - 1] * 3):
+        assert add(np.array(lengths, dtype=np.int64), most) == -1
 
 
 @pytest.mark.parametrize("add", [_copy.sum_words, _copy_python.sum_words], ids=["chosen", "python"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from .._copy import sum_words
 from .._movers import Mover, StagingBuffer, Ticket
 from .._slices import SliceLimits, SlicePlan, Turns
 from ..endpoint import Read
@@ -172,7 +173,7 @@ class Reader:
     def _fetch_next(self, transfer: _Transfer) -> bool:
         """Fetch a slice; returns False if there is no buffer for it now."""
         index, rows = transfer.num_fetched, transfer.plan.rows_of(transfer.num_fetched)
-        num_bytes = int(np.add.reduce(rows[:, 1]))
+        num_bytes = sum_words(rows[:, 1])
         buffer = None
         if num_bytes and self._is_staged(rows):
             buffer = self._mover.scatter_ring.take(num_bytes)

@@ -15,7 +15,7 @@ from typing import ClassVar
 from .._busy_poll import BusyPoll
 from .._descriptors import warn_if_few
 from .._movers import MAX_WAIT_S, Mover, mover_for
-from .._slices import SlicePlan
+from .._slices import SliceLimits, SlicePlan
 from ..endpoint import Peer, PeerTable, Read
 from ..errors import (
     KVTransferError,
@@ -62,7 +62,7 @@ class Link:
         lanes: The connections that can be used, by number. Number 0 carries messages. Empty before a lookup has ended.
         joining: Those that the peer has not added to its own yet.
         token: What a connection names that joins this peer. It comes from the side that listens.
-        remote, reader, server: None before the peer's hello.
+        remote, pool, limits, reader, server: None before the peer's hello.
     """
 
     address: Address | None = None
@@ -72,6 +72,7 @@ class Link:
     token: bytes = b""
     remote: Hello | None = None
     pool: PeerPool | None = None
+    limits: SliceLimits | None = None
     reader: Reader | None = None
     server: Server | None = None
 
@@ -235,6 +236,7 @@ class TcpBackend(StreamBackend[Link]):
         main = link.lanes[0]
         link.remote = hello
         link.pool = PeerPool.of(hello.num_guards, hello.num_bytes)
+        link.limits = limits_of(self._options).within(hello.max_slice_bytes)
         link.reader = Reader(
             self._options, self._mover, link.lanes, partial(self._post, peer), self.peers.end_read
         )
@@ -337,13 +339,12 @@ class TcpBackend(StreamBackend[Link]):
 
     def start_read(self, read: Read[Link]) -> None:
         link = read.peer.connection
-        assert link.remote is not None
         assert link.pool is not None
+        assert link.limits is not None
         assert link.reader is not None
         targets = self._served.require_read(link.pool, read)
         read.mechanism = f"{SCHEME}{'+tls' if link.lanes[0].is_encrypted else ''}{self._mover.suffix}"
-        limits = limits_of(self._options).within(link.remote.max_slice_bytes)
-        link.reader.start(read, SlicePlan.of(read.pairs, targets, limits))
+        link.reader.start(read, SlicePlan.of(read.pairs, targets, link.limits))
         self._reading = read.peer
         # Two steps until something is seen here: the fetch arrives, perhaps at a thread that sleeps; then a slice comes.
         # The period starts when the fetch has left: preparing it takes as long as a good part of the period.

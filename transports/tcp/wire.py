@@ -29,8 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-
+from .._copy import sum_words
 from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError
 from ..regions import Guard, Int64Array
@@ -150,7 +149,7 @@ class Fetch:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        return int(np.add.reduce(self.rows[:, 1]))
+        return sum_words(self.rows[:, 1])
 
     def encode(self) -> bytes:
         head = _FETCH.pack(self.tag, self.lane, self.with_checksum, self.guard.index, self.guard.value)
