@@ -175,7 +175,10 @@ def state_fields(config: Any) -> dict[str, str]:
         config: vLLM's pool.
     """
     states = {
-        " ".join(f"{_dtype_name(dtype)}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        " ".join(
+            f"{_dtype_name(dtype)}{list(shape)}"
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
         for spec in _layer_specs(config).values()
         if type(spec).__name__ == "MambaSpec"
     }
@@ -185,7 +188,10 @@ def state_fields(config: Any) -> dict[str, str]:
 def _page_sizes(config: Any) -> dict[str, int]:
     """Return the bytes that each layer keeps per block, without padding."""
     specs = _layer_specs(config)
-    return {name: getattr(spec, "real_page_size_bytes", None) or spec.page_size_bytes for name, spec in specs.items()}
+    return {
+        name: getattr(spec, "real_page_size_bytes", None) or spec.page_size_bytes
+        for name, spec in specs.items()
+    }
 
 
 def _layer_specs(config: Any) -> dict[str, Any]:

@@ -89,9 +89,13 @@ def server(model):
 def test_an_offer_names_the_engine_that_holds_the_blocks(server, prompt):
     """vLLM gives each engine an id of its own, and each has addresses of its own."""
     offers = [server.offer(prompt(40, rank), rank) for rank in RANKS]
-    ids, addresses = ({str(offer[key]) for offer in offers} for key in ("remote_engine_id", "remote_addresses"))
+    ids, addresses = (
+        {str(offer[key]) for offer in offers} for key in ("remote_engine_id", "remote_addresses")
+    )
     assert len(ids) == len(addresses) == len(RANKS)
-    assert [offer["remote_engine_id"].endswith(f"_dp{rank}") for rank, offer in enumerate(offers)] == [True] * 2
+    assert [offer["remote_engine_id"].endswith(f"_dp{rank}") for rank, offer in enumerate(offers)] == [
+        True
+    ] * 2
     for rank, offer in enumerate(offers):
         server.tokens(prompt(40, rank), offer, 1 - rank)
 
