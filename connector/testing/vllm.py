@@ -89,6 +89,7 @@ from .node import ModelFreeNode, _Entry
 from .shapes import CacheShape, Step
 from .suite import ConnectorConformance
 
+_STEP_FIELDS = frozenset(item.name for item in fields(VllmSchedulerOutput))
 _POOL_FIELDS = frozenset(item.name for item in fields(VllmKVCacheConfig))
 #: Key, among the options of `VllmConnector`, of what it needs itself.
 _ADAPTER = "kvferry adapter"
@@ -314,6 +315,7 @@ class _VllmScheduler(SchedulerHalf):
         self._lost_blocks -= tables.keys()
         self._tables |= tables
         counts = {item.request_id: item.num_scheduled_tokens for item in scheduled}
+        older = {"num_common_prefix_blocks": [0]}  # before 0.32
         return VllmSchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=others,
@@ -325,6 +327,7 @@ class _VllmScheduler(SchedulerHalf):
             free_encoder_mm_hashes=[],
             preempted_req_ids=set(step.preempted_req_ids),
             has_sync_kv_loads=bool(self._sync_loads),
+            **{name: value for name, value in older.items() if name in _STEP_FIELDS},
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -401,7 +404,8 @@ class _VllmWorker(WorkerHalf):
         return self._prefers_uniform
 
     def allocate_kv_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        with self._connector.get_mem_pool_context() or nullcontext():
+        context = getattr(self._connector, "get_mem_pool_context", nullcontext)  # since 0.31
+        with context() or nullcontext():
             return torch.zeros(num_bytes, dtype=torch.int8, device=device)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
