@@ -761,7 +761,7 @@ def skip_unless_drivable(transfer: Mapping[str, Any]) -> None:
     """Skip the test if the connector needs something that a model-free node does not have."""
     connector = VllmFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
     for method in ("bind_kv_cache_manager", "bind_gpu_block_pool"):
-        if getattr(connector, method) is not getattr(KVConnectorBase_V1, method):
+        if getattr(connector, method, None) is not getattr(KVConnectorBase_V1, method, None):
             pytest.skip(f"{connector.__name__} overrides {method}: it needs vLLM's own block pool")
 
 
