@@ -63,7 +63,7 @@ class Row:
     Attributes:
         torch: The PyTorch that the tests ran with; "–" if none was installed.
         required_torch: What the version of vLLM asks for.
-        failures: Names of tests that failed, or why there was no test.
+        failures: Why tests failed, or why there was none.
         seconds: How long the tests took.
     """
 
@@ -262,11 +262,16 @@ def row_from(version: str, report: Path, torch: str, required_torch: str) -> Row
 
 
 def _failures(suite: ElementTree.Element) -> Iterator[str]:
-    """Name each failed test with the first line of its error."""
+    """Give each error's first line, with the tests that failed by it: the name of the first one, and their number."""
+    failed: dict[str, list[str]] = {}
     for case in suite.iter("testcase"):
         for problem in (*case.iter("failure"), *case.iter("error")):
-            message = (problem.get("message") or "no message").strip().splitlines()[0]
-            yield f"`{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}`: {message[:200]}"
+            message = (problem.get("message") or "no message").strip().splitlines()[0][:200]
+            name = f"`{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}`"
+            failed.setdefault(message, []).append(name)
+    for message, names in failed.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{others}: {message}"
 
 
 def _named(requirements: Sequence[str]) -> Iterator[tuple[str, str]]:
