@@ -352,13 +352,13 @@ class TlsStream(TcpStream):
 
     def _send_pieces(self, pieces: Iovec) -> None:
         assert self._tls is not None
-        send = self._tls.send
+        write = self._tls.write  # `send` calls it, by another Python function per record
         total = 0
         try:
             for piece in pieces.pieces():
                 at, end = 0, len(piece)
                 while at < end:  # each call encrypts one record of 16 KiB
-                    num_bytes = send(piece[at:])
+                    num_bytes = write(piece[at:])
                     at += num_bytes
                     total += num_bytes
         finally:
@@ -375,13 +375,13 @@ class TlsStream(TcpStream):
 
     def _receive_pieces(self, pieces: Iovec) -> int:
         assert self._tls is not None
-        receive_into = self._tls.recv_into
+        read = self._tls.read  # `recv_into` calls it, by another Python function per record
         total = 0
         try:
             for piece in pieces.pieces():
                 at, end = 0, len(piece)
                 while at < end:  # each call decrypts one record of 16 KiB
-                    num_bytes = receive_into(piece[at:])
+                    num_bytes = read(end - at, piece[at:])
                     if not num_bytes:
                         return total
                     at += num_bytes
