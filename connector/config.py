@@ -68,12 +68,14 @@ class RecurrentLayerConfig:
 class ModelIdentity:
     """What the model was made of, part by part: digests, or any strings that differ when the part differs.
 
-    Peers must have equal weights, configuration and adapters. Tokenizer and chat template may differ, because each
+    Peers must have equal weights, configuration and adapters. The draft model may differ: its layers are handed over only
+    between nodes that have the same one. Tokenizer and chat template may differ, because each
     prompt's tokens are compared; the consumer logs such a difference once. See `model_identity`.
 
     Attributes:
         tokenizer: If it is empty, the tokenizer is unknown and is not compared.
         chat_template: Likewise.
+        draft: A name for everything that a draft model's cache depends on; empty if there is no draft model.
     """
 
     weights: str = ""
@@ -81,6 +83,7 @@ class ModelIdentity:
     adapters: str = ""
     tokenizer: str = ""
     chat_template: str = ""
+    draft: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class ModelConfig:
         recurrent_layers: Its recurrent layers, likewise.
         num_kv_heads: KV heads of each attention layer in the whole model, before they are spread over ranks; 0 if layers
             differ or the number is unknown. In that case no two ranks are taken to keep the same head.
+        num_draft_kv_heads: The same for the layers of a draft model.
         num_layers: Layers that keep a cache, over all pipeline stages; 0: each rank keeps all of them.
         identity: What else must be equal on a peer, or should be.
     """
@@ -105,6 +109,7 @@ class ModelConfig:
     layers: tuple[AttentionLayerConfig, ...] = ()
     recurrent_layers: tuple[RecurrentLayerConfig, ...] = ()
     num_kv_heads: int = 0
+    num_draft_kv_heads: int = 0
     num_layers: int = 0
     identity: ModelIdentity = ModelIdentity()
 

@@ -45,6 +45,7 @@ from .handoff.events import (
     ClearGuard,
     Connect,
     Disconnect,
+    LayersLeftOut,
     LoadEnded,
     LocalBlocks,
     OfferCompleted,
@@ -563,7 +564,7 @@ class _Driver:
                 if not self._is_shutting_down:
                     self._outcomes.count("connection_failures_total")
                 self._disconnect(peer_id)
-            case PeerDiffers():
+            case PeerDiffers() | LayersLeftOut():
                 logger.warning("%s", action)
             case OfferEnded():
                 self._end_offer(action)

@@ -302,8 +302,19 @@ class KVCacheConfig:
         num_blocks: Blocks that all groups share, including the null block (block 0).
         kv_cache_tensors: Its memory; empty for a model without a cache.
         kv_cache_groups: Its block tables; empty for a model without a cache.
+        draft_layers: The layers of a draft model, if there is one. An answer's tokens do not depend on what they keep, so
+            a peer without the same draft model leaves them out.
     """
 
     num_blocks: int
     kv_cache_tensors: tuple[KVCacheTensor, ...]
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    draft_layers: frozenset[str] = frozenset()
+
+    @property
+    def num_target_groups(self) -> int:
+        """Number of groups that are not made of draft layers only."""
+        return sum(
+            not group.layer_names or not self.draft_layers.issuperset(group.layer_names)
+            for group in self.kv_cache_groups
+        )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..transports.errors import ConfigurationError
 from ..transports.regions import MemoryKind, Pool, Segment
 from .kv_cache_specs import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
-from .planning.compatibility import DESCRIPTION_VERSION
-from .planning.layout import KVLayout, LayerLayout, layer_layout_of_view
+from .planning.compatibility import DESCRIPTION_VERSION, digest
+from .planning.layout import KVLayout, LayerLayout, draft_layer_name, layer_layout_of_view
 from .planning.slots import WHOLE, Shard, SlotArray, head_array_of_view, slot_array_of_view
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
+#: Of the digest that names a draft model.
+_DRAFT_DIGITS = 16
 #: PyTorch's device type → kind of memory.
 _MEMORY_KINDS: Mapping[str, MemoryKind] = MappingProxyType({"cpu": "host", "cuda": "cuda"})
 
@@ -48,6 +50,7 @@ def describe_caches(
     arenas: Sequence[Segment],
     host_fields: Mapping[str, str] = NO_FIELDS,
     *,
+    draft_fields: Mapping[str, str] = NO_FIELDS,
     is_packed: bool = False,
 ) -> Registration:
     """Describe caches by where their tensors really are.
@@ -56,6 +59,7 @@ def describe_caches(
         kv_caches: Layer → its cache in logical order; see `KVConnectorBase.register_kv_caches`.
         arenas: Memory that the transport allocated; a cache elsewhere is served as foreign memory.
         host_fields: What else must be equal on a peer and only the engine knows, e.g. how its kernels pack a page.
+        draft_fields: The same for the layers of a draft model, which are handed over only between nodes where it is equal.
         is_packed: Where tokens are inside a head's share of a page, only those kernels know.
 
     Raises:
@@ -66,18 +70,23 @@ def describe_caches(
     caches = _caches_of(specs, kv_caches)
     segments = _segments(caches.values(), arenas)
     pool = Pool(segments)
+    drafts = kv_cache_config.draft_layers
+    draft = digest({"draft": config.model.identity.draft, **draft_fields})[:_DRAFT_DIGITS]
     layers = tuple(
         replace(
             _layer_layout(name, cache, specs[name], kv_cache_config.num_blocks, pool),
-            shard=_shard(specs[name][1], config),
+            name=draft_layer_name(draft, name) if name in drafts else name,
+            shard=_shard(specs[name][1], config, is_draft=name in drafts),
             slots=_slots(cache, specs[name][1], kv_cache_config.num_blocks, is_packed=is_packed),
         )
         for name, cache in caches.items()
     )
-    used = [spec for _, spec in specs.values()]
     layout = KVLayout(kv_cache_config.num_blocks, pool.num_bytes, layers)
-    cache_dtypes = _joined(_dtype_name(cache) for cache in caches.values())
-    fields = _fields(config, kv_cache_config, used, config.model.num_layers or len(layers), cache_dtypes)
+    # Draft layers are no part of the fields: a peer need not have them, and their names say what must be equal.
+    used = [spec for name, (_, spec) in specs.items() if name not in drafts]
+    targets = [cache for name, cache in caches.items() if name not in drafts]
+    cache_dtypes = _joined(map(_dtype_name, targets))
+    fields = _fields(config, kv_cache_config, used, config.model.num_layers or len(targets), cache_dtypes)
     return Registration(pool, layout, {**host_fields, **fields})
 
 
@@ -149,7 +158,7 @@ def _layer_layout(
     )
 
 
-def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
+def _shard(spec: KVCacheSpec, config: EngineConfig, *, is_draft: bool = False) -> Shard:
     """Say which heads, or which part of a state, this rank keeps.
 
     If the model has fewer heads than ranks, several ranks keep the same head. The spec does not say so; `num_kv_heads` of the
@@ -164,7 +173,8 @@ def _shard(spec: KVCacheSpec, config: EngineConfig) -> Shard:
     rank, num_ranks = config.parallel.tensor_parallel_rank, config.parallel.tensor_parallel_size
     if not isinstance(spec, AttentionSpec):
         return Shard(rank, 1, num_ranks)
-    num, total = spec.num_kv_heads, config.model.num_kv_heads or num_ranks * spec.num_kv_heads
+    num, total = spec.num_kv_heads, config.model.num_draft_kv_heads if is_draft else config.model.num_kv_heads
+    total = total or num_ranks * num
     is_split, is_replicated = (
         num * num_ranks == total,
         num == 1 and total < num_ranks and not num_ranks % total,
@@ -239,7 +249,7 @@ def _fields(
         "adapters": identity.adapters,
         "dtype": config.model.dtype,
         "cache_dtype": cache_dtypes,
-        "num_groups": len(kv_cache_config.kv_cache_groups),
+        "num_groups": kv_cache_config.num_target_groups,
         "num_layers": num_layers,
         "num_kv_heads": _joined(_shard(spec, config).total for spec in attention),
         "head_size": _joined(spec.head_size for spec in attention),

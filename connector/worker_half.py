@@ -204,12 +204,13 @@ class HandoffWorker(WorkerHalf):
         kv_caches: Mapping[str, torch.Tensor],
         host_fields: Mapping[str, str] = NO_FIELDS,
         *,
+        draft_fields: Mapping[str, str] = NO_FIELDS,
         is_packed: bool = False,
     ) -> None:
         """Learn where each layer's cache is, start to listen, and start the handoff thread.
 
         Args:
-            host_fields, is_packed: What only the engine knows; see `describe_caches`.
+            host_fields, draft_fields, is_packed: What only the engine knows; see `describe_caches`.
 
         Raises:
             KVTransferStateError: caches are registered already. Those stay.
@@ -220,7 +221,13 @@ class HandoffWorker(WorkerHalf):
             raise KVTransferStateError("the KV caches are registered already")
         arenas = [arena.segment for arena in self._arenas]
         registration = describe_caches(
-            self._config, self._kv_cache_config, kv_caches, arenas, host_fields, is_packed=is_packed
+            self._config,
+            self._kv_cache_config,
+            kv_caches,
+            arenas,
+            host_fields,
+            draft_fields=draft_fields,
+            is_packed=is_packed,
         )
         self._memory.extend(kv_caches.values())
         mark = partial(mark_computed, self._memory[0].device)

@@ -283,9 +283,11 @@ class ConsumerProtocol:
             session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
             actions.append(self._claim(load.offer, session, load.traceparent))
         try:
-            self._planner(load)
+            planner = self._planner(load)
         except KVTransferError as error:
-            actions += self._end(load, Verdict("failed", error))
+            return actions + self._end(load, Verdict("failed", error))
+        if planner is not None:
+            actions += self._peers.leave_out(load.offer.engine_id, load.offer.epoch, planner.left_out)
         return actions
 
     def _planner(self, load: Load) -> NodePlanner | None:

@@ -166,6 +166,20 @@ class PeerDiffers:
 
 
 @dataclass(frozen=True)
+class LayersLeftOut:
+    """Say which layers of our draft model a peer cannot fill. Once per start of a peer's node."""
+
+    engine_id: str
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"peer {self.engine_id!r} does not have layers {', '.join(self.layers)} of this node's draft model: prompts from "
+            "there are loaded without them, so fewer drafted tokens are accepted at first; the answers are the same"
+        )
+
+
+@dataclass(frozen=True)
 class OfferEnded:
     """Report, once per offer, that it has ended. Its blocks may be reused from now on, not before."""
 
@@ -205,6 +219,7 @@ Action = (
     | StartRead
     | Disconnect
     | PeerDiffers
+    | LayersLeftOut
     | OfferEnded
     | OfferCompleted
     | LoadEnded

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...transports.errors import IncompatiblePeerError, RegionError
 from ...transports.regions import RegionPairs
+from ..planning.common import GroupPair, common_layers
 from ..planning.layout import KVLayout
 from ..planning.plan import BlockPairs, Planner
 from ..planning.reshard import GroupTables, ReshardPlanner
@@ -35,7 +36,14 @@ class RankPlan:
 
 
 class NodePlanner(Protocol):
-    """Plans reads from all ranks of one producer."""
+    """Plans reads from all ranks of one producer.
+
+    Attributes:
+        left_out: Names of our draft layers that this producer cannot fill.
+    """
+
+    @property
+    def left_out(self) -> Sequence[str]: ...
 
     def plan(self, blocks: LocalBlocks, tables: BlockTables, num_tokens: int) -> list[RankPlan]:
         """Pair the blocks to load with the producer's, by position in the request.
@@ -64,6 +72,14 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
     Raises:
         IncompatiblePeerError: the caches cannot be paired; names the field.
     """
+    common = common_layers(local, remotes)
+    if common is None:
+        return _plan_for(local, remotes, rank)
+    planner = _plan_for(common.local, common.remotes, rank)
+    return _OfCommonLayers(planner, common.groups, common.left_out)
+
+
+def _plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePlanner:
     # One rank first: its plan pairs whole pages, which is much cheaper than the pairs of vectors of the other planner.
     for candidate in sorted(range(len(remotes)), key=lambda index: index != rank):
         try:
@@ -73,8 +89,31 @@ def plan_for(local: KVLayout, remotes: Sequence[KVLayout], rank: int) -> NodePla
     return _FromManyRanks(ReshardPlanner(local, remotes))
 
 
+class _OfCommonLayers:
+    """Reads the layers that both nodes have, which may be in other groups on the two sides.
+
+    Args:
+        planner: Of the layers that both nodes have, grouped by pairs of block tables.
+        groups: Those pairs.
+    """
+
+    def __init__(self, planner: NodePlanner, groups: Sequence[GroupPair], left_out: Sequence[str]) -> None:
+        self.left_out = left_out
+        self._planner = planner
+        self._groups = groups
+
+    def plan(self, blocks: LocalBlocks, tables: BlockTables, num_tokens: int) -> list[RankPlan]:
+        if any(remote >= len(tables) for _, remote in self._groups):
+            raise RegionError(f"the producer granted {len(tables)} groups, fewer than its layout has")
+        ours = tuple(blocks[group] for group, _ in self._groups)
+        theirs = tuple(tables[group] for _, group in self._groups)
+        return self._planner.plan(ours, theirs, num_tokens)
+
+
 class _FromOneRank:
     """Reads from one rank, which keeps just what we do, in blocks like ours."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, rank: int, planner: Planner) -> None:
         self._rank = rank
@@ -90,6 +129,8 @@ class _FromOneRank:
 
 class _FromManyRanks:
     """Reads from all ranks of a producer of another shape."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, planner: ReshardPlanner) -> None:
         self._planner = planner

@@ -10,7 +10,7 @@ from ...transports.errors import IncompatiblePeerError, ProtocolError, TransferT
 from ..planning.compatibility import advisory_differences, require_compatible
 from ..planning.layout import KVLayout
 from .config import HandoffConfig
-from .events import Action, Connect, Disconnect, Identity, PeerDiffers, Send
+from .events import Action, Connect, Disconnect, Identity, LayersLeftOut, PeerDiffers, Send
 from .messages import MAX_HEARTBEAT_LEASES, ConsumerMessage, Heartbeat, Hello, Welcome
 
 #: In place of the peer id of a connection that the runtime has not started yet.
@@ -98,7 +98,7 @@ class Peers:
         self._config = config
         self._states: dict[str, _State] = {}
         self._address_of: dict[int, str] = {}
-        self._warned: set[tuple[str, int]] = set()  # engine id and epoch
+        self._warned: set[tuple[str, int, str]] = set()  # engine id, epoch, and of what
 
     def session(self, address: str) -> PeerSession | None:
         """The session with this address, if the handshake is done."""
@@ -186,13 +186,25 @@ class Peers:
         Every rank of ours connects to every rank of the peer, so only rank 0 warns.
         """
         differences = advisory_differences(self._identity.fields, welcome.fields)
-        name = welcome.engine_id, welcome.epoch
-        if rank or not differences or name in self._warned:
+        if rank or not differences or not self._is_first(welcome.engine_id, welcome.epoch, "fields"):
             return []
+        return [PeerDiffers(welcome.engine_id, differences)]
+
+    def leave_out(self, engine_id: str, epoch: int, layers: Sequence[str]) -> list[Action]:
+        """Say which of our layers this start of a node cannot fill, if there are any: once per start of the node."""
+        if not layers or not self._is_first(engine_id, epoch, "layers"):
+            return []
+        return [LayersLeftOut(engine_id, tuple(layers))]
+
+    def _is_first(self, engine_id: str, epoch: int, what: str) -> bool:
+        """Whether it is the first warning of this kind about this start of a node."""
+        name = engine_id, epoch, what
+        if name in self._warned:
+            return False
         if len(self._warned) >= _MAX_WARNED:
             self._warned.clear()
         self._warned.add(name)
-        return [PeerDiffers(welcome.engine_id, differences)]
+        return True
 
     def fail(self, address: str, now: float) -> list[Action]:
         """Drop a peer that is connecting or ready, and back off from its address."""

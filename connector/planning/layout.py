@@ -18,6 +18,19 @@ _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
 _MAX_FRAGMENTS = 1 << 18
 
+#: What the names of a draft model's layers begin with. It is part of the name because peers of any release accept any name.
+_DRAFT = "draft:"
+
+
+def draft_layer_name(draft: str, name: str) -> str:
+    """Name a draft model's layer for peers, so that equal names mean equal draft models.
+
+    Args:
+        draft: A name for everything that the draft model's cache depends on.
+        name: The layer's own name.
+    """
+    return f"{_DRAFT}{draft}:{name}"
+
 
 # -- what fields may hold ----------------------------------------------------------------------------
 
@@ -90,6 +103,11 @@ class LayerLayout:
     block_size: Annotated[int, integer(1, _MAX_BLOCK_SIZE)]
     shard: Shard = WHOLE
     slots: Annotated[SlotArray | None, _slots] = None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it belongs to a draft model, so that a peer may leave it out."""
+        return self.name.startswith(_DRAFT)
 
     @property
     def page_bytes(self) -> int:

@@ -17,7 +17,7 @@ from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
 from ..worker_half import HandoffWorker, new_epoch
-from .config import connector_options, engine_config, kv_cache_config
+from .config import connector_options, engine_config, kv_cache_config, served_groups
 from .identity import model_identity
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
@@ -199,8 +199,10 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return every group: a load fills the request's own blocks in all of them."""
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        """Return the groups that every load fills: not those of a draft model, which the peer may not have."""
+        drafts = kv_cache_config(self._kv_cache_config, self._vllm_config).draft_layers
+        groups = served_groups(self._kv_cache_config).items()
+        return tuple(index for index, group in groups if not drafts.issuperset(group.layer_names))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
@@ -222,11 +224,11 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    pool = kv_cache_config(config)
+    pool = kv_cache_config(config, vllm_config)
     transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
     shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
-    return SchedulerSide(HandoffScheduler(transfer, pool), shared)
+    return SchedulerSide(HandoffScheduler(transfer, pool), shared, tuple(served_groups(config)))
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
@@ -236,7 +238,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
     # A start of the node is one start, whatever the number of ranks: first each stage agrees, then all take the first stage's.
     epoch = stages.broadcast_object(tensor.broadcast_object(new_epoch()))
     options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    pool = kv_cache_config(config)
+    pool = kv_cache_config(config, vllm_config)
     half = HandoffWorker(
         engine_config(
             vllm_config,
@@ -245,7 +247,7 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
             stages.rank_in_group,
             _num_layers(pool, stages),
             epoch,
-            model_identity(vllm_config),
+            model_identity(vllm_config, has_draft=bool(pool.draft_layers)),
         ),
         pool,
         create_transport(options.transport, options.transport_options),
@@ -255,13 +257,13 @@ def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:
 
 
 def _num_layers(pool: KVCacheConfig, stages: Any) -> int:
-    """Return the number of layers that keep a cache, over all pipeline stages; 0 if there is one stage."""
+    """Return the number of the target model's layers that keep a cache, over all stages; 0 if there is one stage."""
     if stages.world_size == 1:
         return 0
     import torch
 
     counts = [0] * stages.world_size
-    here = sum(len(group.layer_names) for group in pool.kv_cache_groups)
+    here = len({name for group in pool.kv_cache_groups for name in group.layer_names} - pool.draft_layers)
     torch.distributed.all_gather_object(counts, here, group=stages.cpu_group)
     return sum(counts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...transports.errors import ConfigurationError
@@ -39,6 +39,8 @@ _UNSUPPORTED_FLAGS = (
     ("model_config", "enable_sleep_mode", "vLLM would take the cache away from under peers that read it"),
     ("cache_config", "calculate_kv_scales", "a peer that has other scales would misread the cache"),
 )
+#: Parts of the names of layers that only draft models have.
+_DRAFT_ROOTS = frozenset({"draft_model", "mtp"})
 #: vLLM's kinds of cache that keep a request's tokens in the order of its block table, `block_size` per block.
 _KINDS = frozenset(
     {
@@ -96,7 +98,12 @@ def engine_config(
             _dtype_name(model.dtype),
             model.max_model_len,
             num_layers=num_layers,
-            num_kv_heads=_num_kv_heads(model, parallel.tensor_parallel_size, pool),
+            num_kv_heads=_num_kv_heads(model, parallel.tensor_parallel_size, _specs(pool, drafts=False)),
+            num_draft_kv_heads=_num_kv_heads(
+                getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None),
+                parallel.tensor_parallel_size,
+                _specs(pool, drafts=True),
+            ),
             identity=identity or ModelIdentity(),
         ),
         cache=CacheConfig(block_size=vllm_config.cache_config.block_size),
@@ -116,16 +123,51 @@ def engine_config(
     )
 
 
-def kv_cache_config(config: Any) -> KVCacheConfig:
-    """Translate vLLM's pool: its blocks and groups. Where the bytes lie is read off the tensors.
+def kv_cache_config(config: Any, vllm_config: Any = None) -> KVCacheConfig:
+    """Translate vLLM's pool: its blocks and the groups that are handed over. Where the bytes lie is read off the tensors.
+
+    Args:
+        vllm_config: It tells a draft model's layers from the others; without it there are none.
 
     Raises:
         ConfigurationError: a group's layers keep something that cannot be handed over.
     """
     groups = tuple(
-        KVCacheGroupSpec(tuple(group.layer_names), _group_spec(group)) for group in config.kv_cache_groups
+        KVCacheGroupSpec(tuple(group.layer_names), _group_spec(group))
+        for group in served_groups(config).values()
     )
-    return KVCacheConfig(config.num_blocks, (), groups)
+    names = (name for group in groups for name in group.layer_names)
+    return KVCacheConfig(config.num_blocks, (), groups, frozenset(draft_layers(vllm_config, names)))
+
+
+def served_groups(config: Any) -> dict[int, Any]:
+    """Return the groups of vLLM's pool that are handed over, by their index.
+
+    vLLM marks a group as not to be transferred if its contents can be made from those of another group.
+    """
+    return {
+        index: group
+        for index, group in enumerate(config.kv_cache_groups)
+        if getattr(group, "enable_kv_transfer", True)
+    }
+
+
+def draft_layers(vllm_config: Any, names: Iterable[str]) -> list[str]:
+    """Return those of the layers that belong to a draft model.
+
+    vLLM adds them after the target model's layers: with higher numbers, or below a name of their own.
+    """
+    settings = getattr(vllm_config, "speculative_config", None)
+    if getattr(settings, "draft_model_config", None) is None:
+        return []
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+
+    def is_draft(name: str) -> bool:
+        parts = name.split(".")
+        number = next((int(part) for part in parts if part.isdecimal()), 0)
+        return number >= num_layers or not _DRAFT_ROOTS.isdisjoint(parts)
+
+    return [name for name in names if is_draft(name)]
 
 
 def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -138,7 +180,7 @@ def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> 
     Raises:
         ConfigurationError: some of it is kept elsewhere, where it would not be handed over.
     """
-    for name, page_size in _page_sizes(config).items():
+    for name, page_size in _page_sizes(served_groups(config).values()).items():
         # Some versions of vLLM register a state as a list of tensors, which has no `nbytes`.
         needed, registered = config.num_blocks * page_size, getattr(kv_caches.get(name), "nbytes", 0)
         if registered < needed:
@@ -179,25 +221,25 @@ def state_fields(config: Any) -> dict[str, str]:
             f"{_dtype_name(dtype)}{list(shape)}"
             for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
-        for spec in _layer_specs(config).values()
+        for spec in _layer_specs(config.kv_cache_groups).values()
         if type(spec).__name__ == "MambaSpec"
     }
     return {"states": ", ".join(sorted(states))} if states else {}
 
 
-def _page_sizes(config: Any) -> dict[str, int]:
+def _page_sizes(groups: Iterable[Any]) -> dict[str, int]:
     """Return the bytes that each layer keeps per block, without padding."""
-    specs = _layer_specs(config)
+    specs = _layer_specs(groups)
     return {
         name: getattr(spec, "real_page_size_bytes", None) or spec.page_size_bytes
         for name, spec in specs.items()
     }
 
 
-def _layer_specs(config: Any) -> dict[str, Any]:
+def _layer_specs(groups: Iterable[Any]) -> dict[str, Any]:
     """Return vLLM's spec of each layer."""
     specs: dict[str, Any] = {}
-    for group in config.kv_cache_groups:
+    for group in groups:
         spec = group.kv_cache_spec
         specs.update(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
     return specs
@@ -226,21 +268,24 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             raise ConfigurationError(f"{key} is not supported: {why}", key=key, value=True)
 
 
-def _num_kv_heads(model: Any, num_ranks: int, pool: KVCacheConfig) -> int:
-    """Return the KV heads per layer of the whole model, from vLLM's model configuration; 0 if layers differ from it.
+def _num_kv_heads(model: Any, num_ranks: int, specs: Iterable[AttentionSpec]) -> int:
+    """Return the KV heads per layer of a whole model, from vLLM's model configuration; 0 if layers differ from it.
 
     The number tells ranks that share one head from ranks that have one head each.
     """
     total: int = model.get_total_num_kv_heads() if hasattr(model, "get_total_num_kv_heads") else 0
-    here = {spec.num_kv_heads for spec in _attention_specs(pool)}
+    here = {spec.num_kv_heads for spec in specs}
     return total if here == {max(total // num_ranks, 1)} else 0
 
 
-def _attention_specs(pool: KVCacheConfig) -> Iterator[AttentionSpec]:
+def _specs(pool: KVCacheConfig, *, drafts: bool) -> Iterator[AttentionSpec]:
+    """Yield the specs of the draft model's attention layers, or of all others."""
     for group in pool.kv_cache_groups:
         spec = group.kv_cache_spec
-        members = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-        yield from (member for member in members if isinstance(member, AttentionSpec))
+        for name in group.layer_names:
+            own = spec.kv_cache_specs.get(name) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            if isinstance(own, AttentionSpec) and (name in pool.draft_layers) == drafts:
+                yield own
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -248,13 +293,15 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _group_spec(group: Any) -> KVCacheSpec:
-    if not getattr(group, "enable_kv_transfer", True):
-        raise ConfigurationError(f"layers {group.layer_names} keep a cache that is not to be transferred")
+    if getattr(group, "host_resident", False):
+        raise ConfigurationError(
+            f"layers {group.layer_names} keep their cache in a pool of their own, which is not served"
+        )
     spec = group.kv_cache_spec
     if (members := getattr(spec, "kv_cache_specs", None)) is not None:
         specs = {name: _layer_spec(name, member) for name, member in members.items()}
         return UniformTypeKVCacheSpecs(spec.block_size, specs)
-    return _layer_spec(group.layer_names[0], spec)
+    return _layer_spec(next(iter(group.layer_names), "(none on this rank)"), spec)
 
 
 def _layer_spec(name: str, spec: Any) -> KVCacheSpec:

@@ -21,6 +21,9 @@ from ..model_identity import (
 
 logger = logging.getLogger(__name__)
 
+#: What the keys and values that a draft model computes for a prompt depend on, of vLLM's `speculative_config`.
+_DRAFT_SETTINGS = ("method", "parallel_drafting", "use_heterogeneous_vocab")
+
 _CONSOLIDATED = "consolidated*.safetensors"
 #: `load_format` → the files that vLLM reads, where they are not the usual ones.
 _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
@@ -32,28 +35,47 @@ _PATTERNS_OF_FORMAT: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def model_identity(vllm_config: Any, cache: DigestCache | None = None) -> ModelIdentity:
+def model_identity(
+    vllm_config: Any, cache: DigestCache | None = None, *, has_draft: bool = False
+) -> ModelIdentity:
     """Hash the model's files where vLLM has them: a local folder or file, or a snapshot of the Hugging Face cache.
 
-    Nothing is fetched. Without files the model's name stands for the weights, and a warning says so. A draft model keeps
-    a cache of its own, so it is part of the weights and of the configuration.
+    Nothing is fetched. Without files the model's name stands for the weights, and a warning says so. A draft model has a
+    digest of its own, because peers may have another one or none.
 
     Args:
         cache: Where digests of files are kept; by default the user's.
+        has_draft: Whether there is a draft model with a cache of its own.
 
     Raises:
         ConfigurationError: a file cannot be read; vLLM does not start.
     """
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    models = [model] if draft is None or draft.model == model.model else [model, draft]
     tokenizer = _tokenizer_folder(model, load)
+    weights = _weights(model, load, cache)
     return ModelIdentity(
-        weights=", ".join(_weights(one, load, cache) for one in models),
-        configuration=", ".join(_configuration(one, load) for one in models),
+        weights=weights,
+        configuration=_configuration(model, load),
+        draft=_draft(vllm_config, weights, cache) if has_draft else "",
         tokenizer=tokenizer_digest(tokenizer) if tokenizer is not None else "",
         chat_template=chat_template_digest(tokenizer) if tokenizer is not None else "",
     )
+
+
+def _draft(vllm_config: Any, weights: str, cache: DigestCache | None) -> str:
+    """Hash what a draft model's cache depends on, apart from the target model.
+
+    Args:
+        weights: Those of the target model, whose file can hold the draft model as well.
+    """
+    settings, load = vllm_config.speculative_config, vllm_config.load_config
+    draft = settings.draft_model_config
+    content = {
+        "weights": weights if draft.model == vllm_config.model_config.model else _weights(draft, load, cache),
+        "configuration": _configuration(draft, load),
+        **{key: getattr(settings, key, None) for key in _DRAFT_SETTINGS},
+    }
+    return configuration_digest(content)
 
 
 def model_name(model: Any) -> str:

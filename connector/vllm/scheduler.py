@@ -102,11 +102,15 @@ class SchedulerSide:
 
     Args:
         shared: Empty; it belongs to this object from now on.
+        served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of; empty: all of them.
     """
 
-    def __init__(self, half: HandoffScheduler, shared: SharedOffers) -> None:
+    def __init__(
+        self, half: HandoffScheduler, shared: SharedOffers, served_groups: Sequence[int] = ()
+    ) -> None:
         self._half = half
         self._shared = shared
+        self._served_groups = served_groups
         self._refused: dict[str, str] = {}  # by request: why; until it has blocks
         self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
 
@@ -164,7 +168,7 @@ class SchedulerSide:
         return max(num_missing, 0), num_missing > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        tables = blocks.get_block_ids()
+        tables = self._served(blocks.get_block_ids())
         # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix cache, so
         # requests that wait for it must not go on before.
         if not num_external_tokens:
@@ -196,7 +200,11 @@ class SchedulerSide:
         self._refused.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        return self._half.request_finished(VllmRequest.of(request), block_ids)
+        return self._half.request_finished(VllmRequest.of(request), self._served(block_ids))
+
+    def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the block tables of the groups that are handed over."""
+        return [tables[group] for group in self._served_groups] if self._served_groups else tables
 
     def _without_unnamed_media(self, request: Any, wish: TransferWish) -> TransferWish:
         """Drop the wish of a request with images that cannot be told apart.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConnectorError
+from ..handoff.events import LocalBlocks
 from ..metadata import HandoffMetadata
 from ..worker_half import HandoffWorker
-from .config import host_fields, require_whole_caches, state_fields
+from .config import host_fields, kv_cache_config, require_whole_caches, state_fields
 from .memory import PoolPlacement
 from .metadata import StepMetadata, WorkerHandshake
 from .stats import KvferryStats
@@ -50,6 +51,7 @@ class WorkerSide:
         # blocks is over, on all ranks, since they exchange results in each layer. An asynchronous scheduler has already
         # launched the next pass, and no peer should wait for that one. But a drafting model writes after sampling.
         self._offers_are_computed = getattr(vllm_config, "speculative_config", None) is None
+        self._draft_caches: list[tuple[int, torch.Tensor]] = []  # group, and the layer's pages by block id
         self._placement = PoolPlacement(partial(half.allocate_kv_memory, device=torch.device("cpu")))
 
     # -- memory --------------------------------------------------------------------------------------
@@ -71,15 +73,41 @@ class WorkerSide:
             ConfigurationError: a cache cannot be served; vLLM does not start.
         """
         require_whole_caches(self._kv_cache_config, kv_caches)
-        fields = host_fields(self._vllm_config, list(kv_caches)) | state_fields(self._kv_cache_config)
-        # CPU attention packs keys. The strides of a GPU's views say where each token is.
-        self._half.register_kv_caches(kv_caches, fields, is_packed=bool(fields["packing"]))
+        pool = kv_cache_config(self._kv_cache_config, self._vllm_config)
+        groups = {
+            name: index for index, group in enumerate(pool.kv_cache_groups) for name in group.layer_names
+        }
+        served = {name: cache for name, cache in kv_caches.items() if name in groups}
+        drafts = [name for name in served if name in pool.draft_layers]
+        fields = host_fields(
+            self._vllm_config, [name for name in served if name not in pool.draft_layers]
+        ) | state_fields(self._kv_cache_config)
+        self._half.register_kv_caches(
+            served,
+            fields,
+            draft_fields=host_fields(self._vllm_config, drafts),
+            # CPU attention packs keys. The strides of a GPU's views say where each token is.
+            is_packed=bool(fields["packing"]),
+        )
+        self._draft_caches = [
+            (groups[name], served[name].view(pool.num_blocks, -1, *served[name].shape[1:])) for name in drafts
+        ]
         logger.info(
             "kvferry serves %d layers at %s; the cache is in %s",
-            len(kv_caches),
+            len(served),
             self._half.get_handshake_metadata().address,
-            self._place_of(kv_caches),
+            self._place_of(served),
         )
+        if left_out := sorted(kv_caches.keys() - served.keys()):
+            logger.info(
+                "kvferry leaves out layers that vLLM does not let connectors transfer: %s",
+                ", ".join(left_out),
+            )
+        if drafts:
+            logger.info(
+                "kvferry serves layers of a draft model to nodes that have the same one: %s",
+                ", ".join(drafts),
+            )
 
     def _place_of(self, kv_caches: Mapping[str, torch.Tensor]) -> str:
         if self._vllm_config.device_config.device_type != "cpu":
@@ -110,9 +138,21 @@ class WorkerSide:
         If a load started earlier, the runner would overwrite what it brought.
         """
         self.carry_out(metadata)
+        self._clear_draft_pages(metadata.orders.loads.values())
         self._half.submit(HandoffMetadata(loads=metadata.orders.loads))
         for request_id, load in metadata.refused.items():
             self._half.fail_load(request_id, load.blocks, ConnectorError(load.reason))
+
+    def _clear_draft_pages(self, loads: Iterable[LocalBlocks]) -> None:
+        """Zero what the draft model keeps in the blocks of loads: a producer without that model leaves it as it was.
+
+        vLLM takes a loaded block as complete in all layers, and puts it into the prefix cache. Without this the draft model
+        would read what another request left there, or bytes that are no numbers. Which tokens are accepted does not depend
+        on it.
+        """
+        for blocks in loads if self._draft_caches else ():
+            for group, cache in self._draft_caches:
+                cache[[block for block in blocks[group].block_ids if block]] = 0
 
     def take_finished(self) -> Finished:
         """Take what ended; failed loads are named by request only, so their blocks are discarded here."""

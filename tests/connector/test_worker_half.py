@@ -21,7 +21,7 @@ from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.params import parse_transfer_params
 from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
 from kvferry.connector.planning.slots import Shard, SlotArray
-from kvferry.connector.registration import describe_caches, layout_name
+from kvferry.connector.registration import Registration, describe_caches, layout_name
 from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine_config
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.transports.base import Endpoint, Event
@@ -303,6 +303,26 @@ class TestRegistration:
             "tokenizer": "",
             "chat_template": "",
         }
+
+    def test_a_draft_models_layers_are_no_part_of_the_fields(self) -> None:
+        """Their names say which draft model they belong to, and only nodes with the same one pair them."""
+        config = cache_config()
+        target, draft = names(config)
+        caches = {name: torch.zeros(8, *SHAPE.logical_page) for name in (target, draft)}
+        engine = engine_config("inproc", model="m")
+
+        def described(config: KVCacheConfig, packing: str = "vec") -> Registration:
+            fields = {"packing": packing}
+            return describe_caches(engine, config, caches, [], draft_fields=fields)
+
+        drafting = described(replace(config, draft_layers=frozenset({draft})))
+        assert drafting.fields == {**described(config).fields, "num_layers": 1}
+        first, second = drafting.layout.layers
+        assert (first.name, first.is_draft, second.is_draft) == (target, False, True)
+        other = described(replace(config, draft_layers=frozenset({draft})), "amx").layout.layers[1].name
+        assert second.name.startswith("draft:")
+        assert second.name.endswith(f":{draft}")
+        assert other != second.name
 
     def test_the_number_of_heads_is_that_of_the_model_not_of_the_rank(self) -> None:
         config = cache_config()

@@ -16,6 +16,7 @@ from kvferry.connector.handoff.events import (
     Disconnect,
     GroupBlocks,
     Identity,
+    LayersLeftOut,
     LoadEnded,
     PeerDiffers,
     RemoteOffer,
@@ -46,7 +47,7 @@ from kvferry.connector.handoff.testing.load_states import (
     only_message,
     reading,
 )
-from kvferry.connector.planning.layout import uniform_layout
+from kvferry.connector.planning.layout import draft_layer_name, uniform_layout
 from kvferry.transports.errors import (
     ConfigurationError,
     ForeignTransportError,
@@ -170,6 +171,23 @@ def test_layouts_that_cannot_be_paired_are_refused_at_the_handshake(
     failure = only_end(consumer.load("ours", BLOCKS, 0.0)).error
     assert isinstance(failure, IncompatiblePeerError)
     assert failure.field == "layers.a.page_format"
+
+
+def test_draft_layers_that_a_peer_does_not_have_are_named_once(
+    identity: Identity, config: HandoffConfig, welcome: Welcome
+) -> None:
+    names = ["a", "b", draft_layer_name("3f", "c")]
+    layout = uniform_layout(names, page_bytes=8, num_blocks=50, block_size=4, page_format="f")
+    consumer = ConsumerProtocol(replace(identity, layout=layout), config)
+    connecting(consumer, welcome)
+    (warning,) = (
+        action for action in consumer.receive(PEER, welcome, 0.0) if isinstance(action, LayersLeftOut)
+    )
+    assert warning == LayersLeftOut(welcome.engine_id, ("draft:3f:c",))
+    assert "does not have layers draft:3f:c of this node's draft model" in str(warning)
+    consumer.drop("ours", 0.0)
+    again = consumer.claim("again", replace(OFFER, lease=OFFER.lease + 1), 0.0)
+    assert not any(isinstance(action, LayersLeftOut) for action in again)
 
 
 @pytest.mark.parametrize("reach", [connecting, claiming])

@@ -37,8 +37,8 @@ def _config(model: object, load_format: str = "auto", draft: Any = None, **setti
     )
 
 
-def _parts(config: Any) -> dict[str, str]:
-    return asdict(model_identity(config, DigestCache(None)))
+def _parts(config: Any, *, has_draft: bool = False) -> dict[str, str]:
+    return asdict(model_identity(config, DigestCache(None), has_draft=has_draft))
 
 
 def _differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -143,13 +143,18 @@ def test_a_model_can_be_a_single_file(tmp_path: Path) -> None:
     assert _differing(parts, other) == {"weights"}
 
 
-def test_a_draft_model_is_part_of_it(folder: Path, tiny: Path) -> None:
-    alone = _parts(_config(tiny))
-    assert _parts(_config(tiny, draft=_config(tiny).model_config)) == alone
-    assert _differing(_parts(_config(tiny, draft=_config(folder).model_config)), alone) == {
-        "weights",
-        "configuration",
-    }
+def test_a_draft_model_is_a_part_of_its_own(folder: Path, tiny: Path) -> None:
+    """Peers must have the same target model; only those with the same draft model hand its layers over."""
+
+    def drafted(draft: Path) -> dict[str, str]:
+        return _parts(_config(tiny, draft=_config(draft).model_config), has_draft=True)
+
+    alone, same = _parts(_config(tiny)), drafted(folder)
+    assert _parts(_config(tiny, draft=_config(folder).model_config)) == alone
+    assert _differing(same, alone) == {"draft"}
+    assert drafted(tiny) == same
+    scale_tensor(folder, "model.layers.1.mlp.up_proj.weight", 1.01)
+    assert _differing(drafted(folder), same) == {"draft"}
 
 
 def test_a_file_that_cannot_be_read_ends_the_start(folder: Path) -> None:
