@@ -312,9 +312,10 @@ class KVCacheConfig:
     draft_layers: frozenset[str] = frozenset()
 
     @property
-    def num_target_groups(self) -> int:
-        """Number of groups that are not made of draft layers only."""
-        return sum(
-            not group.layer_names or not self.draft_layers.issuperset(group.layer_names)
-            for group in self.kv_cache_groups
+    def target_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that are not made of draft layers only."""
+        return tuple(
+            index
+            for index, group in enumerate(self.kv_cache_groups)
+            if not group.layer_names or not self.draft_layers.issuperset(group.layer_names)
         )

@@ -249,7 +249,7 @@ def _fields(
         "adapters": identity.adapters,
         "dtype": config.model.dtype,
         "cache_dtype": cache_dtypes,
-        "num_groups": kv_cache_config.num_target_groups,
+        "num_groups": len(kv_cache_config.target_groups),
         "num_layers": num_layers,
         "num_kv_heads": _joined(_shard(spec, config).total for spec in attention),
         "head_size": _joined(spec.head_size for spec in attention),

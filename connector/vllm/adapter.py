@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -200,9 +201,13 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return the groups that every load fills: not those of a draft model, which the peer may not have."""
-        drafts = kv_cache_config(self._kv_cache_config, self._vllm_config).draft_layers
-        groups = served_groups(self._kv_cache_config).items()
-        return tuple(index for index, group in groups if not drafts.issuperset(group.layer_names))
+        return self._loaded_groups
+
+    @cached_property
+    def _loaded_groups(self) -> tuple[int, ...]:
+        served = tuple(served_groups(self._kv_cache_config))
+        pool = kv_cache_config(self._kv_cache_config, self._vllm_config)
+        return tuple(served[group] for group in pool.target_groups)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
