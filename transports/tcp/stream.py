@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -375,7 +375,8 @@ class TlsStream(TcpStream):
 
     def _receive_pieces(self, pieces: Iovec) -> int:
         assert self._tls is not None
-        read = self._tls.read  # `recv_into` calls it, by another Python function per record
+        # `recv_into` calls it, by another Python function per record. The stubs know it only without a buffer.
+        read = cast(Callable[[int, memoryview], int], self._tls.read)
         total = 0
         try:
             for piece in pieces.pieces():
