@@ -4,7 +4,8 @@ KVTransferError
 ├─ ConnectorError                            a handoff failed
 │  ├─ InvalidTransferParamsError(ValueError) a request's kv_transfer_params are malformed: key, value
 │  ├─ StaleLeaseError                        the offer is over: released, expired, or from another epoch
-│  └─ ContentMismatchError                   the offer is for another prompt, adapter, salt or image
+│  ├─ ContentMismatchError                   the offer is for another prompt, adapter, salt or image
+│  └─ RendezvousError                        the two requests of a rendezvous did not meet
 └─ WorkerHookError                           hooks of a worker half raised in a step: output
 """
 
@@ -50,6 +51,10 @@ class ContentMismatchError(ConnectorError):
             "send the prompt that was prefilled?"
         )
         self.num_tokens = num_tokens
+
+
+class RendezvousError(ConnectorError):
+    """The prefill request and the decode request of a rendezvous did not meet. Nothing was offered or read."""
 
 
 class WorkerHookError(KVTransferError):

@@ -40,8 +40,10 @@ from ..transports.errors import (
     UnexpectedError,
 )
 from .computed import at_once
+from .errors import RendezvousError
 from .handoff.events import (
     Action,
+    ClaimUnmet,
     ClearGuard,
     Connect,
     Disconnect,
@@ -318,6 +320,8 @@ class _Driver:
         self._is_shutting_down = False
         self._num_failed_turns = 0
         self._unreachable = _Unreachable()
+        # Any client can cause these lines, so they are limited.
+        self._unmet_log = LimitedLog(logger, max_lines=1, interval_s=_WARNING_S)
 
     @property
     def num_reads(self) -> int:
@@ -344,11 +348,11 @@ class _Driver:
                 self._trace.ordered(orders)
         # A request's announcement, offer and abort, or claim, load and drop, may come in one step. So the kinds are carried
         # out in the order in which a request goes through them.
-        for request_id, lease in orders.announcements.items():
+        for request_id, announced in orders.announcements.items():
             with self._unexpected.logged(
                 "announcing an offer"
             ):  # only claims that come too early are lost by it
-                self._do(producer.announce(request_id, lease))
+                self._do(producer.announce(request_id, announced.lease, announced.name, _now()))
         for request_id, order in orders.offers.items():
             with self._failing_offer(request_id, order.lease):
                 self._offer(request_id, order)
@@ -407,11 +411,23 @@ class _Driver:
         producer = self._protocol.producer
         if isinstance(order, OfferOrder):
             actions = producer.offer(
-                request_id, order.lease, order.block_ids, order.num_tokens, _now(), order.content
+                request_id,
+                order.lease,
+                order.block_ids,
+                order.num_tokens,
+                _now(),
+                order.content,
+                order.guard_value,
             )
         else:
             actions = producer.open(
-                request_id, order.lease, order.block_ids, order.num_tokens, order.num_ready, order.content
+                request_id,
+                order.lease,
+                order.block_ids,
+                order.num_tokens,
+                order.num_ready,
+                order.content,
+                order.guard_value,
             )
         self._do(actions)
 
@@ -568,6 +584,12 @@ class _Driver:
                 logger.warning("%s", action)
             case OfferEnded():
                 self._end_offer(action)
+            case ClaimUnmet():
+                self._outcomes.count("unmet_claims_total")
+                # Part of the name: whoever knows all of it may claim.
+                self._unmet_log.warning(
+                    "denied the claim of rendezvous %s…: the offer %s", action.name[:8], action.reason
+                )
             case OfferCompleted(request_id):
                 with self._unexpected.logged("noting that an offer is complete"):
                     self._outcomes.offer_completed(request_id, _now())
@@ -749,6 +771,8 @@ class _Driver:
     def _end_load(self, ended: LoadEnded) -> None:
         if bug := self._bugs.pop(ended.request_id, None):
             ended = replace(ended, outcome="failed", error=bug)
+        if isinstance(ended.error, RendezvousError):
+            self._outcomes.count("rendezvous_failures_total")
         if ended.outcome == "failed":
             # If the peer is on another transport, no request can succeed, and `_Unreachable` has warned once for all.
             level = logging.DEBUG if isinstance(ended.error, ForeignTransportError) else logging.WARNING

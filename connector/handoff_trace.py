@@ -48,7 +48,8 @@ class HandoffTrace:
     ) -> None:
         self._note_event = note
         self._spans = spans
-        self._claims: dict[tuple[str, int], str] = {}  # (the producer's request, lease) → this node's request
+        # (the producer's request or the rendezvous, lease) → this node's request
+        self._claims: dict[tuple[str, int], str] = {}
         self._claim_of: dict[str, tuple[str, int]] = {}  # the inverse
         self._num_rounds: dict[str, int] = {}  # of loads under way
 
@@ -69,7 +70,9 @@ class HandoffTrace:
             request_id: {"traceparent": traceparent}
             for request_id, traceparent in orders.traceparents.items()
         }
-        for request_id in orders.announcements:
+        for request_id, announced in orders.announcements.items():
+            if announced.name:
+                self._remember(request_id, (announced.name, announced.lease))
             self._note(request_id, "offer announced", **traced.get(request_id, {}))
         for request_id, order in orders.offers.items():
             num_ready = order.num_ready if isinstance(order, OpenOrder) else order.num_tokens
@@ -123,6 +126,7 @@ class HandoffTrace:
             case OfferEnded(request_id, outcome, reason):
                 # The guard was cleared by the action before.
                 self._note(request_id, f"offer {outcome}", reason=reason)
+                self._forget(request_id)
             case LoadEnded(request_id, outcome, error):
                 self._note(request_id, f"load {outcome}", **({} if error is None else {"error": str(error)}))
                 self._forget(request_id)
@@ -143,7 +147,7 @@ class HandoffTrace:
     def _about(self, message: Message, way: str) -> None:
         if isinstance(message, Hello | Welcome | Heartbeat):
             return  # about no request
-        # A producer's own requests are not among the claims, and keep their id.
+        # A producer's own requests are among them only by the name of a rendezvous; others keep their id.
         request_id = self._claims.get((message.request_id, message.lease), message.request_id)
         match message:
             case Claim(rank=rank, num_ranks=num_ranks, traceparent=traceparent):

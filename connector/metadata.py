@@ -10,6 +10,19 @@ from .handoff.events import BlockTables, LocalBlocks, RemoteOffer
 
 
 @dataclass(frozen=True)
+class Announcement:
+    """Expect an offer of a request that has arrived.
+
+    Attributes:
+        lease: The offer's number.
+        name: The router's name of a rendezvous, by which consumers claim; empty: they claim by the request's id.
+    """
+
+    lease: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class OfferOrder:
     """Hold a finished request's blocks for a consumer.
 
@@ -18,12 +31,14 @@ class OfferOrder:
         block_ids: Per group, the request's block table.
         num_tokens: Tokens whose keys and values are in the blocks; the last block may be partly filled.
         content: Digest of the prompt that they were computed from.
+        guard_value: What its guard holds; 0: the offer's number.
     """
 
     lease: int
     block_ids: BlockTables
     num_tokens: int
     content: str
+    guard_value: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class OpenOrder:
         block_ids: Per group, the block table so far.
         num_tokens: Tokens that will be offered when the prompt is computed.
         num_ready: Tokens whose keys and values are in the blocks.
-        content: As in `OfferOrder`.
+        content, guard_value: As in `OfferOrder`.
     """
 
     lease: int
@@ -43,6 +58,7 @@ class OpenOrder:
     num_tokens: int
     num_ready: int
     content: str
+    guard_value: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,21 +79,21 @@ class HandoffMetadata(KVConnectorMetadata):
     """One step's orders, carried out in the order of the attributes. All but `withdrawals` are by request.
 
     Attributes:
-        announcements: Lease numbers of offers that will be made: their requests have arrived.
+        announcements: Offers that will be made: their requests have arrived.
         offers: Blocks to hold for consumers, or to let them read.
         extensions: What has been computed of open offers since.
         completions: Open offers whose request has finished with all of its prompt computed: the block tables. The blocks are
             held from now on.
         withdrawals: Lease numbers of announced offers that will not be made: their requests ended, or lost their blocks.
         aborts: Open offers whose request has ended otherwise. Their blocks are held until no peer reads them.
-        releases: Offers that no consumer will load, and their lease numbers. An offer that a consumer has claimed continues.
+        releases: Offers that no consumer will load: the request, or the name of a rendezvous, and the lease number. An offer that a consumer has claimed continues.
         claims: Offers of other nodes to claim before there are blocks to read them into.
         loads: Per group, local blocks to read claimed offers into.
         drops: Claims that are no longer needed.
         traceparents: Of requests among the announcements and claims that are traced: the `traceparent` of their node's span.
     """
 
-    announcements: Mapping[str, int] = field(default_factory=dict)
+    announcements: Mapping[str, Announcement] = field(default_factory=dict)
     offers: Mapping[str, OfferOrder | OpenOrder] = field(default_factory=dict)
     extensions: Mapping[str, ExtendOrder] = field(default_factory=dict)
     completions: Mapping[str, BlockTables] = field(default_factory=dict)

@@ -7,6 +7,10 @@ with `"do_remote_prefill": false, "do_release": true`, and the blocks become fre
 has one. Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
 write them.
 
+In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
+it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `meeting_params` makes to the
+decode node. A prefill node that can do this says so in each answer, by `"rendezvous_supported": true`.
+
 The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
 HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
 
@@ -16,6 +20,7 @@ Numbers of 64 bits travel as hexadecimal strings: proxies that keep JSON's numbe
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -38,7 +43,11 @@ T = TypeVar("T")
 #: Key of the trace context, also the name of the HTTP header.
 TRACEPARENT = "traceparent"
 
+#: Key of the name of a rendezvous, and of a node's answer that it can do this.
+RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
+
 _MAX_INT32 = 2**31 - 1
+_RENDEZVOUS_NAME = re.compile("(?!0{16})[0-9a-f]{32}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -50,6 +59,12 @@ def _name(value: object) -> str:
     if _SURROGATE.search(known):  # a string to JSON, but it could not be sent to the peer
         refuse("a string without lone surrogates", known)
     return known
+
+
+def _rendezvous_name(value: object) -> str:
+    if not isinstance(value, str) or not _RENDEZVOUS_NAME.fullmatch(value):
+        refuse("32 hexadecimal digits in lower case, of which not all of the first 16 are 0", value)
+    return value
 
 
 def _hexadecimal(high: int) -> Callable[[object], int]:
@@ -97,13 +112,35 @@ class _OfferParams:
     tp_size: Annotated[int, integer(1, MAX_RANKS)]
 
     def require_consistent(self) -> None:
-        if len(set(self.remote_addresses)) != len(self.remote_addresses):
-            raise Refused("must have a different address for each rank", ".remote_addresses")
-        if self.tp_size != len(self.remote_addresses):
-            raise Refused(
-                f"must be {len(self.remote_addresses)}, the number of remote_addresses, got {self.tp_size}",
-                ".tp_size",
-            )
+        _require_one_address_per_rank(self.remote_addresses, self.tp_size)
+
+
+def _require_one_address_per_rank(addresses: tuple[str, ...], tp_size: int) -> None:
+    if len(set(addresses)) != len(addresses):
+        raise Refused("must have a different address for each rank", ".remote_addresses")
+    if tp_size != len(addresses):
+        raise Refused(f"must be {len(addresses)}, the number of remote_addresses, got {tp_size}", ".tp_size")
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where the offer of a rendezvous will be, by the names that travel."""
+
+    rendezvous: Annotated[str, _rendezvous_name]
+    remote_engine_id: Annotated[str, _name]
+    remote_epoch: Annotated[int, _hexadecimal(MAX_EPOCH)]
+    remote_addresses: Annotated[tuple[str, ...], _addresses]
+    tp_size: Annotated[int, integer(1, MAX_RANKS)]
+
+    def require_consistent(self) -> None:
+        _require_one_address_per_rank(self.remote_addresses, self.tp_size)
+
+
+@dataclass(frozen=True)
+class _Name:
+    """The name of a rendezvous alone."""
+
+    rendezvous: Annotated[str, _rendezvous_name]
 
 
 @dataclass(frozen=True)
@@ -116,7 +153,7 @@ class _Flags:
     overlap: bool = False
 
 
-_OFFER, _FLAGS = Record(_OfferParams), Record(_Flags)
+_OFFER, _MEETING, _NAME, _FLAGS = Record(_OfferParams), Record(_Meeting), Record(_Name), Record(_Flags)
 
 
 # -- reading and writing -----------------------------------------------------------------------------
@@ -129,14 +166,22 @@ class TransferWish:
     Attributes:
         offer_result: Offer the prompt's blocks to another node when the request has finished.
         offer_early: Offer them while the prompt is still being computed, where that is possible.
-        load_from: The offer to load the prompt's blocks from; None to compute them here.
+        load_from: The offer to load the prompt's blocks from; None to compute them here. In a rendezvous its number of tokens
+            is 0: the prompt decides.
         release: An offer of this node that no consumer will claim.
+        rendezvous: The name under which to offer the result; empty: the node names the offer.
     """
 
     offer_result: bool = False
     load_from: RemoteOffer | None = None
     offer_early: bool = False
     release: RemoteOffer | None = None
+    rendezvous: str = ""
+
+
+def rendezvous_lease(name: str) -> int:
+    """Return the lease number that both nodes of a rendezvous derive from its name. It is no guard's value."""
+    return (int(name[:16], 16) & MAX_LEASE) or 1
 
 
 def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
@@ -154,10 +199,18 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
     if flags.do_release and (flags.do_remote_prefill or flags.do_remote_decode):
         why = "do_release must be false beside do_remote_prefill or do_remote_decode: a request that releases an offer can "
         raise invalid_params(f"{why}neither load nor offer", "do_release", True)
-    offer = _remote_offer(params) if flags.do_remote_prefill or flags.do_release else None
+    is_rendezvous = params.get(RENDEZVOUS) is not None  # vLLM's proxies send null for what they do not set
+    offer = None
+    if flags.do_remote_prefill or flags.do_release:
+        offer = _meeting(params) if is_rendezvous else _remote_offer(params)
+    # A request that loads by one name and offers by another would need two, so the name is that of the load.
+    name = (
+        _read(_NAME, params).rendezvous if is_rendezvous and flags.do_remote_decode and offer is None else ""
+    )
     return TransferWish(
         offer_result=flags.do_remote_decode,
-        offer_early=flags.do_remote_decode and flags.overlap,
+        offer_early=flags.do_remote_decode and (flags.overlap or bool(name)),
+        rendezvous=name,
         load_from=offer if flags.do_remote_prefill else None,
         release=offer if flags.do_release else None,
     )
@@ -187,7 +240,53 @@ def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
         "remote_num_tokens": offer.num_tokens,
         "remote_block_ids": [list(table) for table in offer.block_ids],
         "tp_size": len(offer.addresses),
+        RENDEZVOUS_SUPPORTED: True,
     }
+
+
+def meeting_params(name: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a consumer needs to claim by name an offer that a prefill node has yet to make.
+
+    Args:
+        name: Of the rendezvous; see `draw_rendezvous_name`.
+        answer: The params of an earlier answer of the prefill node, which say where it can be reached.
+
+    Returns:
+        The params; None if the answer does not say that the node can do this.
+    """
+    if answer.get(RENDEZVOUS_SUPPORTED) is not True:
+        return None
+    params = {"do_remote_prefill": True, "do_remote_decode": False, RENDEZVOUS: name}
+    params |= {key: answer[key] for key in _WHERE if key in answer}
+    try:
+        _read(_MEETING, params)
+    except InvalidTransferParamsError:
+        return None
+    return params
+
+
+def draw_rendezvous_name() -> str:
+    """Draw a name of 128 random bits. Whoever knows the name of a rendezvous may claim its offer."""
+    while not _RENDEZVOUS_NAME.fullmatch(name := secrets.token_hex(16)):
+        pass
+    return name
+
+
+_WHERE = ("remote_engine_id", "remote_epoch", "remote_addresses", "tp_size")
+
+
+def _meeting(params: Mapping[str, Any]) -> RemoteOffer:
+    known = _read(_MEETING, params)
+    return RemoteOffer(
+        engine_id=known.remote_engine_id,
+        epoch=known.remote_epoch,
+        request_id=known.rendezvous,
+        lease=rendezvous_lease(known.rendezvous),
+        addresses=known.remote_addresses,
+        num_tokens=0,
+        block_ids=(),
+        is_rendezvous=True,
+    )
 
 
 def _remote_offer(params: Mapping[str, Any]) -> RemoteOffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,12 +13,18 @@ from ..transports._limited_log import LimitedLog
 from ..transports.errors import ConfigurationError, KVTransferStateError
 from .base import KVConnectorHandshakeMetadata, SchedulerHalf
 from .content import content_digest
-from .errors import ConnectorError
+from .errors import ConnectorError, RendezvousError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
-from .metadata import ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
-from .params import TransferWish, offer_params, parse_transfer_params, traceparent_of
+from .metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
+from .params import (
+    TransferWish,
+    offer_params,
+    parse_transfer_params,
+    rendezvous_lease,
+    traceparent_of,
+)
 
 if TYPE_CHECKING:
     from .base import ConnectorRequest, SchedulerOutput
@@ -31,6 +38,8 @@ T = TypeVar("T")
 
 #: A consumer computes the last prompt token itself, to get its logits, so a load of that token alone is not worth it.
 _TOKENS_COMPUTED_ANYWAY = 1
+#: Names of rendezvous that are remembered as used, the latest ones.
+_MAX_USED_NAMES = 4096
 
 
 class RequestState(Enum):
@@ -62,21 +71,25 @@ class _OwnOffer:
     """The offer that a request is to make.
 
     Attributes:
-        lease: Its number, drawn when the request arrived.
+        lease: Its number, drawn when the request arrived; in a rendezvous, part of the name that the router drew.
         content: Digest of the prompt.
         is_early: Whether it may be opened while the prompt is still computed.
+        name: Of a rendezvous; empty: it is none.
+        guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
     """
 
     lease: int
     content: str
     is_early: bool
+    name: str = ""
+    guard_value: int = 0
 
 
 @dataclass
 class _Orders:
     """The orders about one request that were not sent to the worker halves yet; the fields of `HandoffMetadata`."""
 
-    announcement: int | None = None
+    announcement: Announcement | None = None
     offer: OfferOrder | OpenOrder | None = None
     extension: ExtendOrder | None = None
     completion: BlockTables | None = None
@@ -143,6 +156,7 @@ class HandoffScheduler(SchedulerHalf):
         # These two name an offer by its number and no request, so they outlive the request that caused them.
         self._withdrawals: list[int] = []
         self._releases: list[tuple[str, int]] = []
+        self._used_names: OrderedDict[str, None] = OrderedDict()
         # Any client can cause these lines, so they are limited.
         self._role_log = LimitedLog(logger, max_lines=1, interval_s=60.0)
 
@@ -173,6 +187,7 @@ class HandoffScheduler(SchedulerHalf):
         Raises:
             InvalidTransferParamsError: its `kv_transfer_params` are malformed; the request is not remembered.
             ConnectorError: the handoff of an earlier request with this id is not over; that one goes on.
+            RendezvousError: another request has used this name of a rendezvous.
         """
         request_id = request.request_id
         wish = self._within_role(request_id, parse_transfer_params(request.kv_transfer_params))
@@ -191,18 +206,27 @@ class HandoffScheduler(SchedulerHalf):
         if wish.load_from is not None:
             # The worker halves compare this digest with the producer's grant. So an offer of another prompt is claimed
             # as well, and the claim releases it as soon as the difference is found.
-            claim = replace(wish.load_from, content=content_digest(request, wish.load_from.num_tokens))
+            num_tokens = wish.load_from.num_tokens
+            if wish.load_from.is_rendezvous:
+                # A state cannot be cut back, so its producer gets the prompt without the last token.
+                num_tokens = request.num_prompt_tokens - (1 if self._has_state else 0)
+            content = content_digest(request, num_tokens)
+            claim = replace(wish.load_from, num_tokens=num_tokens, content=content)
         if wish.offer_result:
             content = content_digest(request, request.num_prompt_tokens)
             is_early = wish.offer_early and self._keeps_all_blocks
             offer = _OwnOffer(self._numbers.draw(), content, is_early)
+            if wish.rendezvous:
+                self._use_name(wish.rendezvous)
+                lease = rendezvous_lease(wish.rendezvous)
+                offer = _OwnOffer(lease, content, is_early, wish.rendezvous, guard_value=offer.lease)
         state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
         traceparent = traceparent_of(request.kv_transfer_params)
         record = self._requests[request_id] = _Request(request_id, state, claim, offer, traceparent)
         orders = self._order(record)
         orders.traceparent = traceparent
         orders.claim = claim
-        orders.announcement = None if offer is None else offer.lease
+        orders.announcement = None if offer is None else Announcement(offer.lease, offer.name)
         logger.debug("%r has arrived", record)
 
     def get_num_new_matched_tokens(
@@ -262,11 +286,13 @@ class HandoffScheduler(SchedulerHalf):
         if record is None or record.offer is None or not record.offer.is_early:
             return None
         offer = self._name_offer(request, record.offer.lease, tables)
+        own = record.offer
         self._order(record).offer = OpenOrder(
-            offer.lease, tables, offer.num_tokens, num_ready, record.offer.content
+            offer.lease, tables, offer.num_tokens, num_ready, own.content, own.guard_value
         )
         self._move(record, RequestState.OPEN)
-        return offer_params(offer, record.traceparent)
+        # The consumer of a rendezvous needs no answer: it has claimed, or will, by the name.
+        return None if own.name else offer_params(offer, record.traceparent)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
@@ -392,7 +418,9 @@ class HandoffScheduler(SchedulerHalf):
             self._withdraw(record, own)
             self._move(record, RequestState.ENDED)
             return False, None
-        self._order(record).offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content)
+        self._order(record).offer = OfferOrder(
+            own.lease, tables, offer.num_tokens, own.content, own.guard_value
+        )
         self._move(record, RequestState.OFFERED)
         return True, offer_params(offer, record.traceparent)
 
@@ -423,7 +451,7 @@ class HandoffScheduler(SchedulerHalf):
             # since the open, and its claim needs an answer.
             orders.abort = True
         elif orders.offer is not None:
-            orders.offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content)
+            orders.offer = OfferOrder(own.lease, tables, offer.num_tokens, own.content, own.guard_value)
         else:
             orders.completion = tables
         self._move(record, RequestState.OFFERED)
@@ -439,11 +467,30 @@ class HandoffScheduler(SchedulerHalf):
         self._move(record, RequestState.ENDED)
 
     def _withdraw(self, record: _Request, own: _OwnOffer) -> None:
-        """Withdraw the announced offer. If its number was not sent yet, nothing can be waiting for it."""
-        if record.orders is not None and record.orders.announcement is not None:
+        """Withdraw the announced offer. If its number was not sent yet, nothing can be waiting for it.
+
+        A rendezvous is announced all the same: its consumer knows the name from the router, and is denied at once.
+        """
+        is_unknown = record.orders is not None and record.orders.announcement is not None
+        if is_unknown and not own.name and record.orders is not None:
             record.orders.announcement = None
         else:
             self._withdrawals.append(own.lease)
+
+    def _use_name(self, name: str) -> None:
+        """Note that a request offers by this name of a rendezvous.
+
+        Raises:
+            RendezvousError: an earlier one did.
+        """
+        if name in self._used_names:
+            raise RendezvousError(
+                "the name of a rendezvous was used already by another request; a router must draw a new name for each "
+                "request and each retry"
+            )
+        self._used_names[name] = None
+        if len(self._used_names) > _MAX_USED_NAMES:
+            self._used_names.popitem(last=False)
 
     # -- helpers -------------------------------------------------------------------------------------
 
@@ -474,6 +521,7 @@ class HandoffScheduler(SchedulerHalf):
             load_from=wish.load_from if self._config.is_kv_consumer else None,
             offer_early=wish.offer_early and self._config.is_kv_producer,
             release=wish.release if self._config.is_kv_producer else None,
+            rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
         )
         if allowed != wish:
             key = "do_release" if wish.release is not None else "do_remote_decode"

@@ -85,6 +85,12 @@ METRICS = (
     _counter("offers_delivered_total", "Offers that a consumer has read"),
     _counter("offers_aborted_total", "Offers that ended early because a request or a peer went away"),
     _counter("offers_expired_total", "Offers whose lease ran out"),
+    _counter(
+        "rendezvous_failures_total", "Loads that failed because no request of that rendezvous's name came"
+    ),
+    _counter(
+        "unmet_claims_total", "Claims of a rendezvous that were denied, because no request of its name came"
+    ),
     _gauge("live_leases", "Offers whose blocks are held, or that are being computed, for another node"),
     _gauge("live_loads", "Loads that were ordered and have not ended"),
     _counter(

@@ -33,6 +33,9 @@ class HandoffConfig:
         backoff_s: After a connection failed, its address is not tried for this long; doubled with each further failure.
         max_backoff_s: Longest backoff.
         max_failed_claims: Failures that a consumer remembers until their loads are asked for.
+        rendezvous_wait_s: In a rendezvous, a producer keeps a claim for this long without the request that it is about.
+        max_rendezvous: Such claims that a producer keeps at once, and names of past rendezvous that it remembers. Further
+            claims are denied.
         max_peer_ranks: Ranks of a producer. An offer with more addresses is refused, because anyone who can send a
             request can write addresses. Raise it if a node really has more ranks.
         max_connecting: Connections that a consumer has in progress at once. Further ones wait for their turn, within
@@ -53,6 +56,8 @@ class HandoffConfig:
     backoff_s: Seconds = 0.1
     max_backoff_s: Seconds = 2.0
     max_failed_claims: Count = 4096
+    rendezvous_wait_s: Seconds = 30.0
+    max_rendezvous: Count = 4096
     max_peer_ranks: Count = 64
     max_connecting: Count = 32
 

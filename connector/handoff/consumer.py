@@ -13,11 +13,22 @@ from ...transports.errors import (
     TransportClosedError,
 )
 from ...transports.regions import Guard
-from ..errors import ConnectorError, ContentMismatchError, StaleLeaseError
+from ..errors import ConnectorError, ContentMismatchError, RendezvousError, StaleLeaseError
 from .config import HandoffConfig
 from .events import Action, Identity, LoadEnded, LocalBlocks, OfferCompleted, RemoteOffer, StartRead
 from .loads import Load, Loads, LoadState, Part, Verdict
-from .messages import Claim, Deny, Grant, Parked, ProducerMessage, Progress, Release, Revoke, Welcome
+from .messages import (
+    RENDEZVOUS_VERSION,
+    Claim,
+    Deny,
+    Grant,
+    Parked,
+    ProducerMessage,
+    Progress,
+    Release,
+    Revoke,
+    Welcome,
+)
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 
@@ -172,7 +183,9 @@ class ConsumerProtocol:
                 return self._progressed(load, part, message, now)
             case Deny() | Revoke():
                 load.forgive(part)
-                return self._end(load, Verdict("failed", StaleLeaseError(message.reason)))
+                is_unmet = load.offer.is_rendezvous and part.grant is None
+                kind = RendezvousError if is_unmet else StaleLeaseError
+                return self._end(load, Verdict("failed", kind(message.reason)))
 
     # -- reads, time, end ----------------------------------------------------------------------------
 
@@ -279,6 +292,14 @@ class ConsumerProtocol:
                     f"{part.address} is not the node that made the offer, or it was restarted"
                 )
                 return actions + self._end(load, Verdict("failed", error))
+            if load.offer.is_rendezvous and session.version < RENDEZVOUS_VERSION:
+                unmet = RendezvousError(
+                    f"{part.address} speaks version {session.version} of the handoff protocol, which has no rendezvous; "
+                    "upgrade its node, or start the router with --no-rendezvous"
+                )
+                for each in load.parts:
+                    load.forgive(each)  # it knows nothing that could be released
+                return actions + self._end(load, Verdict("failed", unmet))
             load.claim(part, now + self._config.claim_timeout_s)
             session.next_heartbeat = min(session.next_heartbeat, now + self._config.heartbeat_s)
             actions.append(self._claim(load.offer, session, load.traceparent))
@@ -314,7 +335,10 @@ class ConsumerProtocol:
             )
             return self._end(load, Verdict("failed", error))
         load.accept(part, grant, now + self._config.load_wait_s)
-        return self._read_on(load, now)
+        # Until now the load waited for the prompt to be computed, which is no part of the transfer's time.
+        is_late = load.offer.is_rendezvous and load.has_waited and load.is_whole
+        completed: list[Action] = [OfferCompleted(load.request_id)] if is_late else []
+        return completed + self._read_on(load, now)
 
     def _progressed(self, load: Load, part: Part, progress: Progress, now: float) -> list[Action]:
         if load.verdict is not None or part.grant is None:
@@ -355,7 +379,7 @@ class ConsumerProtocol:
         session, grant = self._peers.session(part.address), part.grant
         assert session is not None
         assert grant is not None
-        guard = Guard(grant.guard_index, grant.lease)
+        guard = Guard(grant.guard_index, grant.guard_value or grant.lease)
         read = StartRead(
             load.request_id,
             part.rank,
@@ -414,7 +438,10 @@ class ConsumerProtocol:
         return actions
 
     def _claim(self, offer: RemoteOffer, session: PeerSession, traceparent: str = "") -> Action:
-        return session.send(Claim(offer.request_id, offer.lease, self._rank, self._num_ranks, traceparent))
+        claim = Claim(
+            offer.request_id, offer.lease, self._rank, self._num_ranks, traceparent, offer.is_rendezvous
+        )
+        return session.send(claim)
 
     def _release(self, offer: RemoteOffer, session: PeerSession, *, delivered: bool) -> Action:
         release = Release(offer.request_id, offer.lease, delivered, self._rank, self._num_ranks)

@@ -45,12 +45,13 @@ class RemoteOffer:
     """A producer's offer as the consumer's request describes it. It came over a path that is not authenticated.
 
     Attributes:
-        request_id: The producer's id of the request.
+        request_id: The producer's id of the request; in a rendezvous, the name that the router drew.
         addresses: One per rank of the producer.
         num_tokens: Tokens whose keys and values are offered.
         block_ids: Per group. Nothing is read by them: only the block ids of the producer's grant count.
         content: Digest of as much of the consumer's own prompt as the offer covers (see `content_digest`). The consumer
             computes it; the producer's grant must repeat it.
+        is_rendezvous: The offer may not exist yet. `num_tokens` is the number that the consumer expects.
     """
 
     engine_id: str
@@ -61,6 +62,7 @@ class RemoteOffer:
     num_tokens: int
     block_ids: BlockTables
     content: str = ""
+    is_rendezvous: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,18 @@ class OfferEnded:
 
 
 @dataclass(frozen=True)
+class ClaimUnmet:
+    """Report that a claim of a rendezvous was denied because its request did not come.
+
+    Attributes:
+        name: The router's name of the rendezvous.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class OfferCompleted:
     """Report that the offer of a load, which was still being computed, is ready as a whole now."""
 
@@ -221,6 +235,7 @@ Action = (
     | PeerDiffers
     | LayersLeftOut
     | OfferEnded
+    | ClaimUnmet
     | OfferCompleted
     | LoadEnded
 )

@@ -67,6 +67,7 @@ class Part:
         state: CONNECTING, CLAIMING, GRANTED or READING.
         deadline: End of the present state; infinity where another deadline counts, as that of the connection.
         grant: What the rank granted, with the progress that it reported since; not None from the state GRANTED on.
+        was_parked: Whether the rank had to compute before it could grant.
         is_owed_release: Whether the rank must still get a `Release`. It need not if the offer has ended at the rank, or
             the rank is gone.
     """
@@ -76,6 +77,7 @@ class Part:
     state: LoadState = LoadState.CONNECTING
     deadline: float = math.inf
     grant: Grant | None = None
+    was_parked: bool = False
     is_owed_release: bool = True
 
 
@@ -122,6 +124,11 @@ class Load:
         return LoadState.READING if self.num_reads else min(part.state for part in self.parts)
 
     @property
+    def has_waited(self) -> bool:
+        """Whether a rank had to compute before it could grant."""
+        return any(part.was_parked for part in self.parts)
+
+    @property
     def keys(self) -> list[PartKey]:
         """The offer's names, by part."""
         return [(part.address, self.offer.epoch, self.offer.lease) for part in self.parts]
@@ -166,7 +173,7 @@ class Load:
     def park(self, part: Part, deadline: float) -> None:
         """Note that a rank still has to make the offer. It is waited for until `deadline`."""
         if part.state is LoadState.CLAIMING and self.verdict is None:
-            part.deadline = deadline
+            part.deadline, part.was_parked = deadline, True
 
     def accept(self, part: Part, grant: Grant, deadline: float) -> None:
         """Note that a rank granted its share."""

@@ -30,6 +30,8 @@ PROTOCOL_VERSION: Final = 7
 OLDEST_VERSION: Final = 6
 #: The version since which the layout of a `Welcome` may have slots that move together.
 GRAIN_VERSION: Final = 7
+#: The version since which a claim may come before the request that it is about.
+RENDEZVOUS_VERSION: Final = 7
 SPOKEN_VERSIONS: Final = range(OLDEST_VERSION, PROTOCOL_VERSION + 1)
 
 #: Lease numbers and epochs are positive and fit a signed 64-bit word, like the guard that holds them.
@@ -201,6 +203,8 @@ class Claim:
         rank: The consumer's rank in its node.
         num_ranks: Ranks of that node; each claims and releases the offer for itself.
         traceparent: The span of this claim, if the consumer traces the request.
+        rendezvous: The offer is named by a router, and its request may not have arrived yet. Then `request_id` is that name
+            here and in every other message about the offer.
     """
 
     request_id: Text
@@ -208,6 +212,7 @@ class Claim:
     rank: Rank
     num_ranks: NumRanks
     traceparent: Annotated[str, _traceparent_or_nothing, Since(7)] = ""
+    rendezvous: Annotated[bool, Since(7)] = False
 
 
 @_message("Grant")
@@ -221,6 +226,8 @@ class Grant:
         block_ids: Per group, the request's block table. It covers the tokens that are ready, and may cover more.
         content: Digest of what the blocks were computed from; see `content_digest`. The consumer compares it with the
             digest of its own prompt before it reads anything.
+        guard_value: What the guard holds while the bytes are valid; 0: the lease number. It is another number in a
+            rendezvous, whose lease number comes from outside: a value that could repeat would make stale bytes look valid.
     """
 
     request_id: Text
@@ -230,12 +237,16 @@ class Grant:
     num_ready: Annotated[int, integer(0, _MAX_INT32)]
     block_ids: BlockTables
     content: Text = ""
+    guard_value: Annotated[int, integer(0, MAX_LEASE), Since(7)] = 0
 
 
 @_message("Parked")
 @dataclass(frozen=True)
 class Parked:
-    """Producer: I know this offer's request, and shall answer your claim when I make the offer. Repeated until then."""
+    """Producer: I shall answer your claim when I make the offer. Repeated until then.
+
+    I know the offer's request or, in a rendezvous, still wait for it.
+    """
 
     request_id: Text
     lease: Lease

@@ -23,6 +23,8 @@ _ANSWERS_PER_CLAIM_TIMEOUT = 3
 class OfferState(enum.Enum):
     """The states of the producer's table in `docs/design.md`."""
 
+    #: A rendezvous was claimed, and its request has not arrived. Claims are parked.
+    AWAITED = "awaited"
     #: The request has arrived; its offer is still to be made. Claims are parked.
     ANNOUNCED = "announced"
     #: The prompt is still being computed. The blocks are the engine's, and no lease runs.
@@ -37,7 +39,8 @@ class OfferState(enum.Enum):
 
 #: Which states may follow which; `docs/design.md` says by which event.
 OFFER_TRANSITIONS: Mapping[OfferState, frozenset[OfferState]] = {
-    OfferState.ANNOUNCED: frozenset(set(OfferState) - {OfferState.ANNOUNCED}),
+    OfferState.AWAITED: frozenset({OfferState.ANNOUNCED, OfferState.ENDED}),
+    OfferState.ANNOUNCED: frozenset(set(OfferState) - {OfferState.AWAITED, OfferState.ANNOUNCED}),
     OfferState.OPEN: frozenset({OfferState.OFFERED, OfferState.CLAIMED, OfferState.ENDED}),
     OfferState.OFFERED: frozenset({OfferState.CLAIMED, OfferState.ENDED}),
     OfferState.CLAIMED: frozenset({OfferState.OFFERED, OfferState.ENDED}),
@@ -145,7 +148,13 @@ def _consumer_of(peer: ConsumerPeer, message: Claim | Release) -> _Consumer:
 class Offer:
     """One offer, from the arrival of its request until its end. Only its own methods change it.
 
+    In a rendezvous it begins with whichever comes first, the request or a claim.
+
+    Args:
+        name: The router's name of a rendezvous; empty: peers name the offer by its request.
+
     Attributes:
+        request_id: This node's id of the request; empty while it is awaited.
         state: Where it is in the producer's table.
         grant: The grant that its claimants get; it has the guard, too. None before the offer is made.
         deadline: When something is due: while announced, the next answer to parked claims; while offered or claimed, the
@@ -153,15 +162,17 @@ class Offer:
         claimants: The ranks that read it.
     """
 
-    def __init__(self, request_id: str, lease: int, config: HandoffConfig) -> None:
+    def __init__(self, request_id: str, lease: int, config: HandoffConfig, name: str = "") -> None:
         self.request_id = request_id
         self.lease = lease
-        self.state = OfferState.ANNOUNCED
+        self.name = name
+        self.state = OfferState.ANNOUNCED if request_id else OfferState.AWAITED
         self.grant: Grant | None = None
         self.deadline = math.inf
         self.claimants = Claimants()
         self._config = config
         self._renewable_until = math.inf
+        self._awaited_until = math.inf
 
     def __repr__(self) -> str:
         # Never the lease number: a peer that knows it can read without a claim, and a repr ends up in logs.
@@ -171,7 +182,12 @@ class Offer:
     @property
     def is_made(self) -> bool:
         """Whether it is held under a guard: made, and not ended."""
-        return self.state not in (OfferState.ANNOUNCED, OfferState.ENDED)
+        return self.state not in (OfferState.AWAITED, OfferState.ANNOUNCED, OfferState.ENDED)
+
+    @property
+    def known_as(self) -> str:
+        """The id by which messages name it."""
+        return self.name or self.request_id
 
     @property
     def granted(self) -> Grant:
@@ -180,6 +196,20 @@ class Offer:
         return self.grant
 
     # -- what this node does -------------------------------------------------------------------------
+
+    def await_request(self, until: float) -> None:
+        """Wait for the request of a rendezvous until then."""
+        self._awaited_until = self.deadline = until
+
+    def announce(self, request_id: str, now: float) -> None:
+        """Note that the request of a rendezvous has arrived."""
+        self.request_id, self._awaited_until = request_id, math.inf
+        self._go_to(OfferState.ANNOUNCED)
+        self.next_answer(now)
+
+    def is_unmet(self, now: float) -> bool:
+        """Whether its request should have arrived by now."""
+        return self.state is OfferState.AWAITED and self._awaited_until <= now
 
     def open(self, grant: Grant) -> None:
         """Make it while its prompt is still being computed.
@@ -216,7 +246,7 @@ class Offer:
             raise KVTransferStateError(f"{self!r} was extended by other block tables than it has")
         more = tuple(table[end:] for table, end in zip(block_ids, ends, strict=True))
         self.grant = replace(grant, num_ready=num_ready, block_ids=block_ids)
-        return Progress(self.request_id, self.lease, num_ready, more)
+        return Progress(self.known_as, self.lease, num_ready, more)
 
     def end(self) -> None:
         """End it. The caller clears its guard."""
@@ -233,7 +263,7 @@ class Offer:
         """
         if refusal := self.claimants.claim(peer, claim):
             return refusal
-        if self.state is OfferState.ANNOUNCED:
+        if self.state in (OfferState.AWAITED, OfferState.ANNOUNCED):
             self.deadline = min(self.deadline, now + self._answer_interval_s)
         self.renew(now)
         self._count_readers()
@@ -264,7 +294,8 @@ class Offer:
 
     def next_answer(self, now: float) -> None:
         """Note that the parked claims were answered just now."""
-        self.deadline = now + self._answer_interval_s if self.claimants.peers else math.inf
+        next_answer = now + self._answer_interval_s if self.claimants.peers else math.inf
+        self.deadline = min(next_answer, self._awaited_until)
 
     def lateness(self, now: float) -> str:
         """Why the lease of an overdue offer ran out."""

@@ -9,7 +9,17 @@ from typing import Literal
 
 from ...transports.errors import KVTransferStateError
 from .config import HandoffConfig
-from .events import Action, BlockTables, ClearGuard, Disconnect, Identity, OfferEnded, Send, SetGuard
+from .events import (
+    Action,
+    BlockTables,
+    ClaimUnmet,
+    ClearGuard,
+    Disconnect,
+    Identity,
+    OfferEnded,
+    Send,
+    SetGuard,
+)
 from .messages import (
     GRAIN_VERSION,
     Claim,
@@ -74,6 +84,7 @@ class ProducerProtocol:
         self._offers: dict[int, Offer] = {}  # by lease
         self._lease_of: dict[str, int] = {}  # by request; of the offers that are made
         self._peers: dict[int, _Peer] = {}
+        self._past: dict[int, str] = {}  # by lease; rendezvous that are over, the oldest first: why
 
     @property
     def offers(self) -> tuple[Offer, ...]:
@@ -88,21 +99,33 @@ class ProducerProtocol:
     @property
     def num_announced(self) -> int:
         """Offers that are still to be made."""
-        return len(self._offers) - len(self._lease_of)
+        return len(self._offers) - len(self._lease_of) - self.num_awaited
+
+    @property
+    def num_awaited(self) -> int:
+        """Rendezvous that were claimed and whose request has not arrived."""
+        return sum(offer.state is OfferState.AWAITED for offer in self._offers.values())
 
     # -- orders of this node -------------------------------------------------------------------------
 
-    def announce(self, request_id: str, lease: int) -> list[Action]:
+    def announce(self, request_id: str, lease: int, name: str = "", now: float = 0.0) -> list[Action]:
         """Expect an offer of this request under this lease number. From now on claims of it are parked.
 
         `offer`, `open` or `withdraw` follows.
 
+        Args:
+            name: Of a rendezvous, which peers may have claimed already; empty: it is none.
+
         Raises:
             KVTransferStateError: the number is in use.
         """
-        if lease in self._offers:
+        awaited = self._offers.get(lease)
+        if awaited is not None and name and awaited.state is OfferState.AWAITED and awaited.name == name:
+            awaited.announce(request_id, now)
+            return []
+        if awaited is not None:
             raise KVTransferStateError(f"lease number of {request_id!r} is in use")
-        self._offers[lease] = Offer(request_id, lease, self._config)
+        self._offers[lease] = Offer(request_id, lease, self._config, name)
         return []
 
     def offer(
@@ -113,17 +136,19 @@ class ProducerProtocol:
         num_tokens: int,
         now: float,
         content: str = "",
+        guard_value: int = 0,
     ) -> list[Action]:
         """Hold a finished request's blocks for a consumer. `OfferEnded` follows, exactly once.
 
         Args:
             content: What a consumer compares with its own prompt; see `Grant`.
+            guard_value: A number that no other offer ever has; 0: the lease number is one.
 
         Raises:
             KVTransferStateError: the number is that of another offer, or the request is offered already.
         """
         offer = self._new_offer(request_id, lease)
-        grant = self._grant_of(offer, block_ids, num_tokens, num_tokens, content)
+        grant = self._grant_of(offer, block_ids, num_tokens, num_tokens, content, guard_value)
         if grant is None:
             return self._refuse(offer)
         offer.offer(grant, now)
@@ -137,6 +162,7 @@ class ProducerProtocol:
         num_tokens: int,
         num_ready: int,
         content: str = "",
+        guard_value: int = 0,
     ) -> list[Action]:
         """Let a consumer read a request's blocks while its prompt is still being computed. `OfferEnded` follows, exactly once.
 
@@ -146,13 +172,13 @@ class ProducerProtocol:
             block_ids: The block tables so far.
             num_tokens: Tokens that will be offered in the end.
             num_ready: Tokens whose keys and values are computed.
-            content: As for `offer`.
+            content, guard_value: As for `offer`.
 
         Raises:
             KVTransferStateError: as for `offer`.
         """
         offer = self._new_offer(request_id, lease)
-        grant = self._grant_of(offer, block_ids, num_tokens, num_ready, content)
+        grant = self._grant_of(offer, block_ids, num_tokens, num_ready, content, guard_value)
         if grant is None:
             return self._refuse(offer)
         offer.open(grant)
@@ -188,10 +214,15 @@ class ProducerProtocol:
     def give_up(self, request_id: str, lease: int) -> list[Action]:
         """End an offer for which no consumer will come, as a router says that tried one.
 
-        An offer that a consumer reads is left alone, because that consumer decides. Unknown ones are ignored.
+        An offer that a consumer reads is left alone, because that consumer decides. Unknown ones are ignored. In a
+        rendezvous `request_id` is its name; if its request has not arrived, claims of it are denied.
         """
         offer = self._offers.get(lease)
-        if offer is None or not offer.is_made or offer.request_id != request_id or offer.claimants.peers:
+        if offer is None or offer.known_as != request_id:
+            return []
+        if offer.state is OfferState.AWAITED:
+            return self._deny(offer, "was given up by the router")
+        if not offer.is_made or offer.claimants.peers:
             return []
         return self._end(offer, "aborted", "was given up: no consumer could claim it")
 
@@ -263,8 +294,10 @@ class ProducerProtocol:
         """Do what is due."""
         actions: list[Action] = []
         for offer in [offer for offer in self.offers if offer.deadline <= now]:
-            if offer.state is OfferState.ANNOUNCED:
-                parked = Parked(offer.request_id, offer.lease)
+            if offer.is_unmet(now):
+                actions += self._give_up_waiting(offer)
+            elif not offer.is_made:
+                parked = Parked(offer.known_as, offer.lease)
                 actions += self._send_to(offer.claimants.peers, parked)
                 offer.next_answer(now)
             else:
@@ -284,7 +317,7 @@ class ProducerProtocol:
         """End every offer and drop every peer."""
         actions: list[Action] = []
         for offer in self.offers:
-            if offer.state is OfferState.ANNOUNCED:
+            if not offer.is_made:
                 actions += self._deny(offer, "will not be made: the producer shuts down")
             else:
                 actions += self._revoke(offer, "aborted", "was aborted: the producer shuts down")
@@ -314,41 +347,86 @@ class ProducerProtocol:
         return offer
 
     def _grant_of(
-        self, offer: Offer, block_ids: BlockTables, num_tokens: int, num_ready: int, content: str
+        self,
+        offer: Offer,
+        block_ids: BlockTables,
+        num_tokens: int,
+        num_ready: int,
+        content: str,
+        guard_value: int,
     ) -> Grant | None:
         """Take a guard for an offer. None: it ends before it is made, because it is unwanted or no guard is free."""
-        if offer.claimants.are_done or not self._free_guards:
+        if self._is_unwanted(offer) or not self._free_guards:
             return None
         index = self._free_guards.pop()
-        return Grant(offer.request_id, offer.lease, index, num_tokens, num_ready, block_ids, content)
+        return Grant(
+            offer.known_as, offer.lease, index, num_tokens, num_ready, block_ids, content, guard_value
+        )
 
     def _refuse(self, offer: Offer) -> list[Action]:
         """End an offer that cannot be made. It never had a guard, so there is none to clear."""
-        if offer.claimants.are_done:
+        if self._is_unwanted(offer):
             why = "its consumer gave it up before it was made"
         else:
             why = "too many offers are held"
         denials = self._deny(offer, f"was refused: {why}")
         return [*denials, OfferEnded(offer.request_id, "aborted", why)]
 
+    def _is_unwanted(self, offer: Offer) -> bool:
+        """Whether no consumer will come: every rank of it is done, or was denied because the request came too late."""
+        return offer.claimants.are_done or (offer.name != "" and offer.lease in self._past)
+
     def _make(self, offer: Offer) -> list[Action]:
         """Set the guard of an offer and grant it to the claims that were parked."""
         self._lease_of[offer.request_id] = offer.lease
         grants = self._send_to(offer.claimants.peers, offer.granted)
         # A consumer may read as soon as it has a grant, so the guard must be set before the grant is sent.
-        return [SetGuard(offer.granted.guard_index, offer.lease), *grants]
+        return [SetGuard(offer.granted.guard_index, offer.granted.guard_value or offer.lease), *grants]
 
     def _claim(self, peer: ConsumerPeer, claim: Claim, now: float) -> list[Action]:
         offer = self._named(claim)
+        if offer is None and claim.rendezvous:
+            if refusal := self._cannot_wait(claim):
+                unmet = ClaimUnmet(claim.request_id, refusal)
+                return [unmet, *self._send_to([peer.peer_id], _denial(claim, refusal))]
+            offer = self._offers[claim.lease] = Offer("", claim.lease, self._config, claim.request_id)
+            offer.await_request(now + self._config.rendezvous_wait_s)
         if offer is None:
             # The engine announces an offer before any router can know it. So an unknown number will never be offered
             # here, and there is no reason to park its claim.
             return self._send_to([peer.peer_id], _denial(claim, "is over, or was never made"))
         if refusal := offer.claim(peer, claim, now):
             return self._send_to([peer.peer_id], _denial(claim, refusal))
-        if offer.state is OfferState.ANNOUNCED:
+        if not offer.is_made:
             return self._send_to([peer.peer_id], Parked(claim.request_id, claim.lease))
         return self._send_to([peer.peer_id], offer.granted)
+
+    def _cannot_wait(self, claim: Claim) -> str:
+        """Why a claim is not kept until its request arrives; empty if it is."""
+        if past := self._past.get(claim.lease):
+            return past
+        if claim.lease in self._offers:
+            return "has another name"
+        if self.num_awaited >= self._config.max_rendezvous:
+            return f"cannot be waited for: max_rendezvous={self._config.max_rendezvous} other claims wait already"
+        return ""
+
+    def _give_up_waiting(self, offer: Offer) -> list[Action]:
+        """Deny the claims of a rendezvous whose request should have arrived."""
+        why = (
+            f"was not made: no request named it within {self._config.rendezvous_wait_s:g} s of the claim; did the router "
+            "send the prefill request to this node?"
+        )
+        unmet = [ClaimUnmet(offer.name, why)] if offer.claimants.peers else []
+        return [*unmet, *self._deny(offer, why)]
+
+    def _forget(self, offer: Offer, why: str) -> None:
+        """Drop an offer that is over. A late claim of a rendezvous is denied at once, and does not wait for its request."""
+        del self._offers[offer.lease]
+        if offer.name:
+            if len(self._past) >= self._config.max_rendezvous:
+                del self._past[next(iter(self._past))]
+            self._past[offer.lease] = why
 
     def _extend(self, offer: Offer, block_ids: BlockTables, num_ready: int) -> list[Action]:
         try:
@@ -376,7 +454,10 @@ class ProducerProtocol:
     def _named(self, message: Claim | Release) -> Offer | None:
         """The offer that a message is about. The request must fit as well, so that a stale message changes nothing."""
         offer = self._offers.get(message.lease)
-        return offer if offer is not None and offer.request_id == message.request_id else None
+        if offer is None or offer.known_as != message.request_id:
+            return None
+        # A peer of an earlier version cannot read what a rendezvous grants.
+        return offer if not offer.name or not isinstance(message, Claim) or message.rendezvous else None
 
     def _end_if_done(self, offer: Offer, why_not: str) -> list[Action]:
         """End an offer if every rank of its consumer is done with it."""
@@ -388,14 +469,14 @@ class ProducerProtocol:
 
     def _deny(self, offer: Offer, what: str) -> list[Action]:
         """End an offer that was not made, and deny its claims. Its end is not reported."""
-        del self._offers[offer.lease]
+        self._forget(offer, what)
         offer.end()
         return self._send_to(offer.claimants.peers, _denial(offer, what))
 
     def _revoke(self, offer: Offer, outcome: Literal["aborted", "expired"], what: str) -> list[Action]:
         """End an offer before its consumer is done, and send a `Revoke` to the ranks that read."""
         actions = self._end(offer, outcome, what)
-        revoke = Revoke(offer.request_id, offer.lease, f"the offer {what}")
+        revoke = Revoke(offer.known_as, offer.lease, f"the offer {what}")
         # The guard first: bytes that a consumer reads while the message is in flight must not count.
         return [*actions[:1], *self._send_to(offer.claimants.peers, revoke), *actions[1:]]
 
@@ -409,7 +490,7 @@ class ProducerProtocol:
             clear no consumer accepts what it copies, so this order is what keeps another request's bytes from
             being taken for this one's.
         """
-        del self._offers[offer.lease]
+        self._forget(offer, "is over")
         del self._lease_of[offer.request_id]
         index = offer.granted.guard_index
         # The word can be given to another offer at once: a read that still goes on under it looks for this lease number,
@@ -429,4 +510,5 @@ class ProducerProtocol:
 
 
 def _denial(claimed: Claim | Offer, what: str) -> Deny:
-    return Deny(claimed.request_id, claimed.lease, f"the offer {what}")
+    name = claimed.request_id if isinstance(claimed, Claim) else claimed.known_as
+    return Deny(name, claimed.lease, f"the offer {what}")

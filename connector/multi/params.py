@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...transports.checked import Refused, mapping
-from ..params import TRACEPARENT, invalid_params, traceparent_of
+from ..params import RENDEZVOUS_SUPPORTED, TRACEPARENT, invalid_params, traceparent_of
 
 if TYPE_CHECKING:
     from ..base import ConnectorRequest, SchedulerHalf
@@ -49,12 +49,16 @@ class ChildRequest:
 def join_params(of_children: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Join the params that children have for the consumer, by child; None if there are none.
 
-    The first child's keys also appear at the top level, for a consumer that has only that connector.
+    The first child's keys also appear at the top level, for a consumer that has only that connector. A rendezvous has one name,
+    and every child would offer by it, so a node with several children does not say that it can do this.
     """
     if not of_children:
         return None
-    first = next(iter(of_children.values()))
-    return {**first, SECTIONS: {name: dict(params) for name, params in of_children.items()}}
+    sections = {
+        name: {key: value for key, value in params.items() if key != RENDEZVOUS_SUPPORTED}
+        for name, params in of_children.items()
+    }
+    return {**next(iter(sections.values())), SECTIONS: sections}
 
 
 def split_params(

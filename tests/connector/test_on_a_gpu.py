@@ -18,7 +18,7 @@ import torch
 
 from kvferry.connector.computed import mark_computed
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.registration import describe_caches
 from kvferry.connector.testing import (
@@ -77,7 +77,7 @@ class Side:
     def start_offer(self, *, is_computed: bool = False) -> None:
         # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
         is_behind, self.is_behind = self.is_behind, False
-        self.handoffs.submit(HandoffMetadata(announcements={"p": self.offer.lease}))
+        self.handoffs.submit(HandoffMetadata(announcements={"p": Announcement(self.offer.lease)}))
         deadline = time.monotonic() + 20
         while not self.num_asked:
             assert time.monotonic() < deadline

@@ -231,7 +231,7 @@ class TestOrders:
         scheduler.on_new_request(request)
         assert self.progressed(scheduler, request, 8)["remote_num_tokens"] == NUM_TOKENS
         orders = scheduler.build_connector_meta()
-        lease, content = orders.announcements["p"], content_digest(request, NUM_TOKENS)
+        lease, content = orders.announcements["p"].lease, content_digest(request, NUM_TOKENS)
         assert orders.offers == {"p": OpenOrder(lease, ((5, 6),), NUM_TOKENS, 8, content)}
         assert self.progressed(scheduler, request, 12) is None
         assert scheduler.build_connector_meta().extensions == {"p": ExtendOrder(((5, 6, 7),), 12)}
@@ -249,11 +249,13 @@ class TestOrders:
         scheduler.request_finished(first, [[5, 6, 7, 8, 9]])
         orders = scheduler.build_connector_meta()
         assert [type(order) for order in orders.offers.values()] == [OfferOrder, OpenOrder]
-        assert {name: order.lease for name, order in orders.offers.items()} == orders.announcements
+        assert {name: order.lease for name, order in orders.offers.items()} == {
+            name: announced.lease for name, announced in orders.announcements.items()
+        }
 
     def test_an_offer_that_has_lost_its_blocks_is_withdrawn(self, scheduler: HandoffScheduler) -> None:
         scheduler.on_new_request(request := Request("p", NUM_TOKENS, WISH))
-        lease = scheduler.build_connector_meta().announcements["p"]
+        lease = scheduler.build_connector_meta().announcements["p"].lease
         self.progressed(scheduler, request, 8)
         assert scheduler.build_connector_meta(Step(preempted_req_ids={"p"})) == HandoffMetadata(
             withdrawals=(lease,)

@@ -20,9 +20,10 @@ from kvferry.connector import (
 )
 from kvferry.connector.config import KVRole
 from kvferry.connector.content import content_digest
-from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError
+from kvferry.connector.errors import ConnectorError, InvalidTransferParamsError, RendezvousError
 from kvferry.connector.handoff.events import GroupBlocks
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
+from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder, WorkerAddress
+from kvferry.connector.params import meeting_params, parse_transfer_params, rendezvous_lease
 from kvferry.connector.scheduler_half import _NEXT, HandoffScheduler, RequestState
 from kvferry.connector.testing import CacheShape, Request, Step, engine_config
 from kvferry.transports.errors import ConfigurationError, KVTransferStateError
@@ -81,7 +82,7 @@ class TestProducer:
         assert params["remote_addresses"] == ["inproc://p"]
         assert params["remote_num_tokens"] == 10
         orders = producer.build_connector_meta()
-        lease = orders.announcements["p-1"]
+        lease = orders.announcements["p-1"].lease
         assert params["remote_lease"] == f"{lease:x}"
         content = content_digest(Request("p-1", 10), 10)
         assert orders.offers == {"p-1": OfferOrder(lease, ((7, 8, 9),), 10, content)}
@@ -105,13 +106,13 @@ class TestProducer:
         assert list(orders.announcements) == ["p-1"]
         final = Request("p-1", 10, OFFER_PARAMS, 10, "length")
         producer.request_finished(final, [[7, 8, 9]])
-        assert producer.build_connector_meta().offers["p-1"].lease == orders.announcements["p-1"]
+        assert producer.build_connector_meta().offers["p-1"].lease == orders.announcements["p-1"].lease
 
     @pytest.mark.parametrize("reason", ["abort", "error"])
     def test_an_announced_offer_that_will_not_be_made_is_withdrawn(self, reason: str) -> None:
         producer = scheduler()
         producer.on_new_request(Request("p-1", 10, OFFER_PARAMS))
-        lease = producer.build_connector_meta().announcements["p-1"]
+        lease = producer.build_connector_meta().announcements["p-1"].lease
         assert producer.request_finished(Request("p-1", 10, OFFER_PARAMS, 4, reason), [[7]]) == (False, None)
         assert producer.build_connector_meta() == HandoffMetadata(withdrawals=(lease,))
         assert producer.num_requests == 0
@@ -119,7 +120,7 @@ class TestProducer:
     def test_a_router_can_release_an_offer_of_this_node(self) -> None:
         producer = scheduler()
         _, params = run_producer(producer)
-        lease = producer.build_connector_meta().announcements["p-1"]
+        lease = producer.build_connector_meta().announcements["p-1"].lease
         release = {**(params or {}), "do_remote_prefill": False, "do_release": True}
         producer.on_new_request(Request("router-1", 1, release))
         producer.on_new_request(Request("router-2", 1, {**release, "remote_engine_id": "another"}))
@@ -410,3 +411,68 @@ def test_orders_travel_between_processes() -> None:
     orders = node.build_connector_meta()
     assert pickle.loads(pickle.dumps(orders)) == orders
     assert pickle.loads(pickle.dumps(WORKER)) == WORKER
+
+
+class TestRendezvous:
+    NAME = "0123456789abcdef" * 2
+
+    def test_it_is_offered_by_the_routers_name_and_guarded_by_a_number_of_our_own(self) -> None:
+        producer = scheduler()
+        request = Request("p-1", 10, {"do_remote_decode": True, "rendezvous": self.NAME})
+        producer.on_new_request(request)
+        announced = producer.build_connector_meta().announcements["p-1"]
+        assert announced == Announcement(rendezvous_lease(self.NAME), self.NAME)
+        # The consumer knows the name, so a chunk that is computed opens the offer without an answer.
+        request.num_computed_tokens = 4
+        assert producer.request_progressed(request, [[7]]) is None
+        opened = producer.build_connector_meta().offers["p-1"]
+        assert opened.lease == announced.lease
+        assert opened.guard_value not in (0, announced.lease)
+
+    def test_its_consumer_expects_as_many_tokens_as_its_prompt_has(self) -> None:
+        producer, consumer = scheduler(), scheduler("kv_consumer")
+        _, answer = run_producer(producer)
+        params = meeting_params(self.NAME, answer or {})
+        assert params is not None
+        consumer.on_new_request(request := Request("d-1", 10, params))
+        claim = consumer.build_connector_meta().claims["d-1"]
+        assert (claim.request_id, claim.num_tokens, claim.is_rendezvous) == (self.NAME, 10, True)
+        assert claim.content == content_digest(request, 10)
+        assert consumer.get_num_new_matched_tokens(request, 0) == (10, True)
+
+    def test_a_name_is_used_once(self) -> None:
+        producer = scheduler()
+        wish = {"do_remote_decode": True, "rendezvous": self.NAME}
+        producer.on_new_request(Request("p-1", 10, wish))
+        producer.request_finished(Request("p-1", 10, wish, 10, "abort"), [[7, 8, 9]])
+        with pytest.raises(RendezvousError, match="draw a new name"):
+            producer.on_new_request(Request("p-2", 10, wish))
+
+    def test_a_request_that_ends_early_is_withdrawn_although_it_was_never_announced(self) -> None:
+        """The consumer knows the name already, and must not wait for it."""
+        producer = scheduler()
+        wish = {"do_remote_decode": True, "rendezvous": self.NAME}
+        producer.on_new_request(Request("p-1", 10, wish))
+        producer.request_finished(Request("p-1", 10, wish, 0, "abort"), [[]])
+        orders = producer.build_connector_meta()
+        assert (list(orders.announcements), orders.withdrawals) == (["p-1"], (rendezvous_lease(self.NAME),))
+
+    def test_a_router_can_release_it(self) -> None:
+        producer = scheduler()
+        _, answer = run_producer(producer)
+        producer.build_connector_meta()
+        params = {
+            **(meeting_params(self.NAME, answer or {}) or {}),
+            "do_remote_prefill": False,
+            "do_release": True,
+        }
+        producer.on_new_request(Request("router-1", 1, params))
+        assert producer.build_connector_meta().releases == ((self.NAME, rendezvous_lease(self.NAME)),)
+
+    @pytest.mark.parametrize("name", ["", "5", "g" * 32, "0" * 16 + "5" * 16, "A" * 32, 5, True])
+    def test_a_malformed_name_is_refused(self, name: object) -> None:
+        where = {key: value for key, value in offered(10).items() if key != "do_remote_prefill"}
+        for wish in ("do_remote_decode", "do_remote_prefill"):
+            with pytest.raises(InvalidTransferParamsError) as caught:
+                parse_transfer_params({**where, wish: True, "rendezvous": name})
+            assert caught.value.key == "rendezvous"

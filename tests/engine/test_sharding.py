@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
 from kvferry.connector.output import KVConnectorOutput
 from kvferry.connector.stats import KVConnectorStats, TransferRecord
 from kvferry.reference.engine.attention import attention_layers
@@ -93,7 +93,7 @@ def test_orders_and_reports_survive_encoding() -> None:
     record = TransferRecord("a", "shm", "mapped", "uniform", 3, 1, 9, 4096, 0.25)
     for value in (
         HandoffMetadata(
-            announcements={"e": 2**62 - 1},
+            announcements={"e": Announcement(2**62 - 1, "n")},
             offers={"b": OfferOrder(1, ((1,),), 4, "of b")},
             releases=(("f", 2**61),),
             claims={"a": offer},

@@ -223,7 +223,9 @@ def test_an_ill_typed_field_is_named(tag: str, name: str, wrong: object) -> None
 )
 def test_a_malformed_traceparent_is_refused(bad: str) -> None:
     with pytest.raises(ProtocolError, match=r"^Claim\.traceparent must be a traceparent"):
-        decode(packed("Claim", request_id="r", lease=1, rank=0, num_ranks=1, traceparent=bad))
+        decode(
+            packed("Claim", request_id="r", lease=1, rank=0, num_ranks=1, traceparent=bad, rendezvous=False)
+        )
 
 
 @pytest.mark.parametrize("tag", sorted(BY_TAG))

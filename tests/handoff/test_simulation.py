@@ -83,6 +83,19 @@ def test_promises_hold_in_many_more_and_longer_schedules() -> None:
         explore(Simulation(), seed, num_steps=200)
 
 
+def test_without_faults_every_rendezvous_is_loaded() -> None:
+    """The claim comes first, and is granted as soon as the request has computed something."""
+    simulation = Simulation()
+    for number in range(20):
+        simulation.meet(2, 0, number)
+        simulation.load(2, 0, 0)
+        simulation.settle()
+        simulation.offer(0, number)
+        simulation.settle()
+    assert simulation.outcomes == {"load loaded": 20, "offer delivered": 20}
+    simulation.finish()
+
+
 def test_without_faults_everything_is_loaded() -> None:
     simulation = Simulation()
     for number in range(20):
@@ -132,6 +145,10 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(node=numbers, offer=numbers, change=numbers)
     def claim(self, node: int, offer: int, change: int) -> None:
         self.simulation.claim(node, offer, change)
+
+    @rule(node=numbers, producer=numbers, num_blocks=numbers)
+    def meet(self, node: int, producer: int, num_blocks: int) -> None:
+        self.simulation.meet(node, producer, num_blocks)
 
     @rule(node=numbers, request=numbers, first=numbers)
     def load(self, node: int, request: int, first: int) -> None:
@@ -249,9 +266,9 @@ class NeverGivesUp(ConsumerProtocol):
 
 
 class CountsWhatIsNotComputed(ProducerProtocol):
-    def open(self, request_id, lease, block_ids, num_tokens, num_ready, content):
+    def open(self, request_id, lease, block_ids, num_tokens, num_ready, *what):
         num_ready = min(num_tokens, num_ready + BLOCK_SIZE)
-        return super().open(request_id, lease, block_ids, num_tokens, num_ready, content)
+        return super().open(request_id, lease, block_ids, num_tokens, num_ready, *what)
 
 
 class ReadsWhateverIsGranted(ConsumerProtocol):
@@ -261,6 +278,12 @@ class ReadsWhateverIsGranted(ConsumerProtocol):
 
 class ForgetsWhatItAnnounced(ProducerProtocol):
     def withdraw(self, lease):
+        return []
+
+
+class AwaitsRequestsForever(ProducerProtocol):
+    def _give_up_waiting(self, offer):
+        offer.await_request(offer.deadline + 30.0)
         return []
 
 
@@ -328,6 +351,9 @@ WRONG_BYTES = "loaded bytes are the offered ones"
             CountsWhatIsNotComputed, ConsumerProtocol, True, WRONG_BYTES, id="not-computed-is-ready"
         ),
         pytest.param(ProducerProtocol, NeverGivesUp, True, "something still waits", id="waits-forever"),
+        pytest.param(
+            AwaitsRequestsForever, ConsumerProtocol, True, "something still waits", id="awaits-forever"
+        ),
         pytest.param(
             ProducerProtocol, ReadsWhateverIsGranted, True, "the same prompt", id="content-not-compared"
         ),

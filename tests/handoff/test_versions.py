@@ -71,7 +71,12 @@ FIELDS_OF_6: dict[str, tuple[Message, set[str]]] = {
     "Release": (Release("r", 1, True, 0, 1), {"request_id", "lease", "delivered", "rank", "num_ranks"}),
     "Revoke": (Revoke("r", 1, "over"), {"request_id", "lease", "reason"}),
 }
-ADDED_BY_7 = {"Hello": {"release"}, "Welcome": {"release"}, "Claim": {"traceparent"}}
+ADDED_BY_7 = {
+    "Hello": {"release"},
+    "Welcome": {"release"},
+    "Claim": {"traceparent", "rendezvous"},
+    "Grant": {"guard_value"},
+}
 
 
 class Sides:

@@ -83,11 +83,15 @@ class SimulatedOffer:
     """An offer of an engine. Each rank ends it once.
 
     Attributes:
+        content: The digest of its prompt.
+        guard_value: What its guards hold.
         num_ready: Blocks whose contents are computed.
         is_finished: Whether its request has finished. Until then its blocks are the engine's, whatever becomes of the offer.
     """
 
     lease: int
+    content: str
+    guard_value: int
     block_ids: tuple[int, ...]
     num_ready: int
     is_finished: bool

@@ -71,6 +71,9 @@ class Simulation(SimulatedWorld):
         self._classes = (producer_class, consumer_class)
         self._contents: dict[OfferName, list[Bytes]] = {}
         self._made: list[RemoteOffer] = []
+        self._meetings: list[
+            RemoteOffer
+        ] = []  # rendezvous that were claimed, and whose request may still come
         self._loaded: defaultdict[OfferName, set[tuple[str, int]]] = defaultdict(set)
         for address, spread in zip(("sim://a", "sim://b", "sim://c"), spreads, strict=True):
             self.engines[address] = self._new_engine(address, spread)
@@ -89,31 +92,56 @@ class Simulation(SimulatedWorld):
         if not block_ids:
             return
         # Names repeat from one start of a node to the next: only the epoch tells them apart.
-        lease = 1 + sum(made.epoch == engine.epoch for made in self._made)
-        request_id = f"prefill-{lease}"
-        tokens = len(block_ids) * BLOCK_SIZE
-        addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
-        offer = RemoteOffer(
-            engine.address,
-            engine.epoch,
-            request_id,
-            lease,
-            addresses,
-            tokens,
-            (block_ids,),
-            f"of {request_id}",
-        )
+        number = 1 + sum(made.epoch == engine.epoch for made in self._made)
+        request_id = f"prefill-{number}"
+        meeting = self._take_meeting(engine, len(block_ids))
+        offer = self._named(engine, request_id, number, len(block_ids))
+        if meeting is not None:  # perhaps of another prompt than its consumer's
+            named = self._named(engine, meeting.request_id, meeting.lease, len(block_ids))
+            offer = replace(named, is_rendezvous=True)
         self._made.append(offer)
+        lease = offer.lease
         # A rank learns of a request before it computes any of it, so before any consumer can know the number.
         for rank in engine.living_ranks:
-            self.do(rank, rank.protocol.producer.announce(request_id, lease))
+            name = "" if meeting is None else meeting.request_id
+            self.do(rank, rank.protocol.producer.announce(request_id, lease, name, self.now))
         if num_blocks >= 60:
             self._withdraw(engine, request_id, lease)
             engine.free(block_ids, scribble=252)
             return
         is_finished = num_blocks < 40
         num_ready = len(block_ids) if is_finished else min(num_blocks % 2, len(block_ids) - 1)
-        self._order_offer(engine, request_id, SimulatedOffer(lease, block_ids, num_ready, is_finished))
+        made = SimulatedOffer(lease, offer.content, number, block_ids, num_ready, is_finished)
+        self._order_offer(engine, request_id, made)
+
+    def meet(self, which: int, producer: int, num_blocks: int) -> None:
+        """Have a router name an offer that is still to be made, and a request that loads it arrive.
+
+        The request that makes it arrives with one of the next offers of that producer, or never.
+        """
+        engine = self._pick_engine(producer)
+        number = self.next_number()
+        named = self._named(engine, f"meeting-{number}", 2**40 + number, 1 + num_blocks % 3)
+        self._meetings.append(replace(named, is_rendezvous=True))
+        self._claim(which, self._meetings[-1])
+
+    def _take_meeting(self, engine: SimulatedEngine, num_blocks: int) -> RemoteOffer | None:
+        """Take a rendezvous that the router may have sent an offer of this many blocks to, rightly or not."""
+        fitting = [
+            meeting
+            for meeting in self._meetings
+            if meeting.epoch == engine.epoch and meeting.num_tokens <= num_blocks * BLOCK_SIZE
+        ]
+        if not fitting:
+            return None
+        self._meetings.remove(fitting[0])
+        return fitting[0]
+
+    def _named(self, engine: SimulatedEngine, name: str, lease: int, num_blocks: int) -> RemoteOffer:
+        addresses = tuple(f"{engine.address}/{rank.number}" for rank in engine.ranks)
+        tokens = num_blocks * BLOCK_SIZE
+        content = f"of {name}, {tokens} tokens"
+        return RemoteOffer(engine.address, engine.epoch, name, lease, addresses, tokens, (), content)
 
     def _withdraw(self, engine: SimulatedEngine, request_id: str, lease: int) -> None:
         for rank in engine.living_ranks:
@@ -133,13 +161,11 @@ class Simulation(SimulatedWorld):
         self, rank: SimulatedRank, request_id: str, offer: SimulatedOffer
     ) -> Callable[[], list[Action]]:
         producer, num_tokens = rank.protocol.producer, len(offer.block_ids) * BLOCK_SIZE
-        content = f"of {request_id}"
+        lease, what = offer.lease, (offer.content, offer.guard_value)
         if offer.is_finished:
-            return lambda: producer.offer(
-                request_id, offer.lease, (offer.block_ids,), num_tokens, self.now, content
-            )
+            return lambda: producer.offer(request_id, lease, (offer.block_ids,), num_tokens, self.now, *what)
         table, num_ready = _table_so_far(offer), offer.num_ready * BLOCK_SIZE
-        return lambda: producer.open(request_id, offer.lease, (table,), num_tokens, num_ready, content)
+        return lambda: producer.open(request_id, lease, (table,), num_tokens, num_ready, *what)
 
     def compute(self, which: int, offer: int) -> None:
         """Have a producer compute one more block of a prompt, perhaps the last."""
@@ -174,7 +200,7 @@ class Simulation(SimulatedWorld):
                     self.do(rank, rank.orders.popleft()[1]())
                 self.do(rank, rank.protocol.producer.abort(request_id, self.now))
                 self.require(
-                    held.lease not in rank.guards, "the guard is cleared before blocks can be reused"
+                    held.guard_value not in rank.guards, "the guard is cleared before blocks can be reused"
                 )
             del engine.offers[request_id]
             engine.free(held.block_ids, scribble=253)
@@ -209,7 +235,6 @@ class Simulation(SimulatedWorld):
         """Have a request arrive that names an offer, a current or an old one, sometimes with tampered params."""
         if not self._made:
             return
-        engine = self._pick_engine(which)
         named = self._made[-1 - offer % min(len(self._made), 6)]
         tampered = {
             1: replace(named, lease=named.lease + 1),
@@ -221,10 +246,14 @@ class Simulation(SimulatedWorld):
             7: replace(named, addresses=(*named.addresses, "sim://b/0")),
             8: replace(named, content="of another prompt"),
         }.get(change, named)
+        self._claim(which, tampered)
+
+    def _claim(self, which: int, named: RemoteOffer) -> None:
+        engine = self._pick_engine(which)
         request_id = f"decode-{self.next_number()}"
-        engine.claims[request_id] = tampered
+        engine.claims[request_id] = named
         for rank in engine.living_ranks:
-            self.do(rank, rank.protocol.consumer.claim(request_id, tampered, self.now))
+            self.do(rank, rank.protocol.consumer.claim(request_id, named, self.now))
 
     def load(self, which: int, request: int, first_block_index: int) -> None:
         """Give blocks to a request that has claimed."""
@@ -303,6 +332,7 @@ class Simulation(SimulatedWorld):
             self.do(rank, rank.protocol.consumer.drop(request_id, self.now))
         self.require(rank.protocol.producer.num_offers == 0, "the producer forgets what ended")
         self.require(rank.protocol.producer.num_announced == 0, "what was announced is offered or withdrawn")
+        self.require(rank.protocol.producer.num_awaited == 0, "no claim waits for ever for its request")
         self.require(rank.protocol.consumer.num_loads == 0, "the consumer forgets what ended")
         self.require(not any(rank.guards), "guards are clear")
 
@@ -313,7 +343,7 @@ class Simulation(SimulatedWorld):
         self.require(ended.request_id in engine.offers, "an offer ends once")
         offer = engine.offers[ended.request_id]
         self.require(rank.number not in offer.ended, "an offer ends once")
-        self.require(offer.lease not in rank.guards, "the guard is cleared before blocks can be reused")
+        self.require(offer.guard_value not in rank.guards, "the guard is cleared before blocks can be reused")
         name = (engine.address, engine.epoch, offer.lease)
         self.require(
             ended.outcome != "delivered" or self._is_loaded(name), "delivered means loaded by every rank"
@@ -411,6 +441,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         lambda: simulation.abort(number(), number()): 1,
         lambda: simulation.give_up(number(), number()): 0.3,
         lambda: simulation.claim(number(), number(), number()): 8,
+        lambda: simulation.meet(number(), number(), number()): 3,
         lambda: simulation.load(number(), number(), number()): 8,
         lambda: simulation.drop(number(), number()): 1,
         lambda: simulation.deliver(number()): 40 * busy,
