@@ -295,7 +295,7 @@ class ConsumerProtocol:
             if load.offer.is_rendezvous and session.version < RENDEZVOUS_VERSION:
                 unmet = RendezvousError(
                     f"{part.address} speaks version {session.version} of the handoff protocol, which has no rendezvous; "
-                    "upgrade its node, or start the router with --no-rendezvous"
+                    "upgrade its node, or start the router with --rendezvous off"
                 )
                 for each in load.parts:
                     load.forgive(each)  # it knows nothing that could be released

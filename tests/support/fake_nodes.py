@@ -22,7 +22,8 @@ DEADLINE_S = 10.0
 class NodeHandler(Protocol):
     """Answers the completions of a fake node.
 
-    Methods `health` and `release`, if there are any, answer `/health` and the router's releases of offers.
+    Methods `health`, `metrics` and `release`, if there are any, answer `/health`, `/metrics` and the router's releases of
+    offers.
     """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
@@ -34,6 +35,7 @@ async def routed(
     decode: Sequence[NodeHandler],
     *,
     overlap: bool = False,
+    rendezvous: bool = True,
     answer_timeout_s: float = 0.0,
     check_interval_s: float = 60.0,
     check_timeout_s: float = 5.0,
@@ -46,6 +48,7 @@ async def routed(
         router = Router(
             *pools,
             overlap=overlap,
+            rendezvous=rendezvous,
             answer_timeout_s=answer_timeout_s,
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,
@@ -78,6 +81,7 @@ async def serving(node: NodeHandler) -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/health", getattr(node, "health", _answer_200))
+    app.router.add_get("/metrics", getattr(node, "metrics", _answer_200))
     # Cancel a handler when its client disconnects, as a real node does.
     async with TestServer(app, handler_cancellation=True) as server:
         yield str(server.make_url(""))

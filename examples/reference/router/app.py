@@ -34,6 +34,7 @@ from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, U
 from .page import Page
 from .phases import Call, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
+from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
 from .several import MergedReply, calls_of
 from .sources import NodeSource
@@ -58,6 +59,7 @@ class Router:
 
     Args:
         overlap: Start the decode while the prefill still runs, if the prefill node makes its offer early.
+        rendezvous: Ask both nodes at once, if both can do that.
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
         check_interval_s: Seconds between two health checks of a node.
         check_timeout_s: Seconds after which a health check has failed.
@@ -74,6 +76,7 @@ class Router:
         decode_pool: NodePool,
         *,
         overlap: bool,
+        rendezvous: bool = True,
         answer_timeout_s: float,
         check_interval_s: float,
         check_timeout_s: float,
@@ -97,6 +100,8 @@ class Router:
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics)
+        if rendezvous:
+            self._prefill = RendezvousPrefill(self._prefill, prefill_pool, decode_pool, self._metrics)
         self._session: aiohttp.ClientSession
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
@@ -375,6 +380,12 @@ class Router:
                         return await self._decoded(call, Handoff(None), reply, tried, is_alone=True)
                     handoff = stack.enter_context(self._handoffs.following(call, offer))
                     return await self._decoded(call, handoff, reply, tried, is_alone=False)
+            except LostPrefillError as lost:
+                logger.warning("%s: prefill: %s", call.request_id, lost)
+                self._metrics.retries.labels("prefill").inc()
+                call = replace(call, may_meet=False)
+                # A decode node that was only waiting for the prefill may be asked again.
+                tried = {node: error for node, error in tried.items() if error is not None}
             except NodeGoneError as error:
                 logger.warning("%s: decode: %s", call.request_id, error)
                 self._metrics.retries.labels("decode").inc()
@@ -382,7 +393,10 @@ class Router:
     async def _decoded(
         self, call: Call, handoff: Handoff, reply: Reply, tried: Tried, *, is_alone: bool
     ) -> web.StreamResponse:
-        async with self._decode_pool.use_one(tried, self._computes_alone if is_alone else None) as node:
+        may_use = self._computes_alone if is_alone else None
+        if handoff.offer is not None and handoff.offer.is_rendezvous:
+            may_use = _can_meet
+        async with self._decode_pool.use_one(tried, may_use) as node:
             handoff.decode_url = node.url
             body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
             call.timeline.decode_sent(node.url, is_alone=is_alone)
@@ -420,6 +434,10 @@ class Router:
                 return False
             case "auto":
                 return node.load_failure_policy == "recompute"
+
+
+def _can_meet(node: UpstreamNode) -> bool:
+    return node.can_meet
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:

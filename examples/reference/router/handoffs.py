@@ -101,6 +101,7 @@ class Handoffs:
         """Note the decode node's answer, and release at once an offer that the node will not load."""
         if handoff.offer is None:
             return
+        handoff.offer.settle()
         body: Mapping[str, Any] = {} if is_stream(response) else object_of(first)
         handoff.error = _error_in(body)
         self._end(call, handoff.offer, handoff, _result(response, body))
@@ -114,6 +115,8 @@ class Handoffs:
             # an abort of its request.
             offer.hang_up()
             self._release(call, offer)
+        elif result == "none" and offer.is_rendezvous:
+            offer.hang_up()  # the decode node had the prompt, so nothing needs the rest of the prefill
         if handoff.decode_url:
             pair = self.pairs[offer.node.url, handoff.decode_url]
             pair.counts[result] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ _NO_HEALTH = Health(None, f"neither {READY_PATH} nor {HEALTH_PATH} exists")
 #: Answers of a server that does not have a path.
 NOT_FOUND = frozenset({404, 405, 501})
 MAX_VERSION_CHARS = 80
+#: At most this much of a `/metrics` page is read.
+MAX_METRICS_BYTES = 4 << 20
+_PROTOCOL = re.compile(rb'^kvferry_build_info\{[^}\n]*\bprotocol="(\d{1,9})"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Prober:
     Attributes:
         last: The last check. None before the first one.
         version: The node's version. Empty if it is not known.
+        protocol: The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say.
     """
 
     def __init__(self, url: str) -> None:
@@ -58,6 +63,7 @@ class Prober:
         self._has_asked_version = False
         self.last: LastProbe | None = None
         self.version = ""
+        self.protocol = 0
 
     async def probe(self, session: aiohttp.ClientSession, timeout_s: float) -> Health:
         """Check the node once. Every failure is a result, not an exception."""
@@ -78,12 +84,24 @@ class Prober:
             return
         self._has_asked_version = True
         self.version = ""
+        self.protocol = await _ask_protocol(session, self._url, timeout_s)
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with session.get(f"{self._url}/version", timeout=timeout) as response:
                 payload = await response.content.read(MAX_HEALTH_BYTES)
                 if response.status == 200:
                     self.version = str(_object(payload).get("version") or "")[:MAX_VERSION_CHARS]
+
+
+async def _ask_protocol(session: aiohttp.ClientSession, url: str, timeout_s: float) -> int:
+    """Return the version of the handoff protocol by a node's metrics, which vLLM's nodes export too. 0 without one."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.get(f"{url}/metrics", timeout=timeout) as response:
+            page = await response.content.read(MAX_METRICS_BYTES) if response.status == 200 else b""
+            if found := _PROTOCOL.search(page):
+                return int(found[1])
+    return 0
 
 
 async def ask_health(

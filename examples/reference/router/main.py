@@ -194,6 +194,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; "
         "needs reference nodes (default: off)",
     )
+    group.add_argument(
+        "--rendezvous",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto asks the prefill and the decode node at once, where both can do that: the cache crosses while the prompt is "
+        "computed; off asks one after the other (default: %(default)s)",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -208,6 +215,7 @@ def _run(options: argparse.Namespace) -> None:
     router = Router(
         *pools,
         overlap=options.overlap,
+        rendezvous=options.rendezvous == "auto",
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

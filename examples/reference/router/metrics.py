@@ -79,6 +79,11 @@ class RouterMetrics:
             "Requests sent to a decode node alone, because no prefill node could take them",
             registry=self._registry,
         )
+        self.rendezvous = Counter(
+            "kvferry_router_rendezvous_total",
+            "Requests sent to a prefill and a decode node at once",
+            registry=self._registry,
+        )
         self.lost_prefills = Counter(
             "kvferry_router_lost_prefills_total",
             "Prefills that failed after their decode had begun",

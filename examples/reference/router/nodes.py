@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import time
@@ -16,6 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
+
+from kvferry.connector.handoff.messages import RENDEZVOUS_VERSION
 
 from ..web.errors import ApiError
 from .health import Prober, is_local, reason_of
@@ -81,6 +84,8 @@ class UpstreamNode:
         in_flight: The router's requests at the node.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
+        meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
+            before its first one, and after its process was gone.
     """
 
     def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
@@ -91,6 +96,7 @@ class UpstreamNode:
         self.num_offers = 0
         self.last_used = 0
         self.load_failure_policy = ""
+        self.meeting_place: Mapping[str, Any] = {}
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
@@ -114,6 +120,17 @@ class UpstreamNode:
     @property
     def num_ejections(self) -> int:
         return self._status.num_ejections
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether the node says that it can claim an offer by a name before the offer exists."""
+        return self._prober.protocol >= RENDEZVOUS_VERSION
+
+    def note_params(self, params: Mapping[str, Any] | None) -> None:
+        """Note the `kv_transfer_params` of an answer. Without the block ids, which are many."""
+        self.meeting_place = {
+            key: value for key, value in (params or {}).items() if key != "remote_block_ids"
+        }
 
     @property
     def is_idle(self) -> bool:
@@ -153,6 +170,10 @@ class UpstreamNode:
         """Apply the result of a check."""
         if health.is_local and health.error != self.last_error:
             logger.error("the router cannot check %s node %s: %s", self.role, self.url, health.error)
+        if NodeState.GONE in (self.state, health.state):
+            # The next process at this address has another epoch. Also when the node is back, because a late answer of the
+            # old process may have come meanwhile.
+            self.meeting_place = {}
         with self._changing():
             self._status.checked(health, time.monotonic())
         if health.state is NodeState.READY:
@@ -456,6 +477,15 @@ class NodePool:
                 has_substitute = any(other.state is NodeState.READY for other in others)
                 node.note_failed(failure, has_substitute=has_substitute)
             node.end_watch_if_idle()
+
+    def likely(self, body: Mapping[str, Any]) -> UpstreamNode | None:
+        """Return the node that `use_one` would choose now; None if there is none."""
+        candidates = [] if self._is_closed else self._candidates({}, _any)
+        if not candidates:
+            return None
+        best = min(node.rank for node in candidates)
+        # A copy of the policy, because it counts its choices and this one may come to nothing.
+        return copy.copy(self.policy).choose([node for node in candidates if node.rank == best], body)
 
     async def require_one(self, tried: Tried) -> None:
         """Check that `use_one` would find a node.

@@ -40,6 +40,7 @@ class Call:
     Attributes:
         queue: The span until a node is called for the first time.
         timeline: Records what becomes of it. The page shows it only if it comes from `RecentRequests`.
+        may_meet: Both nodes may be asked at once. False after that has failed.
     """
 
     session: aiohttp.ClientSession
@@ -48,6 +49,7 @@ class Call:
     headers: Mapping[str, str]
     queue: Span = NO_SPAN
     timeline: Timeline = field(default_factory=Timeline)
+    may_meet: bool = True
 
     @property
     def request_id(self) -> str:
@@ -59,13 +61,17 @@ class Offer:
     """The cache that a prefill node holds for a decode node.
 
     Attributes:
-        params: The `kv_transfer_params` of the prefill node's answer.
+        params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
         hang_up: Ends the prefill if it still runs.
+        is_rendezvous: The prefill has only begun, so only a decode node that claims by name can use it.
+        settle: Called when the decode node has answered.
     """
 
     node: UpstreamNode
     params: Mapping[str, Any]
     hang_up: Callable[[], object] = lambda: None
+    is_rendezvous: bool = False
+    settle: Callable[[], object] = lambda: None
 
 
 def check_body(body: Mapping[str, Any]) -> None:

@@ -54,6 +54,7 @@ class Prefill(ABC):
         self._metrics.retries.labels("prefill").inc()
 
     def _note_params(self, call: Call, node: UpstreamNode, params: Params) -> None:
+        node.note_params(params)
         if params is None:
             logger.debug("%s: %s offered no KV cache", call.request_id, node.url)
 

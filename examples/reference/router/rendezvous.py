@@ -1,0 +1,136 @@
+"""Ask both nodes at once: the prefill node offers by a name that the router drew, and the decode node claims by it.
+
+Where that is not possible, the decode node is asked after the prefill node, as before. The router learns where a prefill node
+can be reached from the node's last answer, so its first request is one of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.connector.params import RENDEZVOUS, draw_rendezvous_name, meeting_params
+
+from ..web.errors import ApiError
+from ..web.json_body import object_of
+from .metrics import RouterMetrics
+from .nodes import NodeGoneError, NodePool, NoNodeError, UpstreamNode
+from .phases import Call, Offer, open_prefill, params_of, prefill_body, require_not_aborted
+from .prefills import Prefill
+
+logger = logging.getLogger(__name__)
+
+#: After the decode node's answer has ended, wait this long for the end of the prefill node's.
+LAST_ANSWER_S = 0.5
+
+
+class LostPrefillError(Exception):
+    """The prefill node failed before the decode node answered. Both can be asked again, one after the other."""
+
+
+@dataclass
+class _Meeting:
+    """One attempt.
+
+    Attributes:
+        patience: Expires when the prefill has failed while the decode node still waits for it.
+        is_answered: The decode node has answered. From now on a failure of the prefill is the decode node's concern.
+        failure: Why the prefill failed.
+    """
+
+    patience: asyncio.Timeout
+    is_answered: bool = False
+    failure: Exception | None = None
+
+    def settle(self) -> None:
+        self.is_answered = True
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        self.patience.reschedule(asyncio.get_running_loop().time())
+
+
+class RendezvousPrefill(Prefill):
+    """Starts prefill and decode at once, if both nodes can do that.
+
+    If the prefill fails before the decode node answers, the decode request is ended too, and the router starts again. After that
+    the decode node recomputes the prompt or fails the request, as its load failure policy says.
+
+    Args:
+        otherwise: Prefills the other prompts.
+    """
+
+    def __init__(
+        self, otherwise: Prefill, pool: NodePool, decode_pool: NodePool, metrics: RouterMetrics
+    ) -> None:
+        self._otherwise = otherwise
+        self._pool = pool
+        self._decode_pool = decode_pool
+        self._metrics = metrics
+
+    @contextlib.asynccontextmanager
+    async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
+        name = draw_rendezvous_name()
+        node = self._pool.likely(call.body)
+        if node is None or (params := self._params(call, node, name)) is None:
+            async with self._otherwise.prefilled(call) as offer:
+                yield offer
+            return
+        self._metrics.rendezvous.inc()
+        meeting = _Meeting(asyncio.timeout(None))
+        try:
+            async with meeting.patience:
+                follower = asyncio.create_task(self._follow(call, node, name, meeting))
+                try:
+                    # One turn of the event loop, in which the follower sends its request: the prefill node needs it first.
+                    await asyncio.sleep(0)
+                    yield Offer(node, params, follower.cancel, is_rendezvous=True, settle=meeting.settle)
+                    await asyncio.wait({follower}, timeout=LAST_ANSWER_S)
+                finally:
+                    follower.cancel()
+                    await asyncio.gather(follower, return_exceptions=True)
+        except TimeoutError:
+            if meeting.failure is None or not meeting.patience.expired():
+                raise
+            if isinstance(meeting.failure, ApiError) and not isinstance(meeting.failure, NoNodeError):
+                raise meeting.failure from None  # the prefill node's refusal is the client's answer
+            raise LostPrefillError(str(meeting.failure)) from meeting.failure
+
+    def _params(self, call: Call, node: UpstreamNode, name: str) -> dict[str, Any] | None:
+        """Return the params for the decode node; None if the two cannot be asked at once."""
+        decode_node = self._decode_pool.likely(call.body)
+        if not call.may_meet or decode_node is None or not decode_node.can_meet or _needs_answer(call.body):
+            return None
+        return meeting_params(name, node.meeting_place)
+
+    async def _follow(self, call: Call, node: UpstreamNode, name: str, meeting: _Meeting) -> None:
+        body = prefill_body(call.body, overlap=False)
+        body["kv_transfer_params"][RENDEZVOUS] = name
+        try:
+            async with (
+                self._pool.use_one({}, lambda other: other is node, body=call.body),
+                open_prefill(call, node, body) as response,
+            ):
+                async with node.exchange():
+                    payload = await response.read()
+                require_not_aborted(node, payload)
+                answer = object_of(payload)
+                call.timeline.prefill_ended(answer)
+                node.note_params(params_of(answer))
+                if params_of(answer) is None:
+                    raise NodeGoneError(node, "offered no KV cache", may_eject=False)
+        except (NodeGoneError, ApiError) as error:
+            if not meeting.is_answered:
+                meeting.fail(error)
+                return
+            logger.warning("%s: the prefill was lost after its decode had begun: %s", call.request_id, error)
+            self._metrics.lost_prefills.inc()
+
+
+def _needs_answer(body: Mapping[str, Any]) -> bool:
+    """Whether the decode node needs something of the prefill node's answer: log probabilities of the prompt."""
+    return bool(body.get("echo")) or body.get("prompt_logprobs") is not None
