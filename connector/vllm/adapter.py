@@ -135,7 +135,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Have all of the step's orders but its loads carried out: this is vLLM's first call of every step.
 
-        Nothing is to be done for preempted requests: inside vLLM an offer is made when its request has ended.
+        The open offers of preempted requests end here, before the step writes into their blocks.
         """
         self._worker.carry_out(cast(StepMetadata, kv_connector_metadata))
 
@@ -213,7 +213,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update_connector_output(connector_output)
@@ -233,7 +233,14 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
     shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
-    return SchedulerSide(HandoffScheduler(transfer, pool), shared, tuple(served_groups(config)))
+    parallel = vllm_config.parallel_config
+    # Behind one address a router cannot know which of several engines computes a prompt.
+    has_own_address = getattr(parallel, "data_parallel_size", 1) == 1 or getattr(
+        parallel, "data_parallel_external_lb", False
+    )
+    return SchedulerSide(
+        HandoffScheduler(transfer, pool), shared, tuple(served_groups(config)), can_meet=has_own_address
+    )
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:

@@ -33,10 +33,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     Attributes:
         refused: Loads to report as failed, by request.
+        preempted: Requests whose open offers must end before the step overwrites their blocks.
     """
 
     orders: HandoffMetadata = field(default_factory=HandoffMetadata)
     refused: Mapping[str, RefusedLoad] = field(default_factory=dict)
+    preempted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

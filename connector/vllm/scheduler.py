@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ...transports.errors import ConfigurationError, KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
-from ..params import TRACEPARENT, TransferWish, parse_transfer_params
+from ..params import RENDEZVOUS_SUPPORTED, TRACEPARENT, TransferWish, parse_transfer_params
 from ..scheduler_half import HandoffScheduler
 from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
@@ -19,6 +19,8 @@ from .sharing import SharedOffers
 
 if TYPE_CHECKING:
     import torch
+
+    from ..base import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,28 @@ def _traced_params(request: Any) -> Mapping[str, Any] | None:
     return {**params, TRACEPARENT: headers[TRACEPARENT]} if params and TRACEPARENT in headers else params
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One of vLLM's steps in the form of `SchedulerOutput`."""
+
+    preempted_req_ids: frozenset[str]
+
+
+@dataclass
+class _Early:
+    """A request that is to be offered while its prompt is computed.
+
+    Attributes:
+        request: vLLM's.
+        tables: Per group, its blocks so far; empty before its first step.
+        num_ready: Tokens that are offered.
+    """
+
+    request: Any
+    tables: tuple[list[int], ...] = ()
+    num_ready: int = 0
+
+
 class SchedulerSide:
     """Translates vLLM's calls, and turns each request that the half refuses into a load that fails.
 
@@ -103,11 +127,19 @@ class SchedulerSide:
     Args:
         shared: Empty; it belongs to this object from now on.
         served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of; empty: all of them.
+        can_meet: Whether a router can name an offer of this node in advance: it cannot where several engines share an address.
     """
 
     def __init__(
-        self, half: HandoffScheduler, shared: SharedOffers, served_groups: Sequence[int] = ()
+        self,
+        half: HandoffScheduler,
+        shared: SharedOffers,
+        served_groups: Sequence[int] = (),
+        *,
+        can_meet: bool = True,
     ) -> None:
+        self._can_meet = can_meet
+        self._early: dict[str, _Early] = {}
         self._half = half
         self._shared = shared
         self._served_groups = served_groups
@@ -116,8 +148,8 @@ class SchedulerSide:
 
     @property
     def num_remembered_requests(self) -> int:
-        num_refused = len(self._refused) + len(self._refused_loads)
-        return self._half.num_requests + self._shared.num_requests + num_refused
+        num_own = len(self._refused) + len(self._refused_loads) + len(self._early)
+        return self._half.num_requests + self._shared.num_requests + num_own
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         """Learn where the workers can be reached, by rank.
@@ -150,6 +182,8 @@ class SchedulerSide:
             if not self._shared.follow(request_id, wish, prompt):
                 self._half.on_new_request(ours)
                 self._shared.lead(request_id, wish, prompt)
+                if wish.rendezvous:
+                    self._early[request_id] = _Early(request)
         except KVTransferError as error:
             logger.warning("request %s cannot be handed over: %s", request_id, error)
             self._refused[request_id] = str(error)
@@ -180,9 +214,49 @@ class SchedulerSide:
             allocated = tuple(GroupBlocks(0, tuple(table)) for table in tables)
             self._refused_loads[request.request_id] = RefusedLoad(allocated, reason)
 
-    def build_connector_meta(self) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any = None) -> StepMetadata:
         refused, self._refused_loads = self._refused_loads, {}
-        return StepMetadata(self._half.build_connector_meta(), refused)
+        if not self._early:
+            return StepMetadata(self._half.build_connector_meta(), refused)
+        preempted = self._take_preempted(scheduler_output)
+        self._note_progress(scheduler_output)
+        step = cast("SchedulerOutput", _Step(preempted))  # all that the half reads
+        return StepMetadata(self._half.build_connector_meta(step), refused, preempted)
+
+    def _take_preempted(self, scheduler_output: Any) -> frozenset[str]:
+        """Take the requests that lost their blocks. They are not offered early again: their consumers were denied.
+
+        vLLM's own list is not enough: in some versions it lacks requests that a reset of the prefix cache preempted.
+        """
+        gone = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        gone |= set(getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", None) or ())
+        gone |= {
+            name for name, early in self._early.items() if early.request.num_computed_tokens < early.num_ready
+        }
+        return frozenset(name for name in gone if self._early.pop(name, None) is not None)
+
+    def _note_progress(self, scheduler_output: Any) -> None:
+        """Offer what earlier steps have computed of the prompts that are to be offered early.
+
+        The step that is being scheduled has computed nothing yet. Neither has a prefix hit of its new requests, because vLLM
+        enters blocks into the prefix cache when it schedules them. So only requests of earlier steps progress.
+        """
+        for new in scheduler_output.scheduled_new_reqs:
+            if (early := self._early.get(new.req_id)) is not None:
+                early.tables = tuple(list(table) for table in new.block_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        steps = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, blocks, num_computed in steps:
+            early = self._early.get(request_id)
+            if early is None or not early.tables:
+                continue
+            num_ready = min(num_computed, early.request.num_prompt_tokens)
+            known = replace(VllmRequest.of(early.request), num_computed_tokens=num_ready)
+            if num_ready > early.num_ready:
+                early.num_ready = num_ready
+                self._half.request_progressed(known, self._served(early.tables))
+            for table, more in zip(early.tables, blocks or (), strict=False):
+                table.extend(more)
 
     def update_connector_output(self, output: Any) -> None:
         for request_id in getattr(output, "failed_recving", None) or ():
@@ -198,9 +272,13 @@ class SchedulerSide:
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._refused.pop(request.request_id, None)
+        self._early.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        return self._half.request_finished(VllmRequest.of(request), self._served(block_ids))
+        keeps, params = self._half.request_finished(VllmRequest.of(request), self._served(block_ids))
+        if params is not None and not self._can_meet:
+            params.pop(RENDEZVOUS_SUPPORTED, None)
+        return keeps, params
 
     def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the block tables of the groups that are handed over."""

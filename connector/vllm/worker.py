@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConnectorError
 from ..handoff.events import LocalBlocks
-from ..metadata import HandoffMetadata
+from ..metadata import HandoffMetadata, OpenOrder
 from ..worker_half import HandoffWorker
 from .config import host_fields, kv_cache_config, require_whole_caches, state_fields
 from .memory import PoolPlacement
@@ -129,8 +129,14 @@ class WorkerSide:
         """
         if metadata is not self._carried_out:
             self._carried_out = metadata
+            # First, and with a wait for the end: the step that begins now writes into these blocks.
+            if metadata.preempted:
+                self._half.handle_preemptions(set(metadata.preempted))
             orders = replace(metadata.orders, loads={})
-            self._half.submit(orders, is_computed=self._offers_are_computed)
+            is_early = any(isinstance(order, OpenOrder) for order in orders.offers.values())
+            # What an open offer gains was computed by the step before this one, which a GPU may still work on.
+            is_computed = self._offers_are_computed and not is_early and not orders.extensions
+            self._half.submit(orders, is_computed=is_computed)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Have the whole step carried out. Call it after the model runner has zeroed and copied the step's blocks.

@@ -86,6 +86,10 @@ class VllmHost:
         """Empty the prefix cache, and what connectors have kept."""
         return {"done": self._engine.reset_prefix_cache(reset_connector=True)}
 
+    def preempt(self) -> dict[str, Any]:
+        """Preempt every running request, and empty the prefix cache."""
+        return {"done": self._engine.reset_prefix_cache(reset_running_requests=True)}
+
     def policy(self, policy: str) -> dict[str, Any]:
         """Set the load failure policy."""
         self._scheduler.recompute_kv_load_failures = policy == "recompute"

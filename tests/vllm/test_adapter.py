@@ -31,7 +31,7 @@ from kvferry.connector.vllm.config import (
 )
 from kvferry.connector.vllm.lora import adapter_identity
 from kvferry.connector.vllm.memory import PoolPlacement
-from kvferry.connector.vllm.metadata import StepMetadata
+from kvferry.connector.vllm.metadata import StepMetadata, WorkerHandshake
 from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
@@ -349,6 +349,78 @@ def _request(request_id, params):
         mm_features=[],
         prompt_embeds=None,
     )
+
+
+class TestEarlyOffers:
+    """In a rendezvous the adapter offers what earlier steps have computed of a prompt."""
+
+    WISH: ClassVar = {"do_remote_decode": True, "rendezvous": "0123456789abcdef" * 2}
+
+    @staticmethod
+    def step(new=(), cached=(), preempted=(), resumed=()):
+        """One of vLLM's steps: new requests as (id, blocks), and others as (id, new blocks, tokens computed before)."""
+        return SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=([*blocks],)) for name, blocks in new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _, _ in cached],
+                new_block_ids=[([*blocks],) if blocks else None for _, blocks, _ in cached],
+                num_computed_tokens=[number for _, _, number in cached],
+                resumed_req_ids=set(resumed),
+            ),
+            preempted_req_ids=set(preempted),
+        )
+
+    @pytest.fixture
+    def begun(self):
+        """A side with a request of 40 tokens, whose first step was scheduled."""
+        side, request = _side(), _request("r", self.WISH)
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0))})
+        side.on_new_request(request)
+        first = side.build_connector_meta(self.step(new=[("r", [4])]))
+        # A prefix hit may be of blocks that the same step computes, so nothing is offered with it.
+        assert not first.orders.offers
+        return side, request
+
+    def test_each_step_offers_what_the_steps_before_have_computed(self, begun):
+        side, request = begun
+        request.num_computed_tokens = 16
+        opened = side.build_connector_meta(self.step(cached=[("r", [5], 16)])).orders.offers["r"]
+        assert (opened.num_ready, opened.num_tokens, opened.block_ids) == (16, 40, ((4,),))
+        request.num_computed_tokens = 32
+        extended = side.build_connector_meta(self.step(cached=[("r", [6], 32)])).orders.extensions["r"]
+        assert (extended.num_ready, extended.block_ids) == (32, ((4, 5),))
+        # A step in which it has no share changes nothing.
+        assert side.build_connector_meta(self.step()).orders.is_empty()
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            {"preempted": ["r"]},
+            {"resumed": ["r"]},  # preempted without being listed, and scheduled again
+            {},  # preempted without being listed
+        ],
+        ids=["listed", "resumed", "unlisted"],
+    )
+    def test_an_offer_ends_before_the_step_that_overwrites_its_blocks(self, loss, begun):
+        side, request = begun
+        request.num_computed_tokens = 16
+        side.build_connector_meta(self.step(cached=[("r", [5], 16)]))
+        request.num_computed_tokens = 0
+        step = side.build_connector_meta(self.step(**loss))
+        assert step.preempted == {"r"}
+        # It is not offered again: its consumer was denied.
+        request.num_computed_tokens = 16
+        again = side.build_connector_meta(self.step(cached=[("r", [8], 16)]))
+        assert (again.orders.is_empty(), again.preempted) == (True, frozenset())
+
+    def test_an_engine_that_shares_its_address_does_not_say_that_it_can_be_met(self):
+        side, request = _side(), _request("r", {"do_remote_decode": True})
+        side._can_meet = False
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0))})
+        side.on_new_request(request)
+        request.num_computed_tokens, request.get_finished_reason = 40, lambda: "length"
+        _, params = side.request_finished(request, ([4, 5, 6],))
+        assert "rendezvous_supported" not in params
 
 
 class TestContent:
