@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .detokenizer import IncrementalDetokenizer, StopMatcher, TokenDecoder
+from .errors import InvalidRequestError
 from .request import Request
 from .types import FinishReason, GenerationRequest, NextToken, RequestMetrics, RequestOutput
 
@@ -17,6 +19,9 @@ class Answer:
     Args:
         eos_token_ids: Tokens that end an answer.
         max_model_len: Longest sequence, prompt and answer together.
+
+    Raises:
+        InvalidRequestError: The request's `first_token_id` ends the answer, so nothing follows it.
     """
 
     def __init__(
@@ -28,6 +33,15 @@ class Answer:
         self._matcher = StopMatcher(sampling.stop)
         self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_output_tokens = min(sampling.max_tokens, max_model_len - request.num_prompt_tokens)
+        self._is_unfinished = False
+        self._known_text: str | None = None
+        if (first := request.source.first_token_id) is not None:
+            self._known_text = self._matcher.push(self._detokenizer.push(first))
+            if self._reason_to_end(first) is not None:
+                raise InvalidRequestError(
+                    f"first_token: token {first} ends the answer; do not ask for more",
+                    param="kv_transfer_params",
+                )
 
     def push_last_token(self) -> tuple[str, FinishReason | None]:
         """Take in the request's newest token.
@@ -41,6 +55,10 @@ class Answer:
         token_id = self.request.all_token_ids[-1]
         text = self._matcher.push(self._detokenizer.push(token_id))
         reason = self._reason_to_end(token_id)
+        if reason is None and self.request.source.continues_elsewhere:
+            # Keep the text as it is: the other node returns what is held back here.
+            self._is_unfinished = True
+            return text, "length"
         if reason is None:
             return text, None
         text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
@@ -55,6 +73,14 @@ class Answer:
         """Return an output before the first token, with what another node needs to start loading the prompt."""
         return self._output((), "", None, "", kv_transfer_params)
 
+    def take_known_piece(self) -> RequestOutput | None:
+        """Return an output with the request's `first_token_id`, before the first new token; None if it has none."""
+        if self._known_text is None:
+            return None
+        known, self._known_text = self._known_text, None
+        first = self.request.all_token_ids[self.request.num_prompt_tokens]
+        return replace(self._output((first,), known, None, "", None), is_known=True, logprobs=())
+
     def piece(self, text: str) -> RequestOutput:
         """Return an output with the newest token and its text."""
         return self._output((self.request.all_token_ids[-1],), text, None, "", None)
@@ -64,7 +90,8 @@ class Answer:
     ) -> RequestOutput:
         """Return the last output of an answer that ends with its newest token."""
         newest = (self.request.all_token_ids[-1],)
-        return self._output(newest, text, reason, "", kv_transfer_params)
+        output = self._output(newest, text, reason, "", kv_transfer_params)
+        return replace(output, is_unfinished=self._is_unfinished)
 
     def cut_off(self, reason: FinishReason, error: str = "") -> RequestOutput:
         """Return the last output of an answer that is ended from outside. It has no new token."""

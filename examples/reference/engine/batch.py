@@ -174,5 +174,6 @@ class InputBatch:
     def _sampler(self, item: ScheduledRequest) -> TokenSampler:
         request = item.request
         if request.request_id not in self._samplers:
-            self._samplers[request.request_id] = TokenSampler(request.source.sampling)
+            num_known = 0 if request.source.first_token_id is None else 1
+            self._samplers[request.request_id] = TokenSampler(request.source.sampling, num_known)
         return self._samplers[request.request_id]

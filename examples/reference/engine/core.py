@@ -134,6 +134,11 @@ class EngineCore:
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         vocab_size = self.parts.model.text_config.vocab_size
+        first = source.first_token_id
+        if first is not None and not 0 <= first < vocab_size:
+            raise InvalidRequestError(
+                f"first_token: token id {first} is not in 0..{vocab_size - 1}", param="kv_transfer_params"
+            )
         if not all(0 <= token_id < vocab_size for token_id in source.prompt_token_ids):
             raise InvalidRequestError(
                 f"a token id of the prompt is not in 0..{vocab_size - 1}", param="prompt"
@@ -253,7 +258,9 @@ class EngineCore:
             self._answers[request.source.request_id].early_piece(params)
             for request, params in outcome.early_params
         ]
-        outputs += [self._piece(request) for request in outcome.new_tokens]
+        for request in outcome.new_tokens:
+            known = self._answers[request.source.request_id].take_known_piece()
+            outputs += [self._piece(request)] if known is None else [known, self._piece(request)]
         for request, why in outcome.failed:
             answer = self._answers.get(request.source.request_id)
             # Otherwise it is over already: it failed twice in this step.

@@ -17,13 +17,18 @@ class TokenSampler:
     """Draw the tokens of one request, with its parameters and its own stream of random numbers.
 
     The stream belongs to the request, so a seed gives the same answer whatever else is in the batch.
+
+    Attributes:
+        num_to_skip: Tokens that another node has drawn from the same stream, so that their numbers are used up. They are
+            skipped with the first draw, which knows how many numbers a token takes.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, num_to_skip: int = 0) -> None:
         self.params = params
         self.generator = torch.Generator(device="cpu")
         # Not `generator.seed()`: it opens /dev/urandom, which fails when the process is out of file descriptors.
         self.generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
+        self.num_to_skip = num_to_skip
 
     @property
     def is_greedy(self) -> bool:
@@ -45,12 +50,13 @@ class History:
 @contextmanager
 def same_numbers_after_failure(samplers: Sequence[TokenSampler]) -> Iterator[None]:
     """If the body raises, reset each stream: the step runs again and must draw the same numbers."""
-    states = [(one.generator, one.generator.get_state()) for one in samplers if not one.is_greedy]
+    states = [(one, one.generator.get_state(), one.num_to_skip) for one in samplers if not one.is_greedy]
     try:
         yield
     except Exception:
-        for generator, before in states:
-            generator.set_state(before)
+        for sampler, before, num_to_skip in states:
+            sampler.generator.set_state(before)
+            sampler.num_to_skip = num_to_skip
         raise
 
 
@@ -152,8 +158,16 @@ def _sample_random(logits: torch.Tensor, samplers: Sequence[TokenSampler]) -> to
     shifted = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probabilities = _keep_top_p(shifted.softmax(dim=-1), top_p)
     # An exponential race: argmax(p / e) with e ~ Exp(1) is a draw from p. Each row uses its own request's random numbers.
-    races = torch.stack([torch.empty(logits.shape[-1]).exponential_(generator=s.generator) for s in samplers])
+    races = torch.stack([_race(logits.shape[-1], s) for s in samplers])
     return (probabilities / races.to(logits.device).clamp_min(1e-10)).argmax(dim=-1)
+
+
+def _race(vocab_size: int, sampler: TokenSampler) -> torch.Tensor:
+    race = torch.empty(vocab_size)
+    for _ in range(sampler.num_to_skip):
+        race.exponential_(generator=sampler.generator)
+    sampler.num_to_skip = 0
+    return race.exponential_(generator=sampler.generator)
 
 
 def _keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,8 @@ class GenerationRequest:
         cache_salt: The prefix cache shares blocks only between requests with the same salt; empty for no salt.
         lora_name: The adapter that the request uses; empty for none.
         items: In the order of their offsets, without overlap.
+        continues_elsewhere: End the request after its first token, also if the answer is longer. Another node continues it.
+        first_token_id: The answer's first token, which another node has chosen. This node continues after it.
     """
 
     request_id: str
@@ -115,6 +117,8 @@ class GenerationRequest:
     cache_salt: str = ""
     lora_name: str = ""
     items: tuple[PromptItem, ...] = ()
+    continues_elsewhere: bool = False
+    first_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ class RequestOutput:
         logprobs: One entry per new token if the request has `num_logprobs`; otherwise empty.
         prompt_logprobs: With the first token if the request has `num_prompt_logprobs`: one entry for each token of the
             prompt but the first.
+        is_unfinished: The request ends here with `finish_reason` `"length"`, but another node continues its answer.
+        is_known: The piece is the request's `first_token_id`, which the client may have already.
     """
 
     request_id: str
@@ -193,6 +199,8 @@ class RequestOutput:
     next_token: NextToken | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    is_unfinished: bool = False
+    is_known: bool = False
 
 
 def _exported(kind: Literal["counter", "gauge"], name: str, text: str, *labels: str) -> dict[str, Metric]:

@@ -28,6 +28,7 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed, span_of_work
 from .fan_out import Piece, pieces_of
+from .first_token import FIRST_TOKEN, passed_on
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
@@ -170,7 +171,9 @@ class NodeServer:
         if status == "ok":
             kv_transfer = self._engine.settings.kv_transfer
             # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
-            body |= {"load_failure_policy": kv_transfer.kv_load_failure_policy} if kv_transfer else {}
+            if kv_transfer:
+                # A router passes an answer's first token only to a decode node that says that it continues answers.
+                body |= {"load_failure_policy": kv_transfer.kv_load_failure_policy, "continues_answers": True}
             warning = self._engine.stats().transfer_warning
             body |= {"warning": warning} if warning else {}
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status in ("starting", "overloaded") else {}
@@ -307,6 +310,8 @@ class NodeServer:
             if len(prompts) > 1:  # an answer that has begun could not be refused any more
                 self._prompts.refuse_too_long(prompts)
             client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
+            if client.wish is not None and not engine.samples_after_whole_prompt:
+                client = client.without_wish()
         client_request_id = name_request(_client_request_id(request))
         request_id = f"{reply_format.id_prefix}-{client_request_id}"
         requests = [
@@ -326,7 +331,7 @@ class NodeServer:
             reply_format,
             request_id,
             lora_name or engine.model_name,
-            int(time.time()),
+            int(time.time()) if client.known is None else client.known.created,
             self._names,
             client.return_token_ids,
             client.sampling.num_logprobs is not None,
@@ -340,8 +345,8 @@ class NodeServer:
                 outcome = transfer_outcome(
                     first[1].metrics
                 )  # a load has ended before the first piece arrives
-                return await self._stream(request, pieces, choices, envelope, client.include_usage, outcome)
-            return await self._whole(pieces, choices, envelope)
+                return await self._stream(request, pieces, choices, envelope, client, outcome)
+            return await self._whole(pieces, choices, envelope, client)
 
     def _with_prompt_logprobs(
         self, client: ClientRequest, num_prompt_tokens: int
@@ -397,6 +402,8 @@ class NodeServer:
             cache_salt=client.cache_salt,
             lora_name=lora_name,
             items=client.items,
+            continues_elsewhere=client.wish is not None,
+            first_token_id=None if client.known is None else client.known.token_id,
         )
 
     async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -421,7 +428,11 @@ class NodeServer:
             self._stories.left(generation.request_id)
 
     async def _whole(
-        self, pieces: AsyncGenerator[Piece, None], choices: Sequence[Choice], envelope: Envelope
+        self,
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
+        envelope: Envelope,
+        client: ClientRequest,
     ) -> web.Response:
         with _refusals_as_api_errors():
             async for index, output in pieces:
@@ -435,7 +446,8 @@ class NodeServer:
                 refusal = failure(choice.last).response()
                 refusal.headers.update(headers)
                 return refusal
-        return web.json_response(envelope.whole(choices), headers=headers)
+        first = _first_token(envelope, choices[0].last, client)
+        return web.json_response({**envelope.whole(choices), **first}, headers=headers)
 
     async def _stream(
         self,
@@ -443,13 +455,13 @@ class NodeServer:
         pieces: AsyncGenerator[Piece, None],
         choices: Sequence[Choice],
         envelope: Envelope,
-        include_usage: bool,
+        client: ClientRequest,
         outcome: str,
     ) -> web.StreamResponse:
         headers = {**SSE_HEADERS, "X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
         response = web.StreamResponse(headers=headers)
         try:
-            async for event in self._events(pieces, choices, envelope, include_usage):
+            async for event in self._events(pieces, choices, envelope, client):
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(event)
@@ -475,17 +487,20 @@ class NodeServer:
         pieces: AsyncGenerator[Piece, None],
         choices: Sequence[Choice],
         envelope: Envelope,
-        include_usage: bool,
+        client: ClientRequest,
     ) -> AsyncGenerator[bytes, None]:
         async for index, output in pieces:
             delta = choices[index].add(output)
-            if output.new_token_ids or output.text_delta or output.finish_reason:
-                yield _event(envelope.chunk(choices[index], delta))
+            if output.is_known:
+                choices[index].has_begun = True  # the router has sent this piece
+            elif output.new_token_ids or output.text_delta or output.finish_reason:
+                first = _first_token(envelope, output, client)
+                yield _event({**envelope.chunk(choices[index], delta), **first})
             elif output.kv_transfer_params is not None:
                 yield _event(envelope.early_chunk(output.kv_transfer_params))
             if output.finish_reason:
                 self._metrics.observe(output.metrics)
-        if include_usage:
+        if client.include_usage:
             yield _event(envelope.usage_chunk(choices))
 
     def _running_engine(self) -> Engine:
@@ -517,6 +532,13 @@ def _refusals_as_api_errors() -> Iterator[None]:
         raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
     except EngineDeadError as error:
         raise _engine_ended(error) from error
+
+
+def _first_token(envelope: Envelope, output: RequestOutput, client: ClientRequest) -> dict[str, Any]:
+    """Return the field that passes the first token on, for the end of the answer to a router that asked for it."""
+    if client.wish is None or output.finish_reason not in ("stop", "length"):
+        return {}
+    return {FIRST_TOKEN: passed_on(envelope, output, include_usage=client.wish.include_usage)}
 
 
 def _engine_ended(error: EngineDeadError) -> ApiError:

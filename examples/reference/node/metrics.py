@@ -97,7 +97,7 @@ class MeasuredRequest:
     def observe(self, output: RequestOutput) -> None:
         """Note a piece of the answer that came now."""
         now = time.monotonic()
-        if output.new_token_ids:
+        if output.new_token_ids and not output.is_known:
             if self._latest is not None:
                 self._metrics.inter_token.observe(now - self._latest)
             self._latest = now

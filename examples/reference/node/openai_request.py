@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
 from ..web.errors import bad_request
 from ..web.fields import Fields
+from .first_token import FirstTokenWish, KnownToken, may_pass_on, take_first_token
 from .prompt_items import parse_items
 
 #: OpenAI's default for completions. A chat's answer may be as long as the context allows.
@@ -84,6 +85,8 @@ class ClientRequest:
         return_token_ids: Whether answers have `token_ids` in addition to the text.
         cache_salt: The request shares the prefix cache only with requests that have the same salt, which may be empty.
         items: The parts of the prompt that are vectors rather than tokens.
+        wish: Answer with the first token only, for another node that continues the answer. None: answer as usual.
+        known: The answer's first token, after which this node continues. None: this node chooses it.
     """
 
     model: str
@@ -98,6 +101,12 @@ class ClientRequest:
     kv_transfer_params: Mapping[str, Any] | None
     cache_salt: str
     items: tuple[PromptItem, ...]
+    wish: FirstTokenWish | None = None
+    known: KnownToken | None = None
+
+    def without_wish(self) -> ClientRequest:
+        """Return the request of a router that has to do without the first token."""
+        return replace(self, wish=None, sampling=replace(self.sampling, max_tokens=1))
 
 
 def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
@@ -152,6 +161,9 @@ def _client_request(
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens", default_max_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens)
+    kv_transfer_params, wish, known = take_first_token(fields.optional_mapping("kv_transfer_params"))
+    if wish is not None:
+        max_tokens = default_max_tokens if wish.max_tokens is None else wish.max_tokens
     only_echo = echo and max_tokens == 0
     num_answers = fields.integer("n", 1)
     if num_answers < 1:
@@ -176,7 +188,6 @@ def _client_request(
         frequency_penalty=fields.number("frequency_penalty", 0.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0),
     )
-    kv_transfer_params = fields.optional_mapping("kv_transfer_params")
     if kv_transfer_params and len(prompts) > 1:
         raise bad_request(
             f"kv_transfer_params are for one prompt, and the request has {len(prompts)}: send one request per prompt",
@@ -186,7 +197,13 @@ def _client_request(
         raise bad_request(
             f"n={num_answers}: with do_remote_decode it must be 1, because a node loads a prompt once", "n"
         )
-    return ClientRequest(
+    if known is not None and (num_answers * len(prompts) > 1 or echo or not may_pass_on(sampling)):
+        raise bad_request(
+            "kv_transfer_params.first_token needs one answer to one prompt, temperature 0 or a seed, and neither echo "
+            "nor log probabilities: leave it out",
+            "kv_transfer_params",
+        )
+    request = ClientRequest(
         model=fields.text("model", ""),
         prompts=prompts,
         num_answers=num_answers,
@@ -199,7 +216,13 @@ def _client_request(
         kv_transfer_params=kv_transfer_params,
         cache_salt=fields.text("cache_salt", ""),
         items=parse_items(body),
+        wish=wish,
+        known=known,
     )
+    is_prefill = (kv_transfer_params or {}).get("do_remote_decode") is True
+    if wish is not None and not (is_prefill and may_pass_on(sampling) and not echo and len(prompts) == 1):
+        return request.without_wish()
+    return request
 
 
 def _refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object, ...]]) -> None:

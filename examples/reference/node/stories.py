@@ -95,7 +95,7 @@ class Stories:
             story = self._stories.get(request_id)
             if story is None or (story.has_output and not output.finish_reason):
                 return
-            is_first = not story.has_output and bool(output.new_token_ids)
+            is_first = not story.has_output and bool(output.new_token_ids) and not output.is_known
             story.has_output = story.has_output or is_first
             if output.finish_reason:
                 metrics = dataclasses.asdict(output.metrics)

@@ -27,15 +27,16 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
-from .handoffs import Handoff, Handoffs, has_loaded
+from .first_tokens import FirstToken
+from .handoffs import TRANSFER_HEADER, Handoff, Handoffs, has_loaded
 from .membership import Role
 from .metrics import RouterMetrics
 from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
 from .page import Page
-from .phases import Call, check_body, decode_body, is_stream, open_answer
+from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .rendezvous import LostPrefillError, RendezvousPrefill
-from .reply import Reply
+from .reply import PASSED_HEADERS, Reply
 from .several import MergedReply, calls_of
 from .sources import NodeSource
 from .states import NodeState
@@ -60,6 +61,8 @@ class Router:
     Args:
         overlap: Start the decode while the prefill still runs, if the prefill node makes its offer early.
         rendezvous: Ask both nodes at once, if both can do that.
+        first_token: Send the client the first token of an answer as soon as the prefill node has it, where the result is provably
+            that of a single node.
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
         check_interval_s: Seconds between two health checks of a node.
         check_timeout_s: Seconds after which a health check has failed.
@@ -77,6 +80,7 @@ class Router:
         *,
         overlap: bool,
         rendezvous: bool = True,
+        first_token: bool = True,
         answer_timeout_s: float,
         check_interval_s: float,
         check_timeout_s: float,
@@ -99,7 +103,7 @@ class Router:
             pool.on_forgotten = self._handoffs.forget
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
         kind = OverlappedPrefill if overlap else WholePrefill
-        self._prefill: Prefill = kind(prefill_pool, self._metrics)
+        self._prefill: Prefill = kind(prefill_pool, self._metrics, first_token=first_token)
         if rendezvous:
             self._prefill = RendezvousPrefill(self._prefill, prefill_pool, decode_pool, self._metrics)
         self._session: aiohttp.ClientSession
@@ -354,6 +358,8 @@ class Router:
         try:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
                 return await answer
+        except ApiError as error:
+            return await reply.fail(error)  # as an event, if the client has part of a stream
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -379,6 +385,9 @@ class Router:
                         self._metrics.decoded_alone.inc()
                         return await self._decoded(call, Handoff(None), reply, tried, is_alone=True)
                     handoff = stack.enter_context(self._handoffs.following(call, offer))
+                    first = None if offer is None or reply.first else offer.first
+                    if offer is not None and first is not None and first.is_all:
+                        return await self._ended(call, offer, first, reply)
                     return await self._decoded(call, handoff, reply, tried, is_alone=False)
             except LostPrefillError as lost:
                 logger.warning("%s: prefill: %s", call.request_id, lost)
@@ -393,12 +402,16 @@ class Router:
     async def _decoded(
         self, call: Call, handoff: Handoff, reply: Reply, tried: Tried, *, is_alone: bool
     ) -> web.StreamResponse:
-        may_use = self._computes_alone if is_alone else None
-        if handoff.offer is not None and handoff.offer.is_rendezvous:
-            may_use = _can_meet
+        def may_use(node: UpstreamNode) -> bool:
+            continues = reply.first is None or reply.first.can_continue_at(node.abilities)
+            meets = handoff.offer is None or not handoff.offer.is_rendezvous or node.can_meet
+            return continues and meets and (not is_alone or self._computes_alone(node))
+
         async with self._decode_pool.use_one(tried, may_use) as node:
             handoff.decode_url = node.url
-            body = decode_body(call.body, handoff.offer.params if handoff.offer else None)
+            known = await self._first_token(call, handoff.offer, node, reply)
+            params = handoff.offer.params if handoff.offer else None
+            body = decode_body(call.body, params) if known is None else known.decode_body(call.body, params)
             call.timeline.decode_sent(node.url, is_alone=is_alone)
             async with open_answer(call, node, body) as (upstream, first):
                 call.timeline.decode_began(first, is_stream=is_stream(upstream))
@@ -413,6 +426,32 @@ class Router:
                 call.timeline.decode_ended(response.status, reply.tail)
                 handoff.read_tail(reply.tail)
                 return response
+
+    async def _first_token(
+        self, call: Call, offer: Offer | None, node: UpstreamNode, reply: Reply
+    ) -> FirstToken | None:
+        """Return the token after which the decode node is to continue; None: it chooses the first one. Stream it, once."""
+        if reply.first is not None:
+            return reply.first
+        first = None if offer is None else offer.first
+        if offer is None or first is None or not first.can_continue_at(node.abilities):
+            return None
+        if call.body.get("stream"):
+            await self._send_first(call, offer, first, reply)
+        return first
+
+    async def _send_first(self, call: Call, offer: Offer, first: FirstToken, reply: Reply) -> None:
+        call.timeline.first_token_sent()
+        self._metrics.first_tokens.inc()
+        await reply.begin(first, offer.headers)
+
+    async def _ended(self, call: Call, offer: Offer, first: FirstToken, reply: Reply) -> web.StreamResponse:
+        """Answer with the first token alone. No node will load the offer, so it is released."""
+        if first.whole is not None:
+            headers = {name: offer.headers[name] for name in PASSED_HEADERS if name in offer.headers}
+            return web.json_response(first.whole, headers={**headers, TRANSFER_HEADER: "none"})
+        await self._send_first(call, offer, first, reply)
+        return await reply.end()
 
     def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
         """Return the headers for both nodes. They share one request id, as vLLM's nodes require."""
@@ -435,9 +474,6 @@ class Router:
             case "auto":
                 return node.load_failure_policy == "recompute"
 
-
-def _can_meet(node: UpstreamNode) -> bool:
-    return node.can_meet
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:

@@ -55,6 +55,7 @@ class Prober:
         last: The last check. None before the first one.
         version: The node's version. Empty if it is not known.
         protocol: The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say.
+        vllm_max_model_len: The longest sequence of a vLLM server. 0 if the node is none, or does not say.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,6 +65,7 @@ class Prober:
         self.last: LastProbe | None = None
         self.version = ""
         self.protocol = 0
+        self.vllm_max_model_len = 0
 
     async def probe(self, session: aiohttp.ClientSession, timeout_s: float) -> Health:
         """Check the node once. Every failure is a result, not an exception."""
@@ -83,14 +85,22 @@ class Prober:
         if self._has_asked_version:
             return
         self._has_asked_version = True
-        self.version = ""
         self.protocol = await _ask_protocol(session, self._url, timeout_s)
+        answer = await self._ask(session, "/version", timeout_s)
+        self.version = str(answer.get("version") or "")[:MAX_VERSION_CHARS]
+        self.vllm_max_model_len = 0
+        if self.version and self._path == HEALTH_PATH:  # vLLM has no `/ready`
+            self.vllm_max_model_len = _vllm_max_model_len(await self._ask(session, "/v1/models", timeout_s))
+
+    async def _ask(self, session: aiohttp.ClientSession, path: str, timeout_s: float) -> dict[str, Any]:
+        """Return the JSON object at a path; empty if there is none."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with session.get(f"{self._url}/version", timeout=timeout) as response:
+            async with session.get(f"{self._url}{path}", timeout=timeout) as response:
                 payload = await response.content.read(MAX_HEALTH_BYTES)
                 if response.status == 200:
-                    self.version = str(_object(payload).get("version") or "")[:MAX_VERSION_CHARS]
+                    return _object(payload)
+        return {}
 
 
 async def _ask_protocol(session: aiohttp.ClientSession, url: str, timeout_s: float) -> int:
@@ -136,7 +146,11 @@ async def ask_health(
 def _answered(path: str, status: int, payload: bytes) -> Health:
     body = _object(payload)
     if status == 200:
-        return Health(NodeState.READY, load_failure_policy=str(body.get("load_failure_policy") or ""))
+        return Health(
+            NodeState.READY,
+            load_failure_policy=str(body.get("load_failure_policy") or ""),
+            continues_answers=body.get("continues_answers") is True,
+        )
     if status != 503:
         return Health(None, f"{path} answered {status}")
     word, error = str(body.get("status") or ""), str(body.get("error") or "")
@@ -149,6 +163,18 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
     # `/health` with 503 and an empty body, and only if its engine is dead.
     is_dead = word not in ("starting", "failing") if path == HEALTH_PATH else word == "dead"
     return Health(NodeState.GONE, said, ends_requests=is_dead, is_reported=bool(word))
+
+
+def _vllm_max_model_len(models: dict[str, Any]) -> int:
+    """Return the longest sequence of the models that a vLLM server lists. 0 if another server answered."""
+    listed = models.get("data")
+    lengths = [
+        model.get("max_model_len")
+        for model in (listed if isinstance(listed, list) else [])
+        if isinstance(model, dict) and model.get("owned_by") == "vllm"
+    ]
+    # Adapters are listed without a length.
+    return min((length for length in lengths if type(length) is int), default=0)
 
 
 def _object(payload: bytes) -> dict[str, Any]:

@@ -201,6 +201,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="auto asks the prefill and the decode node at once, where both can do that: the cache crosses while the prompt is "
         "computed; off asks one after the other (default: %(default)s)",
     )
+    group.add_argument(
+        "--first-token",
+        choices=("auto", "off"),
+        default="auto",
+        help="who streams an answer's first token: auto sends it as soon as the prefill node has it, where nodes and request make "
+        "the answer provably that of a single node, and the decode node continues after it; off leaves it to the decode node "
+        "(default: %(default)s)",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -216,6 +224,7 @@ def _run(options: argparse.Namespace) -> None:
         *pools,
         overlap=options.overlap,
         rendezvous=options.rendezvous == "auto",
+        first_token=options.first_token == "auto",
         answer_timeout_s=options.answer_timeout_s,
         check_interval_s=options.check_interval_s,
         check_timeout_s=options.check_timeout_s,

@@ -84,6 +84,11 @@ class RouterMetrics:
             "Requests sent to a prefill and a decode node at once",
             registry=self._registry,
         )
+        self.first_tokens = Counter(
+            "kvferry_router_first_tokens_total",
+            "Answers whose first token the client received from the prefill node",
+            registry=self._registry,
+        )
         self.lost_prefills = Counter(
             "kvferry_router_lost_prefills_total",
             "Prefills that failed after their decode had begun",

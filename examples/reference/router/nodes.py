@@ -21,6 +21,7 @@ import aiohttp
 from kvferry.connector.handoff.messages import RENDEZVOUS_VERSION
 
 from ..web.errors import ApiError
+from .first_tokens import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, Contributions, Role, server_name_of
 from .policies import LeastLoaded, Policy
@@ -86,6 +87,7 @@ class UpstreamNode:
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
         meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
             before its first one, and after its process was gone.
+        continues_answers: As the node reported last; see `Health`.
     """
 
     def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
@@ -97,6 +99,7 @@ class UpstreamNode:
         self.last_used = 0
         self.load_failure_policy = ""
         self.meeting_place: Mapping[str, Any] = {}
+        self.continues_answers = False
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
@@ -131,6 +134,11 @@ class UpstreamNode:
         self.meeting_place = {
             key: value for key, value in (params or {}).items() if key != "remote_block_ids"
         }
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the node can do with the first token of an answer."""
+        return Abilities(self.continues_answers, self._prober.vllm_max_model_len)
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +186,7 @@ class UpstreamNode:
             self._status.checked(health, time.monotonic())
         if health.state is NodeState.READY:
             self.load_failure_policy = health.load_failure_policy
+            self.continues_answers = health.continues_answers
         is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
         if health.ends_requests and (health.state is NodeState.GONE or is_over):
             # Do this at each such check, not only at the first: at the first one a request may have been writing to its client

@@ -14,6 +14,7 @@ from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
 from ..web.json_body import object_of
 from ..web.tracing import NO_SPAN, Span, current_span
+from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .timelines import Timeline
 
@@ -65,6 +66,8 @@ class Offer:
         hang_up: Ends the prefill if it still runs.
         is_rendezvous: The prefill has only begun, so only a decode node that claims by name can use it.
         settle: Called when the decode node has answered.
+        first: The answer's first token, if the prefill node has sampled it for the client. Otherwise None.
+        headers: Of the prefill node's answer.
     """
 
     node: UpstreamNode
@@ -72,6 +75,8 @@ class Offer:
     hang_up: Callable[[], object] = lambda: None
     is_rendezvous: bool = False
     settle: Callable[[], object] = lambda: None
+    first: FirstToken | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_body(body: Mapping[str, Any]) -> None:
@@ -102,15 +107,18 @@ def _refuse_several(name: str, value: object) -> None:
         raise bad_request(message, name)
 
 
-def prefill_body(body: Mapping[str, Any], *, overlap: bool) -> dict[str, Any]:
+def prefill_body(
+    body: Mapping[str, Any], *, overlap: bool, wish: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
         overlap: Ask for a stream that carries the offer as soon as part of the prompt is computed.
+        wish: More keys of `kv_transfer_params`.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
-    wish = {**DO_REMOTE_DECODE, OVERLAP: True} if overlap else dict(DO_REMOTE_DECODE)
-    result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": wish}
+    params = {**DO_REMOTE_DECODE, **(wish or {}), **({OVERLAP: True} if overlap else {})}
+    result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": params}
     if "max_completion_tokens" in result:
         result["max_completion_tokens"] = 1
     return result

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from ..web.json_body import object_of
+from .first_tokens import FirstToken, first_token_of, is_possible, is_stitchable, wish_for
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
 from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body, require_not_aborted
@@ -31,11 +32,27 @@ Events = AsyncGenerator[Mapping[str, Any], None]
 
 
 class Prefill(ABC):
-    """Runs prefills on the nodes of a pool, and retries at another node if one fails."""
+    """Runs prefills on the nodes of a pool, and retries at another node if one fails.
 
-    def __init__(self, pool: NodePool, metrics: RouterMetrics) -> None:
+    Args:
+        first_token: Ask prefill nodes for the first token of the answer, where that is possible.
+    """
+
+    def __init__(self, pool: NodePool, metrics: RouterMetrics, *, first_token: bool) -> None:
         self._pool = pool
         self._metrics = metrics
+        self._first_token = first_token
+
+    def _body(self, call: Call, node: UpstreamNode, *, overlap: bool) -> dict[str, Any]:
+        if not self._first_token or not is_possible(call.body):
+            return prefill_body(call.body, overlap=overlap)
+        body = prefill_body(call.body, overlap=overlap, wish=wish_for(call.body))
+        if node.abilities.vllm_max_model_len and is_stitchable(call.body, call.path):
+            body["return_token_ids"] = True
+        return body
+
+    def _first_of(self, call: Call, answer: Mapping[str, Any]) -> FirstToken | None:
+        return first_token_of(call.body, call.path, answer) if self._first_token else None
 
     @abstractmethod
     def prefilled(self, call: Call) -> AbstractAsyncContextManager[Offer | None]:
@@ -68,12 +85,11 @@ class WholePrefill(Prefill):
 
     async def _offer(self, call: Call) -> Offer | None:
         tried: Tried = {}
-        body = prefill_body(call.body, overlap=False)
         while True:
             try:
                 async with (
                     self._pool.use_one(tried, body=call.body) as node,
-                    open_prefill(call, node, body) as response,
+                    open_prefill(call, node, self._body(call, node, overlap=False)) as response,
                 ):
                     async with node.exchange():
                         payload = await response.read()
@@ -85,7 +101,9 @@ class WholePrefill(Prefill):
                 self._note_gone(call, error)
             else:
                 self._note_params(call, node, params)
-                return None if params is None else Offer(node, params)
+                if params is None:
+                    return None
+                return Offer(node, params, first=self._first_of(call, answer), headers=response.headers)
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,8 @@ class _Stream:
     node: UpstreamNode
     tried: Tried
     params: Params
+    first: FirstToken | None
+    headers: Mapping[str, str]
     events: Events
     resources: AsyncExitStack
 
@@ -111,7 +131,11 @@ class OverlappedPrefill(Prefill):
         stream = await self._opened(call)
         follower = asyncio.create_task(self._follow(stream, call))
         try:
-            yield None if stream.params is None else Offer(stream.node, stream.params, follower.cancel)
+            yield (
+                None
+                if stream.params is None
+                else Offer(stream.node, stream.params, follower.cancel, stream.first, stream.headers)
+            )
             await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
         finally:
             follower.cancel()
@@ -130,13 +154,15 @@ class OverlappedPrefill(Prefill):
                 return stream
 
     async def _open_one(self, call: Call, tried: Tried) -> _Stream:
-        body = prefill_body(call.body, overlap=True)
         async with AsyncExitStack() as resources:
             node = await resources.enter_async_context(self._pool.use_one(tried, body=call.body))
+            body = self._body(call, node, overlap=True)
             response = await resources.enter_async_context(open_prefill(call, node, body))
             events = _events(call, node, response)
-            params = await _first_params(events)
-            return _Stream(node, tried, params, events, resources.pop_all())
+            offering = await _first_with_params(events)
+            params = params_of(offering)
+            first = self._first_of(call, offering)  # only of a prompt that one chunk computes
+            return _Stream(node, tried, params, first, response.headers, events, resources.pop_all())
 
     async def _follow(self, stream: _Stream, call: Call) -> None:
         try:
@@ -152,11 +178,12 @@ class OverlappedPrefill(Prefill):
             await stream.resources.aclose()
 
 
-async def _first_params(events: Events) -> Params:
+async def _first_with_params(events: Events) -> Mapping[str, Any]:
+    """Return the first event with an offer; an empty one if there is none."""
     async for event in events:
-        if isinstance(params := event.get("kv_transfer_params"), dict):
-            return params
-    return None
+        if params_of(event) is not None:
+            return event
+    return {}
 
 
 async def _events(call: Call, node: UpstreamNode, response: aiohttp.ClientResponse) -> Events:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
 from aiohttp import web
 
 from ..web.errors import ApiError
+from ..web.json_body import object_of
+from .first_tokens import DONE, FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import is_stream
 
@@ -20,6 +22,16 @@ PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id"
 TAIL_BYTES = 16 << 10
 #: How long to try to send the error that ends a stream to a client that does not read.
 ERROR_SEND_S = 1.0
+
+
+def stream_headers(upstream: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a stream that begins before the decode node's.
+
+    Args:
+        upstream: The headers of the prefill node's answer.
+    """
+    known = {name: upstream[name] for name in ("X-Request-Id",) if name in upstream}
+    return {**known, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Reply:
@@ -32,6 +44,7 @@ class Reply:
         tail: The last bytes of the stream.
         lost: Why the stream ended early. None if its node has not failed.
         error: What ended a stream that had begun. None if nothing did.
+        first: The first token, if the client has it from the prefill node. Every decode node must continue after it.
     """
 
     def __init__(self, request: web.Request, note_piece: Callable[[], None] = lambda: None) -> None:
@@ -41,32 +54,83 @@ class Reply:
         self.tail = b""
         self.lost: NodeGoneError | None = None
         self.error: ApiError | None = None
+        self.first: FirstToken | None = None
+
+    async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
+        """Begin a stream with the answer's first token.
+
+        Args:
+            upstream: The headers of the prefill node's answer.
+        """
+        self.first = first
+        await self._start(web.StreamResponse(headers=stream_headers(upstream)))
+        self._note_piece()
+        await self._write(b"".join(first.events))
+
+    async def end(self) -> web.StreamResponse:
+        """End a stream that had nothing but the first token."""
+        assert self._stream is not None, "begun before"
+        await self._write(DONE)
+        await self._stream.write_eof()
+        return self._stream
+
+    async def _start(self, stream: web.StreamResponse) -> None:
+        await stream.prepare(self._request)
+        self._stream = stream
+
+    async def _write(self, piece: bytes) -> None:
+        assert self._stream is not None, "begun before"
+        await self._stream.write(piece)
+        self.tail = (self.tail + piece)[-TAIL_BYTES:]
 
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        """Copy a node's answer to the client as it arrives. If the node is lost, end the stream with an error."""
+        """Copy a node's answer to the client as it arrives. If the node is lost, end the stream with an error.
+
+        Raises:
+            ApiError: The stream began with the first token, and the node refused to continue it.
+        """
+        rewritten = self._continued(upstream, first)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")
         if not is_stream(upstream):
             return web.Response(body=first, status=upstream.status, headers=headers)
-        stream = web.StreamResponse(status=upstream.status, headers={**headers, "Cache-Control": "no-cache"})
-        await stream.prepare(self._request)
-        self._stream = stream
+        if self._stream is None:
+            headers["Cache-Control"] = "no-cache"
+            await self._start(web.StreamResponse(status=upstream.status, headers=headers))
         chunk = first
         try:
             while chunk:
                 self._note_piece()
-                await stream.write(chunk)
-                self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+                await self._write(rewritten(chunk))
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:
             self.lost = error
             lost = f"the answer was lost in the middle: {await error.explained()}"
             return await self.fail(ApiError(502, lost, kind="server_error"))
-        await stream.write_eof()
-        return stream
+        assert self._stream is not None, "begun above"
+        await self._stream.write_eof()
+        return self._stream
+
+    def _continued(self, upstream: aiohttp.ClientResponse, first: bytes) -> Callable[[bytes], bytes]:
+        """Return what makes the pieces of a node's answer those of the client's.
+
+        Raises:
+            ApiError: The client has the first token already, and this is not the rest of a stream.
+        """
+        if self.first is None:
+            return lambda piece: piece
+        if upstream.status != 200 or not is_stream(upstream):
+            error = object_of(first).get("error")
+            message = error.get("message") if isinstance(error, dict) else ""
+            raise ApiError(
+                upstream.status if upstream.status >= 400 else 502,
+                f"the decode node did not continue the answer: {message or first[:200].decode(errors='replace')}",
+                kind="server_error",
+            )
+        return self.first.rewriter()
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End the answer with an error, as an event if part of a stream was sent.

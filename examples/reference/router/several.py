@@ -14,9 +14,10 @@ from aiohttp import web
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
 from ..web.json_body import object_of
+from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import Call, is_stream
-from .reply import PASSED_HEADERS, TAIL_BYTES, Reply
+from .reply import PASSED_HEADERS, TAIL_BYTES, Reply, stream_headers
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
@@ -181,6 +182,22 @@ class _Part(Reply):
         self._merged_reply = merged
         self._number = number
 
+    async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
+        """Pass on the first token of the answer to the prompt."""
+        self.first = first
+        await self._pass_on(b"".join(first.events), stream_headers(upstream))
+
+    async def end(self) -> web.StreamResponse:
+        """End an answer that had nothing but the first token."""
+        return web.Response()
+
+    async def _pass_on(self, piece: bytes, headers: Mapping[str, str]) -> bytes:
+        """Pass on the whole events of a piece, and return the rest."""
+        *events, rest = piece.split(b"\n\n")
+        for event in events:
+            await self._merged_reply.add_event(event, self._number, headers)
+        return rest
+
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
@@ -189,6 +206,7 @@ class _Part(Reply):
         Raises:
             ApiError: the stream broke, or an event of it is an error.
         """
+        rewritten = self._continued(upstream, first)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         if not is_stream(upstream):
             headers.setdefault("Content-Type", "application/json")
@@ -196,10 +214,9 @@ class _Part(Reply):
         chunk, rest = first, b""
         try:
             while chunk:
-                self.tail = (self.tail + chunk)[-TAIL_BYTES:]
-                *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    await self._merged_reply.add_event(event, self._number, headers)
+                piece = rewritten(chunk)
+                self.tail = (self.tail + piece)[-TAIL_BYTES:]
+                rest = await self._pass_on(rest + piece, headers)
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:

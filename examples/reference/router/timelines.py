@@ -158,6 +158,7 @@ class Timeline:
         self._admitted_s = 0.0 if admitted_s is None else admitted_s - self._zero_s
         self._prefill: _Visit | None = None
         self._decode: _Visit | None = None
+        self._first_sent_s: float | None = None
         self._ended_s: float | None = None
         self._num_attempts = 0
         self._status: int | None = None
@@ -178,6 +179,10 @@ class Timeline:
         if self._prefill is not None:
             self._prefill.ended_s = self._now_s()
             self._prefill.figures = _Figures.of(answer)
+
+    def first_token_sent(self) -> None:
+        """Note that the client receives the first token from the prefill node."""
+        self._first_sent_s = self._now_s()
 
     def decode_sent(self, node: str, *, is_alone: bool) -> None:
         """Note that a decode node is about to receive the request.
@@ -313,7 +318,9 @@ class Timeline:
     def report(self) -> dict[str, Any]:
         """Return the record as JSON. Times are in milliseconds from the arrival."""
         prefill, decode = self._prefill, self._decode
-        first_s = decode.first_token_s if decode else None
+        first_s = self._first_sent_s
+        if first_s is None and decode is not None:
+            first_s = decode.first_token_s
         hidden_start_s, hidden_s = self.hidden()
         prompt_tokens = [visit.figures.num_prompt_tokens for visit in (decode, prefill) if visit]
         figures = self._figures

@@ -1,0 +1,101 @@
+"""The first token comes from the prefill node, and the answer is that of a single node, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.reference.demo.launcher import Launcher, Spawn
+from tests.e2e.conftest import START_TIMEOUT_S, Fleet, launch_fleet
+from tests.support.client import Client, wait_until
+
+pytestmark = pytest.mark.slow
+
+LONG = "A ferry carries a box from one quay to the other, and nobody opens it on board. " * 2
+USAGE = {"stream_options": {"include_usage": True}}
+#: Requests whose first token the prefill node passes on. The tiny model's answers are random bytes, of which many are parts
+#: of characters, so several prompts cover what a first token can be.
+PASSED: dict[str, dict[str, Any]] = {
+    **{f"greedy {number}": {"prompt": f"{number}: {LONG}", "temperature": 0} for number in range(12)},
+    "token ids and usage": {"prompt": [7, 200, 31] * 20, "temperature": 0, "return_token_ids": True, **USAGE},
+    "default length": {"prompt": "d" + LONG, "temperature": 0, "max_tokens": None},
+    "seeded": {"prompt": "s" + LONG, "seed": 7, "temperature": 0.9, "top_p": 0.9},
+    "seeded with penalties": {
+        "prompt": "p" + LONG,
+        "seed": 8,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+    },
+    "one token": {"prompt": "o" + LONG, "temperature": 0, "max_tokens": 1, **USAGE},
+    "one token as the prompt": {"prompt": [65], "temperature": 0},
+    "to the model's length": {"prompt": [65, 66, 67] * 170, "temperature": 0, "max_tokens": 300, **USAGE},
+    "several prompts": {"prompt": ["1" + LONG, "2" + LONG], "temperature": 0, **USAGE},
+    "chat": {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 9, **USAGE},
+    "seeded chat": {"messages": [{"role": "user", "content": LONG}], "seed": 5, "max_completion_tokens": 6},
+    "chat of one token": {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "max_tokens": 1},
+}
+#: Requests whose first token only the decode node can choose, or whose answer would need more than the token.
+LEFT: dict[str, dict[str, Any]] = {
+    "drawn by chance": {"prompt": "c" + LONG, "temperature": 1.0},
+    "logprobs": {"prompt": "l" + LONG, "temperature": 0, "logprobs": 1},
+    "echo": {"prompt": "e" + LONG, "temperature": 0, "echo": True},
+    "two answers": {"prompt": "n" + LONG, "temperature": 0, "n": 2},
+}
+
+
+def raw(client: Client, body: dict[str, Any], name: str, *, stream: bool) -> bytes:
+    """Return an answer, without what differs between two answers of one node: the time, and how it was computed."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    whole = {"max_tokens": 8, **body, "stream": stream}
+    whole = {key: value for key, value in whole.items() if value is not None}
+    with client.requesting(path, whole, {"X-Request-Id": f"same-{name.replace(' ', '-')}"}) as response:
+        payload: bytes = response.read()
+        assert response.status == 200, payload
+    return normalized(payload)
+
+
+def normalized(payload: bytes) -> bytes:
+    created = set(re.findall(rb'"created": (\d+)', payload))
+    assert len(created) == 1 or b'"index": 1' in payload, "all parts of an answer have one time"
+    payload = re.sub(rb'"created": \d+', b'"created": 0', payload)
+    payload = re.sub(rb'"metrics": \{.*?"queue_s": [^}]*\}', b'"metrics": {}', payload)
+    return re.sub(rb'"cached_tokens": \d+', b'"cached_tokens": 0', payload)
+
+
+def first_tokens(fleet: Fleet) -> float:
+    return fleet.router.metric("kvferry_router_first_tokens_total")
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("name", PASSED)
+def test_an_answer_with_a_passed_token_is_a_single_nodes(tiny_fleet: Fleet, name: str, stream: bool) -> None:
+    body, before = PASSED[name], first_tokens(tiny_fleet)
+    if not stream:
+        body = {key: value for key, value in body.items() if key != "stream_options"}
+    found, expected = (
+        raw(client, body, name, stream=stream) for client in (tiny_fleet.router, tiny_fleet.single)
+    )
+    if name == "several prompts":
+        found, expected = (b"".join(sorted(answer.split(b"\n\n"))) for answer in (found, expected))
+    assert found == expected
+    assert (
+        first_tokens(tiny_fleet) - before
+        == (len(body["prompt"]) if name == "several prompts" else 1) * stream
+    )
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_first_tokens_are_left_to_the_decode_node(tiny_fleet: Fleet, name: str) -> None:
+    before = first_tokens(tiny_fleet)
+    raw(tiny_fleet.router, LEFT[name], name, stream=True)
+    assert first_tokens(tiny_fleet) == before
+
+
+def test_every_offer_ends(tiny_fleet: Fleet) -> None:
+    wait_until(tiny_fleet.prefill.is_whole)
+    wait_until(tiny_fleet.decode.is_whole)
