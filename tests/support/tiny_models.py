@@ -160,7 +160,7 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     model.generation_config.eos_token_id = settings["eos_token_id"]
     with quiet_loading():
         model.save_pretrained(folder)
-    _byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -195,7 +195,8 @@ def generate_greedily(model: Any, prompt: Sequence[int], num_tokens: int) -> lis
     return [int(token) for token in whole[0, len(prompt) :]]
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte, and an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)} | {_EOS: len(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

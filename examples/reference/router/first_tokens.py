@@ -200,13 +200,13 @@ _STITCHABLE: Mapping[str, Callable[[object], bool]] = {
     "max_tokens": lambda value: type(value) is int and value >= 1,
     "stream": lambda value: value is True,
     "stream_options": _only_asks_for_usage,
+    "logprobs": lambda value: value is None,  # 0 asks for the token's own
+    "prompt_logprobs": lambda value: value is None,
     "n": lambda value: value in (None, 1),
     "best_of": lambda value: value in (None, 1),
     **dict.fromkeys(
         (
             "echo",
-            "logprobs",
-            "prompt_logprobs",
             "presence_penalty",
             "frequency_penalty",
             "stop",

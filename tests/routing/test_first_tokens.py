@@ -1,0 +1,172 @@
+"""The router stitches a prefill's only token and a decode's answer into what one vLLM server would have sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from kvferry.reference.engine.default_model import default_model_folder
+from kvferry.reference.router.first_tokens import (
+    COMPLETIONS,
+    Abilities,
+    StitchedToken,
+    first_token_of,
+    is_possible,
+    is_stitchable,
+)
+from tests.support.tiny_models import byte_tokenizer
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "bytes": byte_tokenizer().backend_tokenizer,
+    "SmolLM2": Tokenizer.from_file(str(default_model_folder() / "tokenizer.json")),
+}
+TEXTS = st.text(
+    alphabet=st.sampled_from("ab .\n\u00e9\u4e2d\U0001f6a2\u200d\u0301\u05d0"), min_size=1, max_size=12
+)
+BODY: dict[str, Any] = {"prompt": "a", "temperature": 0, "max_tokens": 8, "stream": True}
+OFFER = {"remote_lease": "1"}
+
+
+class Server:
+    """Writes what a vLLM server writes that samples certain tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, created: int) -> None:
+        self._tokenizer = tokenizer
+        self._head = {"id": "cmpl-r", "object": "text_completion", "created": created, "model": "m"}
+
+    def _pieces(
+        self, prompt: list[int], tokens: list[int], max_tokens: int
+    ) -> list[tuple[int, str, str | None]]:
+        stream = DecodeStream(ids=self._start(prompt), skip_special_tokens=True)
+        sent: list[tuple[int, str, str | None]] = []
+        for number, token in enumerate(tokens, 1):
+            is_eos = number == len(tokens)
+            reason = "stop" if is_eos else "length" if number == max_tokens else None
+            text = "" if is_eos else stream.step(self._tokenizer, token) or ""
+            sent.append((token, text, reason))
+            if reason:
+                break
+        return sent
+
+    def _start(self, prompt: list[int]) -> list[int]:
+        """Return the end of a prompt with which vLLM primes its detokenizer: a few tokens that are whole characters."""
+        for size in range(4, min(len(prompt) + 1, 24)):
+            if "\ufffd" not in self._tokenizer.decode(prompt[-size:]):
+                return prompt[-size:]
+        return prompt
+
+    def stream(self, prompt: list[int], tokens: list[int], max_tokens: int, *, usage: bool) -> bytes:
+        sent = self._pieces(prompt, tokens, max_tokens)
+        chunks: list[dict[str, Any]] = [
+            {
+                **self._head,
+                "choices": [
+                    {
+                        "index": 0,
+                        "text": text,
+                        "logprobs": None,
+                        "finish_reason": reason,
+                        "stop_reason": None,
+                        "prompt_token_ids": None,
+                        "token_ids": None,
+                    }
+                ],
+            }
+            for _, text, reason in sent
+        ]
+        if usage:
+            chunks.append({**self._head, "choices": [], "usage": self._usage(prompt, len(sent))})
+        written = [json.dumps(chunk, separators=(",", ":"), ensure_ascii=False) for chunk in chunks]
+        return "".join(f"data: {line}\n\n" for line in [*written, "[DONE]"]).encode()
+
+    def whole(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+        """Return the answer to a prefill."""
+        ((token, text, reason),) = self._pieces(prompt, tokens, max_tokens=1)
+        choice = {"index": 0, "text": text, "finish_reason": reason, "stop_reason": None}
+        ids = {"token_ids": [token], "prompt_token_ids": prompt}
+        return {**self._head, "choices": [choice | ids], "usage": self._usage(prompt, 1) | {"extra": None}}
+
+    def _usage(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        total = len(prompt) + num_tokens
+        return {"prompt_tokens": len(prompt), "total_tokens": total, "completion_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), prompt=TEXTS, answer=TEXTS, max_tokens=st.integers(1, 12), usage=st.booleans())
+def test_a_stitched_stream_is_one_servers_byte_for_byte(
+    name: str, data: Any, prompt: str, answer: str, max_tokens: int, usage: bool
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    prompt_ids, tokens = tokenizer.encode(prompt).ids, [*tokenizer.encode(answer).ids, 0]
+    tokens = tokens[data.draw(st.integers(0, len(tokens) - 1)) :]
+    body = {**BODY, "max_tokens": max_tokens, "stream_options": {"include_usage": usage}}
+    one = Server(tokenizer, created=100)
+    expected = one.stream(prompt_ids, tokens, max_tokens, usage=usage)
+
+    first = first_token_of(body, COMPLETIONS, one.whole(prompt_ids, tokens))
+    if first is None:
+        # Only a token without a text of its own is left to the decode node.
+        assert tokens[:1] != [0]
+        assert DecodeStream(ids=prompt_ids, skip_special_tokens=True).step(tokenizer, tokens[0]) is None
+        return
+    assert expected.startswith(b"".join(first.events))
+    if first.is_all:
+        assert expected == b"".join(first.events) + b"data: [DONE]\n\n"
+        return
+    asked = first.decode_body(body, OFFER)
+    assert asked["kv_transfer_params"] == OFFER
+    other = Server(tokenizer, created=101)
+    rest = other.stream(asked["prompt"], tokens[1:], asked["max_tokens"], usage=usage)
+    cut = data.draw(st.integers(0, len(rest)))
+    rewrite = first.rewriter()
+    assert b"".join(first.events) + rewrite(rest[:cut]) + rewrite(rest[cut:]) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.5},
+        {"temperature": None},
+        {"stream": False},
+        {"max_tokens": None},
+        {"stop": ["x"]},
+        {"logprobs": 0},
+        {"echo": True},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"n": 2},
+        {"min_tokens": 1},
+        {"return_token_ids": True},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"bad_words": ["x"]},
+        {"some_new_field": 1},
+        {"stream_options": {"continuous_usage_stats": True}},
+    ],
+    ids=str,
+)
+def test_a_request_that_could_differ_is_not_stitched(change: dict[str, Any]) -> None:
+    assert is_stitchable(BODY, COMPLETIONS)
+    assert not is_stitchable({**BODY, **change}, COMPLETIONS)
+    assert not is_stitchable(BODY, "/v1/chat/completions")
+
+
+def test_fields_that_a_prefill_node_does_not_receive_prevent_its_token() -> None:
+    assert is_possible({"n": 1, "min_tokens": 0})
+    for field, value in (("n", 2), ("best_of", 2), ("min_tokens", 3)):
+        assert not is_possible({field: value})
+
+
+def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> None:
+    server = Server(TOKENIZERS["bytes"], created=1)
+    first = StitchedToken.of(BODY, server.whole([65] * 10, [66, 67, 0]))
+    assert first is not None
+    assert not first.can_continue_at(Abilities(vllm_max_model_len=17))
+    assert first.can_continue_at(Abilities(vllm_max_model_len=18))
+    assert not first.can_continue_at(Abilities(continues_answers=True))
