@@ -9,6 +9,7 @@ import pytest
 from kvferry.reference.demo import vllm_router
 from kvferry.reference.demo.cli import parse_arguments
 from kvferry.reference.demo.launcher import Launcher, LaunchError
+from kvferry.reference.demo.report import Way
 from kvferry.reference.node.openai_request import parse_completion
 from kvferry.reference.web.errors import ApiError
 from kvferry.reference.web.serving import StartupError
@@ -17,8 +18,8 @@ DO_REMOTE_DECODE = {"do_remote_decode": True}
 
 
 def test_only_our_router_overlaps() -> None:
-    assert parse_arguments([]).overlaps == (False, True)
-    assert parse_arguments(["--router", "vllm-router"]).overlaps == (False,)
+    assert [way.overlap for way in parse_arguments([]).ways] == [False, False, True]
+    assert parse_arguments(["--router", "vllm-router"]).ways == (Way(),)
     with pytest.raises(StartupError, match="--overlap with --router vllm-router"):
         parse_arguments(["--router", "vllm-router", "--overlap"])
 

@@ -29,6 +29,7 @@ KEYS = {
     "near_ties",
     "connector",
     "overlap",
+    "first_token",
     "loaded_tokens",
     "transport",
     "layout",
@@ -85,8 +86,10 @@ def test_without_options_it_answers_sensibly_and_overlap_shows(tmp_path: Path) -
     done = run_demo("--json", str(out), timeout_s=400.0)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["requests"]
-    assert [record["overlap"] for record in records] == [False, True, False, True]
-    short, _, whole, by_chunk = records
+    assert [record["overlap"] for record in records] == [False, False, True] * 2
+    assert [record["first_token"] for record in records] == [False, True, False] * 2
+    short, _, _, whole, passed, by_chunk = records
+    assert passed["token_ids"] == whole["token_ids"]
     assert "boat" in short["text"]
     assert whole["text"].strip().endswith("Ada Lind.")
     assert whole["prompt_tokens"] > 3 * DEFAULT_CHUNK_TOKENS

@@ -92,7 +92,12 @@ def test_a_seeded_stream_of_random_numbers_continues_after_the_first_token() -> 
     alone, first, second = TokenSampler(params), TokenSampler(params), TokenSampler(params, num_to_skip=1)
     expected = [sample(row.unsqueeze(0), [alone]) for row in logits]
     assert sample(logits[:1], [first]) == expected[0]
-    with pytest.raises(RuntimeError), same_numbers_after_failure([second]):
-        sample(logits[1:2], [second])
-        raise RuntimeError("the step fails and runs again")
+
+    def fail_after_sampling() -> None:
+        with same_numbers_after_failure([second]):
+            sample(logits[1:2], [second])
+            raise RuntimeError("the step fails and runs again")
+
+    with pytest.raises(RuntimeError, match="runs again"):
+        fail_after_sampling()
     assert [sample(row.unsqueeze(0), [second]) for row in logits[1:]] == expected[1:]

@@ -15,6 +15,7 @@ from kvferry.reference.demo.client import Answer
 from kvferry.reference.demo.near_tie import Comparison
 from kvferry.reference.demo.report import (
     RequestReport,
+    Way,
     explain_nothing,
     explain_slower,
     format_legend,
@@ -68,7 +69,7 @@ class TestTable:
     def test_what_a_store_does_not_count_is_not_shown_as_a_number(self) -> None:
         moved = answered(40, transfer={**TRANSFER, "num_regions": 0, "num_regions_per_layer": 0})
         row = format_table(["a"], [moved], [report(moved)]).splitlines()[-1].split()
-        assert row[3:6] == ["3", "-", "-"]
+        assert row[4:7] == ["3", "-", "-"]
 
     def test_what_moved_the_caches_is_named_once_for_all_requests(self) -> None:
         moved, again = (answered(40, transfer={**TRANSFER, "transport": "file", "mechanism": "read"}),) * 2
@@ -107,15 +108,22 @@ class TestTable:
 
 
 class TestPrompts:
-    def test_the_default_prompts_are_asked_with_and_without_overlap(self) -> None:
+    def test_the_default_prompts_are_asked_each_way(self) -> None:
         options = parse_arguments([])
-        assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in (False, True))
+        ways = Way(), Way(first_token=True), Way(overlap=True)
+        assert options.requests == tuple((prompt, way) for prompt in DEFAULT_PROMPTS for way in ways)
         assert options.sent("Why?") == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 
     @pytest.mark.parametrize(
-        ("flags", "way"), [([], False), (["--overlap"], True), (["--no-overlap"], False)]
+        ("flags", "way"),
+        [
+            ([], Way(first_token=True)),
+            (["--overlap"], Way(overlap=True)),
+            (["--no-overlap"], Way(first_token=True)),
+            (["--router", "vllm-router"], Way()),
+        ],
     )
-    def test_a_users_own_prompt_is_sent_unchanged_and_once(self, flags: list[str], way: bool) -> None:
+    def test_a_users_own_prompt_is_sent_unchanged_and_once(self, flags: list[str], way: Way) -> None:
         options = parse_arguments(["--prompt", "A {prompt}", *flags])
         assert options.requests == (("A {prompt}", way),)
         assert options.sent("A {prompt}") == "A {prompt}"

@@ -12,6 +12,7 @@ from ..engine.settings import DEFAULT_MODEL
 from ..node.options import DEFAULT_CONNECTOR, add_option, words_of
 from ..web.serving import StartupError
 from .display import say
+from .report import Way
 
 #: Enough for a few prompts, and quick to allocate.
 DEFAULT_NUM_BLOCKS = 512
@@ -71,7 +72,7 @@ class DemoOptions:
     Attributes:
         prompts: At least one, as a person reads it.
         prompt_template: What is sent for a prompt: this text with the prompt instead of `{prompt}`.
-        overlaps: Whether the pair is asked without overlap, with it, or both ways, one after the other.
+        ways: How the pair is asked, one way after the other.
         router: What stands in front of the pair, one of `ROUTERS`.
         layout: Layout of the decode node's cache.
         json_path: The file for the records; None writes no file.
@@ -85,7 +86,7 @@ class DemoOptions:
 
     prompts: tuple[str, ...]
     prompt_template: str
-    overlaps: tuple[bool, ...]
+    ways: tuple[Way, ...]
     max_tokens: int
     router: str
     connector: str
@@ -102,9 +103,9 @@ class DemoOptions:
     device: str
 
     @property
-    def requests(self) -> tuple[tuple[str, bool], ...]:
-        """What the pair is asked: each prompt, and whether its transfer overlaps with its prefill."""
-        return tuple(product(self.prompts, self.overlaps))
+    def requests(self) -> tuple[tuple[str, Way], ...]:
+        """What the pair is asked: each prompt, each way."""
+        return tuple(product(self.prompts, self.ways))
 
     def sent(self, prompt: str) -> str:
         """Return what is sent to a node for a prompt."""
@@ -139,7 +140,7 @@ def options_of(options: argparse.Namespace) -> DemoOptions:
     return DemoOptions(
         prompts=_prompts(options),
         prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
-        overlaps=_overlaps(options.overlap, is_default, options.router),
+        ways=_ways(options.overlap, is_default, options.router),
         max_tokens=options.max_tokens,
         router=options.router,
         connector=options.connector,
@@ -217,7 +218,8 @@ def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
         "--overlap",
         action=argparse.BooleanOptionalAction,
         help="transfer the KV cache chunk by chunk while the rest of the prompt is computed (default: the default prompts "
-        "are asked both ways, your own prompts without overlap)",
+        "are asked without overlap, with the prefill node's first token, and with overlap; your own prompts only with the "
+        "first token)",
     )
 
 
@@ -237,15 +239,16 @@ def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _overlaps(wanted: bool | None, is_default: bool, router: str) -> tuple[bool, ...]:
-    can_overlap = router == "kvferry"
-    if wanted and not can_overlap:
+def _ways(overlap: bool | None, is_default: bool, router: str) -> tuple[Way, ...]:
+    is_ours = router == "kvferry"
+    if overlap and not is_ours:
         raise StartupError(
             f"--overlap with --router {router}: only the router of kvferry can do that; leave one out"
         )
-    if wanted is not None:
-        return (wanted,)
-    return (False, True) if is_default and can_overlap else (False,)
+    usual = Way(first_token=is_ours)
+    if overlap is not None:
+        return (Way(overlap=True) if overlap else usual,)
+    return (Way(), usual, Way(overlap=True)) if is_default and is_ours else (usual,)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[str, ...]:

@@ -21,6 +21,32 @@ NOT_COUNTED = "-"
 
 
 @dataclass(frozen=True)
+class Way:
+    """Say how the router sends a request through the pair.
+
+    Attributes:
+        overlap: Each chunk of the prompt is transferred while the next one is computed.
+        first_token: The client receives the first token from the prefill node; otherwise from the decode node.
+    """
+
+    overlap: bool = False
+    first_token: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the demo calls it; empty for the plain way."""
+        return "with overlap" if self.overlap else "with the first token" if self.first_token else ""
+
+    @property
+    def router_arguments(self) -> tuple[str, ...]:
+        """Options of a router that goes this way."""
+        return (
+            *(("--overlap",) if self.overlap else ()),
+            *(() if self.first_token else ("--first-token", "off")),
+        )
+
+
+@dataclass(frozen=True)
 class RequestReport:
     """Compare the pair's answer to one prompt with the single node's (`reference_*`). The JSON has exactly these keys.
 
@@ -29,6 +55,7 @@ class RequestReport:
         near_ties: Where the pair chose the other one of two tokens whose logits are almost equal, if everything else is
             as the single node says; see `near_tie`. Empty if the answers differ in any other way.
         overlap: Whether each chunk could be transferred while the next one was computed.
+        first_token: Whether the prefill node's first token could go to the client.
         loaded_tokens: Prompt tokens whose cache was moved.
         transport: What the cache came through, e.g. the scheme of a transport; empty if nothing was moved, or if the
             connector reported no figures. The other figures are 0 in both cases.
@@ -45,6 +72,7 @@ class RequestReport:
     near_ties: list[dict[str, Any]]
     connector: str
     overlap: bool
+    first_token: bool
     loaded_tokens: int
     transport: str
     layout: str
@@ -70,15 +98,16 @@ def report_of(
     comparison: Comparison | None,
     connector: str,
     layout: str,
-    *,
-    overlap: bool = False,
+    way: Way | None = None,
 ) -> RequestReport:
     """Compare both answers, and measure memcpy with as many bytes as were moved.
 
     Args:
         comparison: Of the two answers; None if one of the nodes failed.
         layout: Layout of the decode node's cache, for a record of no transfer.
+        way: How the router sent the request; None for the plain way.
     """
+    way = way or Way()
     transfer = answer.transfer
     kv_bytes = transfer.get("num_bytes", 0)
     transfer_s = transfer.get("seconds", 0.0)
@@ -90,7 +119,8 @@ def report_of(
         identical=comparison is not None and comparison.is_identical,
         near_ties=_near_ties(comparison),
         connector=connector,
-        overlap=overlap,
+        overlap=way.overlap,
+        first_token=way.first_token,
         loaded_tokens=answer.loaded_tokens,
         transport=transfer.get("transport", ""),
         layout=transfer.get("layout", "") or layout,
@@ -190,6 +220,11 @@ _COLUMNS = (
         "whether each chunk of the prompt was transferred while the next one was computed",
     ),
     _Column(
+        "first token",
+        lambda prompt, answer, report: "prefill" if report.first_token else "decode",
+        "which node's first token the client received",
+    ),
+    _Column(
         "blocks",
         lambda prompt, answer, report: str(report.num_blocks),
         "blocks of the KV cache that the decode node loaded",
@@ -219,7 +254,8 @@ _COLUMNS = (
     _Column(
         "exposed",
         lambda prompt, answer, report: f"{report.exposed_transfer_s * 1e3:.2f}",
-        "ms that the first token waited for the cache after the prompt had been computed",
+        "ms that the decode node waited for the cache after the prompt had been computed; the first token waits only if it is "
+        "the decode node's",
         is_transfer=True,
     ),
     _Column(

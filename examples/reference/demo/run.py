@@ -29,6 +29,7 @@ from .near_tie import Comparison, compare, tolerance_of
 from .report import (
     MAX_PROMPT_CHARS,
     NO_FIGURES,
+    Way,
     explain_nothing,
     explain_slower,
     format_legend,
@@ -115,7 +116,7 @@ def _run(options: DemoOptions) -> int:
 
 def _keep(
     launcher: Launcher,
-    routers: Mapping[bool, LaunchedProcess],
+    routers: Mapping[Way, LaunchedProcess],
     single: LaunchedProcess,
     model: str,
     key_file: str,
@@ -155,29 +156,32 @@ def _keep(
         say("\nstopping the pair")
 
 
-def _say_pages(routers: Mapping[bool, LaunchedProcess]) -> None:
-    for overlap, router in routers.items():
-        which = ("with overlap: " if overlap else "without overlap: ") if len(routers) > 1 else ""
+def _say_pages(routers: Mapping[Way, LaunchedProcess]) -> None:
+    for way, router in routers.items():
+        which = f"{way.name or 'without overlap'}: " if len(routers) > 1 else ""
         say(f"  {which}{router.url}/")
 
 
-def _ask_pair(routers: Mapping[bool, LaunchedProcess], options: DemoOptions) -> list[Answer]:
+def _ask_pair(routers: Mapping[Way, LaunchedProcess], options: DemoOptions) -> list[Answer]:
     """Ask the pair all `options.requests`. Show the answers only the first time, because they should be the same again."""
-    answers: dict[bool, list[Answer]] = {}
-    for overlap, router in routers.items():
+    answers: dict[Way, list[Answer]] = {}
+    for way, router in routers.items():
         display: Display
         if answers:
-            say(
-                "\nasking the pair again, with overlap: each chunk is transferred while the next one is computed"
+            how = (
+                "each chunk is transferred while the next one is computed"
+                if way.overlap
+                else "it comes from the prefill node, before the transfer"
             )
-            display = Whole("with overlap", len(options.prompts), is_silent=True)
+            say(f"\nasking the pair again, {way.name}: {how}")
+            display = Whole(way.name, len(options.prompts), is_silent=True)
         elif options.concurrency == 1:
             display = Streaming()
         else:
             display = Whole("asking the pair", len(options.prompts))
-        # The salt keeps the second way from finding the blocks of the first one in a node's prefix cache.
-        salt = "overlap" if overlap else ""
-        answers[overlap] = _ask_all(router.url, options, display, salt)
+        # The salt keeps a way from finding the blocks of an earlier one in a node's prefix cache.
+        salt = way.name if answers else ""
+        answers[way] = _ask_all(router.url, options, display, salt)
     return [answer for ways in zip(*answers.values(), strict=True) for answer in ways]
 
 
@@ -186,7 +190,7 @@ def _ask_single(single: LaunchedProcess, options: DemoOptions) -> list[Answer]:
     say(f"\nasking the single node the same ({len(options.prompts)} of them)")
     display = Whole("asking the single node", len(options.prompts), is_silent=True)
     answers = _ask_all(single.url, options, display)
-    return [answer for answer in answers for _ in options.overlaps]
+    return [answer for answer in answers for _ in options.ways]
 
 
 def _compare(
@@ -220,11 +224,11 @@ def _prepare_model(model: str) -> None:
 
 def _start(
     launcher: Launcher, options: DemoOptions, key_file: str
-) -> tuple[Mapping[bool, LaunchedProcess], LaunchedProcess]:
+) -> tuple[Mapping[Way, LaunchedProcess], LaunchedProcess]:
     """Start everything and wait until it is ready.
 
     Returns:
-        The routers, one for each of `options.overlaps`, and the single node.
+        The routers, one for each of `options.ways`, and the single node.
     """
     say("starting a prefill node, a decode node, a router and, to compare, a single node")
     admin = ("--admin-port", "0", "--admin-api-key-file", key_file) if options.keep else ()
@@ -236,10 +240,7 @@ def _start(
     single = launcher.start_node("single node", "single", *options.node_arguments)
     with Elapsed("starting the nodes") as waiting:
         launcher.wait_listening([prefill, decode], options.start_timeout_s)
-        routers = {
-            overlap: _start_router(launcher, prefill, decode, options, overlap=overlap)
-            for overlap in options.overlaps
-        }
+        routers = {way: _start_router(launcher, prefill, decode, options, way) for way in options.ways}
         late = [prefill, decode, single, *routers.values()]
 
         def note_ready(process: LaunchedProcess, seconds: float) -> None:
@@ -258,13 +259,12 @@ def _start_router(
     prefill: LaunchedProcess,
     decode: LaunchedProcess,
     options: DemoOptions,
-    *,
-    overlap: bool,
+    way: Way,
 ) -> LaunchedProcess:
     if options.router == "vllm-router":
         return start_vllm_router(launcher, options.router, [prefill], [decode])
-    name = "router with overlap" if overlap and len(options.overlaps) > 1 else "router"
-    return launcher.start_router(name, [prefill], [decode], *(["--overlap"] if overlap else []))
+    name = f"router {way.name}".strip() if len(options.ways) > 1 else "router"
+    return launcher.start_router(name, [prefill], [decode], *way.router_arguments)
 
 
 def _ask_all(url: str, options: DemoOptions, display: Display, cache_salt: str = "") -> list[Answer]:
@@ -303,8 +303,8 @@ def _show(
     prompts = [prompt for prompt, _ in options.requests]
     with Elapsed("measuring the speed of memcpy"):
         reports = [
-            report_of(answer, reference, comparison, options.connector, options.layout, overlap=overlap)
-            for (_, overlap), answer, reference, comparison in zip(
+            report_of(answer, reference, comparison, options.connector, options.layout, way)
+            for (_, way), answer, reference, comparison in zip(
                 options.requests, answers, references, comparisons, strict=True
             )
         ]
@@ -314,7 +314,7 @@ def _show(
             print("\n" + text, flush=True)
     if options.json_path is not None:
         write_json(options.json_path, reports)
-    for reference in references[:: len(options.overlaps)]:
+    for reference in references[:: len(options.ways)]:
         if reference.error:
             say(f"the single node failed: {reference.error}")
     for prompt, answer, comparison in zip(prompts, answers, comparisons, strict=True):

@@ -36,7 +36,7 @@ from .page import Page
 from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .rendezvous import LostPrefillError, RendezvousPrefill
-from .reply import PASSED_HEADERS, Reply
+from .reply import Reply
 from .several import MergedReply, calls_of
 from .sources import NodeSource
 from .states import NodeState
@@ -448,7 +448,7 @@ class Router:
     async def _ended(self, call: Call, offer: Offer, first: FirstToken, reply: Reply) -> web.StreamResponse:
         """Answer with the first token alone. No node will load the offer, so it is released."""
         if first.whole is not None:
-            headers = {name: offer.headers[name] for name in PASSED_HEADERS if name in offer.headers}
+            headers = {"X-Request-Id": offer.headers.get("X-Request-Id", call.request_id)}
             return web.json_response(first.whole, headers={**headers, TRANSFER_HEADER: "none"})
         await self._send_first(call, offer, first, reply)
         return await reply.end()
@@ -473,7 +473,6 @@ class Router:
                 return False
             case "auto":
                 return node.load_failure_policy == "recompute"
-
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
