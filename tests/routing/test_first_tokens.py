@@ -17,6 +17,7 @@ from kvferry.reference.router.first_tokens import (
     Abilities,
     StitchedToken,
     first_token_of,
+    is_expected,
     is_possible,
     is_stitchable,
 )
@@ -161,6 +162,18 @@ def test_fields_that_a_prefill_node_does_not_receive_prevent_its_token() -> None
     assert is_possible({"n": 1, "min_tokens": 0})
     for field, value in (("n", 2), ("best_of", 2), ("min_tokens", 3)):
         assert not is_possible({field: value})
+
+
+def test_a_first_token_is_expected_only_where_it_can_be_passed_on() -> None:
+    ours, vllm = Abilities(continues_answers=True), Abilities(vllm_max_model_len=100)
+    assert is_expected(BODY, COMPLETIONS, ours)
+    assert is_expected({"messages": [], "seed": 1, "stream": True}, "/v1/chat/completions", ours)
+    assert is_expected(BODY, COMPLETIONS, vllm)
+    assert not is_expected(BODY, "/v1/chat/completions", vllm)
+    assert not is_expected(BODY, COMPLETIONS, Abilities())
+    for change in ({"stream": False}, {"temperature": 1}, {"n": 2}, {"logprobs": 0}, {"echo": True}):
+        assert not is_expected({**BODY, **change}, COMPLETIONS, ours)
+        assert not is_expected({**BODY, **change}, COMPLETIONS, vllm)
 
 
 def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> None:

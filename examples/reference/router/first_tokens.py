@@ -92,6 +92,23 @@ _DECODE_ONLY: Mapping[str, tuple[object, ...]] = {
 }
 
 
+def is_expected(body: Mapping[str, Any], path: str, decode_node: Abilities) -> bool:
+    """Whether the client of a request will probably receive its first token from the prefill node.
+
+    This is a guess from the request alone, because only the prefill node knows everything. It is for a router that has to choose
+    between this and a decode request that leaves before the first token is known.
+    """
+    if not body.get("stream") or not is_possible(body):
+        return False
+    if decode_node.vllm_max_model_len:
+        return is_stitchable(body, path)
+    is_determined = body.get("temperature") == 0 or body.get("seed") is not None
+    asks_for_more = (
+        body.get("logprobs") not in (None, False) or body.get("echo") or body.get("return_top_logits")
+    )
+    return decode_node.continues_answers and is_determined and not asks_for_more
+
+
 def wish_for(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `kv_transfer_params` of a request to a prefill node contain besides the wish for an offer."""
     max_tokens = body.get("max_completion_tokens")

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from ..web.json_body import object_of
-from .first_tokens import FirstToken, first_token_of, is_possible, is_stitchable, wish_for
+from .first_tokens import FirstToken, first_token_of, is_expected, is_possible, is_stitchable, wish_for
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
 from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body, require_not_aborted
@@ -42,6 +42,10 @@ class Prefill(ABC):
         self._pool = pool
         self._metrics = metrics
         self._first_token = first_token
+
+    def passes_first(self, call: Call, decode_node: UpstreamNode) -> bool:
+        """Whether the client will probably receive the first token from the prefill node, so that the decode waits for it."""
+        return self._first_token and is_expected(call.body, call.path, decode_node.abilities)
 
     def _body(self, call: Call, node: UpstreamNode, *, overlap: bool) -> dict[str, Any]:
         if not self._first_token or not is_possible(call.body):
