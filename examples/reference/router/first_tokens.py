@@ -103,10 +103,9 @@ def is_expected(body: Mapping[str, Any], path: str, decode_node: Abilities) -> b
     if decode_node.vllm_max_model_len:
         return is_stitchable(body, path)
     is_determined = body.get("temperature") == 0 or body.get("seed") is not None
-    asks_for_more = (
-        body.get("logprobs") not in (None, False) or body.get("echo") or body.get("return_top_logits")
-    )
-    return decode_node.continues_answers and is_determined and not asks_for_more
+    scores = body.get("logprobs")  # 0 asks for the token's own
+    asks_for_scores = (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
+    return decode_node.continues_answers and is_determined and not asks_for_scores and not body.get("echo")
 
 
 def wish_for(body: Mapping[str, Any]) -> dict[str, Any]:
