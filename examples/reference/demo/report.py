@@ -39,8 +39,9 @@ class Way:
 
     @property
     def router_arguments(self) -> tuple[str, ...]:
-        """Options of a router that goes this way."""
+        """Options of a router that goes this way. It must not choose another, because the table compares ways by their names."""
         return (
+            *("--rendezvous", "off"),
             *(("--overlap",) if self.overlap else ()),
             *(() if self.first_token else ("--first-token", "off")),
         )

@@ -105,6 +105,8 @@ class RendezvousPrefill(Prefill):
         decode_node = self._decode_pool.likely(call.body)
         if not call.may_meet or decode_node is None or not decode_node.can_meet or _needs_answer(call.body):
             return None
+        if self._otherwise.passes_first(call, decode_node):
+            return None  # the decode node continues after that token, so it cannot be asked before
         return meeting_params(name, node.meeting_place)
 
     async def _follow(self, call: Call, node: UpstreamNode, name: str, meeting: _Meeting) -> None:
