@@ -138,7 +138,9 @@ class OverlappedPrefill(Prefill):
             yield (
                 None
                 if stream.params is None
-                else Offer(stream.node, stream.params, follower.cancel, stream.first, stream.headers)
+                else Offer(
+                    stream.node, stream.params, follower.cancel, first=stream.first, headers=stream.headers
+                )
             )
             await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
         finally:
