@@ -132,7 +132,7 @@ class _Message(ctypes.Structure):
     )
 
 
-def send_pieces(fd: int, pieces: Words, at: int, flags: int, /) -> tuple[int, int]:
+def send_pieces(fd: int, pieces: Words, at: int, most: int, flags: int, /) -> tuple[int, int]:
     """Send as many bytes as a socket takes without blocking.
 
     Args:
@@ -140,6 +140,7 @@ def send_pieces(fd: int, pieces: Words, at: int, flags: int, /) -> tuple[int, in
         pieces: `(num_pieces, 2)` uint64: address and number of bytes. Rows that are done are left alone; if the first row
             that is left is done in part, it is made to begin where its rest does.
         at: The first row that is left.
+        most: The most bytes to move, at least 1.
         flags: Of `sendmsg(2)`.
 
     Returns:
@@ -148,7 +149,7 @@ def send_pieces(fd: int, pieces: Words, at: int, flags: int, /) -> tuple[int, in
     Raises:
         OSError: nothing was sent. BlockingIOError: the socket takes nothing now.
     """
-    return _move_pieces("sendmsg", fd, pieces, at, flags | socket.MSG_NOSIGNAL)
+    return _move_pieces("sendmsg", fd, pieces, at, most, flags | socket.MSG_NOSIGNAL)
 
 
 def receive_pieces(
@@ -160,24 +161,25 @@ def receive_pieces(
     nothing else happens that `epoll` reports. This one receives once.
 
     Args:
-        most: No other call is made after this many bytes.
         epoll: The epoll set of which the socket is a member.
         wait_s: How long it may take, in seconds; 0 if it must not wait.
         spin_s: How long it polls each time before it blocks.
     """
-    return _move_pieces("recvmsg", fd, pieces, at, 0)
+    return _move_pieces("recvmsg", fd, pieces, at, most, 0)
 
 
-def _move_pieces(name: str, fd: int, pieces: Words, at: int, flags: int) -> tuple[int, int]:
+def _move_pieces(name: str, fd: int, pieces: Words, at: int, most: int, flags: int) -> tuple[int, int]:
     move: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
     move.argtypes, move.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int), ctypes.c_ssize_t
     rest = pieces[at : at + _MAX_PIECES]
-    message = _Message(pieces=rest.ctypes.data, num_pieces=len(rest))
+    ends = rest[:, 1].cumsum()
+    called = rest[: int(ends.searchsorted(most)) + 1].copy()
+    called[-1, 1] -= max(0, int(ends[len(called) - 1]) - most)
+    message = _Message(pieces=called.ctypes.data, num_pieces=len(called))
     num_bytes: int = move(fd, ctypes.addressof(message), flags | socket.MSG_DONTWAIT)
     if num_bytes < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    ends = rest[:, 1].cumsum()
     done = int(ends.searchsorted(num_bytes, side="right"))
     if done < len(rest):
         left = int(ends[done]) - num_bytes

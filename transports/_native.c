@@ -321,30 +321,42 @@ static PyObject *moved(pieces_t *pieces, size_t num_bytes, int error) {
     return Py_BuildValue("nn", (Py_ssize_t)num_bytes, at);
 }
 
-static struct msghdr message_of(const pieces_t *pieces) {
+/* Calls `sendmsg` or `recvmsg` once, for at most `most` bytes, and advances the table. Returns what the call returned. */
+static ssize_t move_pieces(pieces_t *pieces, size_t most, int fd, int flags, int is_sending) {
+    struct msghdr message = {.msg_iov = pieces->rows + pieces->at};
+    size_t num_bytes = 0;
     Py_ssize_t rest = pieces->count - pieces->at;
-    return (struct msghdr){.msg_iov = pieces->rows + pieces->at, .msg_iovlen = rest < IOV_MAX ? rest : IOV_MAX};
+    while ((Py_ssize_t)message.msg_iovlen < rest && message.msg_iovlen < IOV_MAX && num_bytes < most)
+        num_bytes += message.msg_iov[message.msg_iovlen++].iov_len;
+    /* The last row is shorter during the call. */
+    struct iovec *last = message.msg_iov + message.msg_iovlen - 1;
+    size_t surplus = num_bytes > most ? num_bytes - most : 0;
+    last->iov_len -= surplus;
+    ssize_t moved;
+    do moved = is_sending ? sendmsg(fd, &message, flags) : recvmsg(fd, &message, flags);
+    while (moved < 0 && errno == EINTR);
+    last->iov_len += surplus;
+    if (moved > 0) advance_pieces(pieces, moved);
+    return moved;
 }
 
 static PyObject *send_pieces(PyObject *self, PyObject *args) {
     (void)self;
     int fd, flags, error = 0;
     PyObject *table;
-    Py_ssize_t at;
+    Py_ssize_t at, most;
     size_t total = 0;
     pieces_t pieces;
-    if (!PyArg_ParseTuple(args, "iOni", &fd, &table, &at, &flags) || acquire_pieces(&pieces, table, at) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "iOnni", &fd, &table, &at, &most, &flags) || acquire_pieces(&pieces, table, at) < 0)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    while (pieces.at < pieces.count) {
-        struct msghdr message = message_of(&pieces);
-        ssize_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0 && errno == EINTR) continue;
+    while (pieces.at < pieces.count && total < (size_t)most) {
+        ssize_t sent = move_pieces(&pieces, most - total, fd, flags | MSG_NOSIGNAL | MSG_DONTWAIT, 1);
         if (sent < 0) {
             error = errno;
             break;
         }
         total += sent;
-        advance_pieces(&pieces, sent);
     }
     Py_END_ALLOW_THREADS
     return moved(&pieces, total, error);
@@ -377,15 +389,12 @@ static PyObject *receive_pieces(PyObject *self, PyObject *args) {
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     double until_s = wait_s > 0 ? clock_s() + wait_s : 0;
-    while (pieces.at < pieces.count) {
-        struct msghdr message = message_of(&pieces);
-        ssize_t received = recvmsg(fd, &message, MSG_DONTWAIT);
-        if (received < 0 && errno == EINTR) continue;
+    while (pieces.at < pieces.count && total < (size_t)most) {
+        ssize_t received = move_pieces(&pieces, most - total, fd, MSG_DONTWAIT, 0);
         error = received < 0 ? errno : 0;
         if (received == 0 || (error && error != EAGAIN)) break;
         if (!error) {
             total += received;
-            advance_pieces(&pieces, received);
             if (pieces.at == pieces.count || total >= (size_t)most) break;
         }
         /* The socket is empty now. Python takes longer to come back here than the next bytes take to come. */

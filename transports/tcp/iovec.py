@@ -17,8 +17,7 @@ import xxhash
 from .._copy import receive_pieces, send_pieces
 from ..regions import AddressArray, Int64Array
 
-#: A call that receives bytes to be hashed ends after this many: hashing them from the processor's cache takes a third of
-#: the time.
+#: Bytes to be hashed are moved in portions of this many: hashing them from the processor's cache takes a third of the time.
 _HASHED_BYTES: Final = 512 << 10
 
 #: All memory, to be sliced by address: a slice of a memoryview takes a quarter of the time of a new ctypes object, which
@@ -99,15 +98,18 @@ class Iovec:
             BlockingIOError: it takes nothing now.
             OSError: the connection is gone.
         """
-        num_bytes, self._at = send_pieces(sock.fileno(), self._table, self._at, flags)
+        num_bytes, self._at = send_pieces(sock.fileno(), self._table, self._at, self._most, flags)
         self._moved(num_bytes)
 
     def receive(self, sock: socket.socket, wait: Wait = NO_WAIT) -> int:
         """Fill with what has arrived, and return its size; 0 if the peer closed. Raises BlockingIOError, OSError: see `send`."""
-        most = self.num_left if self._digest is None else _HASHED_BYTES
-        num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, most, *wait)
+        num_bytes, self._at = receive_pieces(sock.fileno(), self._table, self._at, self._most, *wait)
         self._moved(num_bytes)
         return num_bytes
+
+    @property
+    def _most(self) -> int:
+        return self.num_left if self._digest is None else _HASHED_BYTES
 
     def advance(self, num_bytes: int) -> None:
         """Note that the first `num_bytes` of what is left were moved by others."""
