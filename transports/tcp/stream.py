@@ -375,7 +375,7 @@ class TlsStream(TcpStream):
 
     def _receive_pieces(self, pieces: Iovec) -> int:
         assert self._tls is not None
-        # `recv_into` calls it, by another Python function per record. The stubs know it only without a buffer.
+        # `recv_into` calls it, by another Python function per record. With a buffer it returns a number.
         read = cast(Callable[[int, memoryview], int], self._tls.read)
         total = 0
         try:
