@@ -59,6 +59,7 @@ ONE_NODE = "one node"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",  # for vLLM's own processes; in a namespace it would find no address
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
     "TORCHDYNAMO_DISABLE": "1",  # otherwise some first request waits for a compilation
@@ -287,17 +288,17 @@ def hosts(rate: str) -> Iterator[tuple[Host, Host]]:
                     f"{subnet}.1",
                     f"10.77.0.{number + 1}",
                     # UCX would find that both are on one machine, and use shared memory.
-                    {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link"},
+                    {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "wire"},
                 )
             )
-        ends = [("name", "link", "netns", name) for name in names]
+        ends = [("name", "wire", "netns", name) for name in names]
         run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for name, host in zip(names, made, strict=True):
-            run("ip", "-n", name, "addr", "add", f"{host.link_host}/24", "dev", "link")
-            run("ip", "-n", name, "link", "set", "link", "up")
+            run("ip", "-n", name, "addr", "add", f"{host.link_host}/24", "dev", "wire")
+            run("ip", "-n", name, "link", "set", "wire", "up")
             # The burst is what arrives between two ticks of the clock, and more.
             limit = ("rate", rate, "burst", "4mb", "latency", "50ms")
-            run("tc", "-n", name, "qdisc", "add", "dev", "link", "root", "tbf", *limit)
+            run("tc", "-n", name, "qdisc", "add", "dev", "wire", "root", "tbf", *limit)
         yield made[0], made[1]
 
 
@@ -354,10 +355,10 @@ def router_options(modes: Sequence[str], router_help: str) -> list[str]:
 def node_command(
     arguments: argparse.Namespace, model: Path, transport: str, host: Host, port: int
 ) -> list[str]:
-    """Return the command of one of vLLM's servers, with a pool a little larger than the largest shape."""
-    shapes = arguments.shapes
+    """Return the command of one of vLLM's servers, with a pool a little larger than what is measured needs."""
+    shapes = sizes(arguments)
     num_blocks = max(-(-(shape.num_tokens + 64) // BLOCK_SIZE) * shape.concurrency for shape in shapes)
-    concurrency = max(*(shape.concurrency for shape in shapes), *arguments.concurrency)
+    concurrency = max(shape.concurrency for shape in shapes)
     # vllm-cpu's command looks for a distribution named vllm, so start the server by its module.
     return [
         *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
@@ -369,6 +370,21 @@ def node_command(
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
         *("--kv-transfer-config", json.dumps(transfer_of(transport, host))),
     ]
+
+
+def sizes(arguments: argparse.Namespace) -> list[Shape]:
+    """Return the shapes of everything that is measured, by which models and pools are sized."""
+    found: list[Shape] = []
+    if "prompts" in arguments.measure:
+        found += arguments.shapes
+    if "load" in arguments.measure:
+        average = arguments.load_prompt_tokens + arguments.load_answer_tokens
+        found += [
+            Shape(int(average * (1 + arguments.load_range)), number) for number in arguments.concurrency
+        ]
+    if "breakdown" in arguments.measure:
+        found.append(Shape(arguments.breakdown_tokens, 1))
+    return found
 
 
 def write_random_model(folder: Path, max_tokens: int) -> Path:
@@ -393,13 +409,14 @@ def write_random_model(folder: Path, max_tokens: int) -> Path:
         models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    tokenizer: Any = PreTrainedTokenizerFast
+    tokenizer(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
     return folder
 
 
 def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
     if arguments.model == "random":
-        longest = max(shape.num_tokens for shape in arguments.shapes)
+        longest = max(shape.num_tokens for shape in sizes(arguments))
         return write_random_model(folder / "model", 2 * longest + 64)
     if arguments.model == "smollm2":
         from kvferry.reference.engine.default_model import default_model_folder
@@ -791,7 +808,8 @@ async def breakdown_table(
         for who, what in told[0]
         if all((who, what) in own for own in told)
     ]
-    rows.sort(key=lambda row: ([*requests].index(row["system"]), row["at_ms"][0]))
+    order: list[Any] = [*requests]
+    rows.sort(key=lambda row: (order.index(row["system"]), row["at_ms"]))
     print(f"\n{num_tokens:,} prompt tokens, one request at a time\n\n{_breakdown(rows)}", flush=True)
     return rows
 
@@ -799,10 +817,15 @@ async def breakdown_table(
 async def _spans_of(trace: str, spans: list[Any]) -> list[Any]:
     """Return the spans of a trace once no more arrive."""
     known = -1
+    deadline = time.monotonic() + 60
     while True:
         own = [span for span in spans if span.trace_id == trace]
         if len(own) == known and own:
             return own
+        if time.monotonic() > deadline:
+            sys.exit(
+                "no spans arrive: is OpenTelemetry's SDK installed, with its exporter for OTLP over HTTP?"
+            )
         known = len(own)
         await asyncio.sleep(1.0)  # every process exports its spans more often
 
