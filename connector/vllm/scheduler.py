@@ -50,12 +50,16 @@ class VllmRequest:
     prompt_embeds: torch.Tensor | None
 
     @classmethod
-    def of(cls, request: Any) -> Self:
+    def of(cls, request: Any, num_left_out: int = 0) -> Self:
+        """Translate vLLM's request, without the last `num_left_out` tokens of its prompt."""
         reason = request.get_finished_reason()
+        token_ids = request.prompt_token_ids or ()
         return cls(
             request.request_id,
-            request.prompt_token_ids or (),
-            request.num_prompt_tokens,
+            token_ids[:-num_left_out]
+            if num_left_out
+            else token_ids,  # no copy for each step of a long prompt
+            request.num_prompt_tokens - num_left_out,
             request.num_computed_tokens,
             _traced_params(request),
             None if reason is None else str(reason),
@@ -69,18 +73,21 @@ class VllmRequest:
         )
 
 
-def _leave_out_last_token(request: Any) -> None:
-    """Shorten the prompt of a request whose recurrent state is to be offered by its last token.
+def _can_be_cut(request: Any) -> bool:
+    """Whether the last token can be left out of the prompt of a request whose recurrent state is to be offered.
 
     The decode node computes that token itself, and a state cannot be moved back by one token. The single token of this
     node's answer then follows the shorter prompt, so it means nothing. A request that wants more from this node keeps its
     prompt: it gets the right answer, and the half does not offer its state.
     """
     sampling = request.sampling_params
-    if sampling is None or sampling.prompt_logprobs is not None or request.max_tokens > 1:
-        return
-    if request.num_prompt_tokens == 1:
-        return  # there is nothing to hand over
+    wants_only_the_offer = (
+        sampling is not None and sampling.prompt_logprobs is None and request.max_tokens == 1
+    )
+    return wants_only_the_offer and request.num_prompt_tokens > 1
+
+
+def _leave_out_last_token(request: Any) -> None:
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (part := getattr(request, name, None)) is not None:
             setattr(request, name, part[:-1])  # a copy, because vLLM's front end may hold the same list
@@ -173,14 +180,12 @@ class SchedulerSide:
             is_unnamed = bool(request.mm_features) and not self._shared.has_prefix_cache
             if is_unnamed:
                 wish = self._without_unnamed_media(request, wish)
-            if wish.offer_result and self._half.offers_state:
-                _leave_out_last_token(request)
-                prompt = request.prompt_token_ids or ()
-            ours = VllmRequest.of(request)
-            if is_unnamed:
-                ours = replace(ours, kv_transfer_params=None)
             if not self._shared.follow(request_id, wish, prompt):
-                self._half.on_new_request(ours)
+                is_cut = wish.offer_result and self._half.offers_state and _can_be_cut(request)
+                ours = VllmRequest.of(request, int(is_cut))
+                self._half.on_new_request(replace(ours, kv_transfer_params=None) if is_unnamed else ours)
+                if is_cut:  # only now, because a request that was refused is answered as it is
+                    _leave_out_last_token(request)
                 self._shared.lead(request_id, wish, prompt)
                 if wish.rendezvous:
                     self._early[request_id] = _Early(request)
