@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,75 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
     with quiet_loading():
         model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+#: The token that stands for an image in a prompt for the model of `write_tiny_image_model`.
+IMAGE_TOKEN = 257
+
+
+def write_tiny_image_model(folder: Path) -> Path:
+    """Write an Idefics3 model with random weights: images of 32 x 32 pixels, each four vectors among the prompt's."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    text = {**_COMMON, "model_type": "llama", "hidden_size": 128, "head_dim": 32, "vocab_size": 320}
+    vision = {
+        "model_type": "idefics3_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "initializer_range": 0.3,
+    }
+    # The type of the class does not have the fields of its base.
+    make_config: Any = Idefics3Config
+    config = make_config(
+        text_config={**text, "max_position_embeddings": 2048},
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        initializer_range=0.3,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Idefics3ForConditionalGeneration(config)
+    with quiet_loading():
+        model.save_pretrained(folder)
+    tokenizer = _byte_tokenizer()
+    # The first new token gets the id after the last one, which is `IMAGE_TOKEN`.
+    items = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": items})
+    edge = {"longest_edge": 32}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    processor = Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=4)
+    processor.save_pretrained(folder)
+    return folder
+
+
+#: Rank and scale of the adapters that `write_adapter` writes.
+RANK, ALPHA = 4, 8
+
+
+def write_adapter(folder: Path, targets: Mapping[str, tuple[int, int]], seed: int, **config: Any) -> Path:
+    """Write a LoRA adapter with random weights in PEFT's format.
+
+    Args:
+        targets: Layer → its numbers of inputs and outputs.
+        config: Fields of the configuration to change.
+    """
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    noise = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, (inputs, outputs) in targets.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, inputs, generator=noise) * 0.2
+        weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, RANK, generator=noise) * 0.2
+    save_file(weights, folder / "adapter_model.safetensors")
     return folder
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import RequestStatus
 
@@ -31,6 +34,7 @@ class VllmHost:
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._begun: set[str] = set()
+        self._adapters: dict[str, int] = {}  # by folder: vLLM's number
 
     @property
     def has_work(self) -> bool:
@@ -60,8 +64,21 @@ class VllmHost:
     # -- orders --------------------------------------------------------------------------------------
 
     def add(
-        self, request: str, prompt: list[int], max_tokens: int, params: Any, num_top_logits: int = 0
+        self,
+        request: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: Any,
+        num_top_logits: int = 0,
+        adapter: list[str] | None = None,
+        image: str | None = None,
     ) -> dict[str, Any]:
+        """Add a request.
+
+        Args:
+            adapter: Name and folder of the LoRA adapter to use.
+            image: Color of a small image, for which the prompt has one placeholder.
+        """
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -70,8 +87,19 @@ class VllmHost:
             logprobs=num_top_logits or None,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
-        self._engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+        if image is not None:
+            inputs["multi_modal_data"] = {"image": Image.new("RGB", (32, 32), image)}
+        self._engine.add_request(request, inputs, sampling, lora_request=self._adapter(adapter))
         return {}
+
+    def _adapter(self, adapter: list[str] | None) -> LoRARequest | None:
+        """Return vLLM's form of an adapter. An adapter of the same name from another folder replaces the first one."""
+        if adapter is None:
+            return None
+        name, folder = adapter
+        number = self._adapters.setdefault(folder, len(self._adapters) + 1)
+        return LoRARequest(name, number, folder)
 
     def abort(self, request: str) -> dict[str, Any]:
         self._engine.abort_request([request])
@@ -118,6 +146,16 @@ class VllmHost:
             "num_preemptions": self._total("vllm:num_preemptions_total"),
         }
 
+    def blocks(self, request: str) -> dict[str, Any]:
+        """Return the block table of a running request's first group."""
+        # vLLM appends to the ids that it is given.
+        name = next(name for name in self._scheduler.requests if name.rpartition("-")[0] == request)
+        return {"blocks": list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])}
+
+    def digests(self, blocks: list[int]) -> dict[str, Any]:
+        """Return digests of the bytes of some blocks: for each rank, for each layer."""
+        return {"digests": self._engine.collective_rpc(_block_digests, args=(blocks,))}
+
     def metric(self, name: str) -> dict[str, Any]:
         """Return a metric's labels and values, as `/metrics` would show them."""
         return {"samples": [[sample.labels, sample.value] for sample in _samples(name)]}
@@ -139,6 +177,11 @@ def _kvferry(connector: Any) -> Any:
     """Return kvferry's connector, which may be a child of vLLM's MultiConnector."""
     children = getattr(connector, "_connectors", [connector])
     return next(child for child in children if hasattr(child, "num_remembered_requests"))
+
+def _block_digests(worker: Any, blocks: list[int]) -> list[str]:
+    """Hash some blocks of each layer; vLLM runs this in a worker."""
+    caches = worker.model_runner.kv_caches
+    return [sha256(cache[blocks].contiguous().numpy().tobytes()).hexdigest() for cache in caches]
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -151,42 +151,49 @@ class Pair:
     decode: Node
     names: Iterator[str] = field(default_factory=lambda: (f"request-{number}" for number in count()))
 
-    def prefilled(self, prompt: list[int]) -> Answer:
-        """Have the prefill node compute a prompt. Returns the params for the decode node."""
-        answer = self.prefill.ask(next(self.names), prompt, params={"do_remote_decode": True})
+    def prefilled(self, prompt: list[int], **more: Any) -> Answer:
+        """Have the prefill node compute a prompt. Returns the params for the decode node.
+
+        Here and below, `more` are further arguments of the order to add a request, such as its adapter.
+        """
+        answer = self.prefill.ask(next(self.names), prompt, params={"do_remote_decode": True}, **more)
         return answer["params"]
 
-    def hand_over(self, prompt: list[int], max_tokens: int = 8) -> Answer:
+    def hand_over(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Answer:
         """Return the decode node's answer to a prompt that the prefill node computed."""
-        return self.decode.ask(next(self.names), prompt, max_tokens, self.prefilled(prompt))
+        params = self.prefilled(prompt, **more)
+        return self.decode.ask(next(self.names), prompt, max_tokens, params, **more)
 
-    def alone(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> list[int]:
         """Return the tokens of a node that computed the prompt itself."""
         self.decode.order("forget")
-        return self.decode.ask(next(self.names), prompt, max_tokens)["tokens"]
+        return self.decode.ask(next(self.names), prompt, max_tokens, **more)["tokens"]
 
-    def expectation(self, prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+    def expectation(self, prompt: str | Sequence[int], max_tokens: int, **more: Any) -> Expectation:
         """The same as `alone`, with the two largest logits for the first token.
 
         Only for answers that differ. Otherwise tests send the requests of normal users, without log-probabilities.
         """
         tokens = [int(token) for token in prompt]
         self.decode.order("forget")
-        told = self.decode.ask(next(self.names), tokens, max_tokens, num_top_logits=2)
+        told = self.decode.ask(next(self.names), tokens, max_tokens, num_top_logits=2, **more)
         return Expectation(tokens, told["tokens"], [(token, logit) for token, logit in told["top_logits"]])
 
-    def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
+    def assert_like_alone(
+        self, prompt: list[int], tokens: list[int], max_tokens: int = 8, **more: Any
+    ) -> None:
         """Fail unless an answer is that of a node that computed the prompt itself, apart from near-ties of logits."""
-        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens), self.expectation)
+        expectation = partial(self.expectation, **more)
+        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens, **more), expectation)
         # A near-tie at the last token must not hide that the answer ends too early.
         assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
-    def assert_ended_by(self, policy: str, answer: Answer, prompt: list[int]) -> None:
+    def assert_ended_by(self, policy: str, answer: Answer, prompt: list[int], **more: Any) -> None:
         """Check that a request whose load failed has failed or was recomputed, as the policy says."""
         if policy == "fail":
             assert answer["reason"] == "error"
         else:
-            self.assert_like_alone(prompt, answer["tokens"])
+            self.assert_like_alone(prompt, answer["tokens"], **more)
 
     def fill(self, node: Node) -> list[str]:
         """Occupy all request slots of a node for a while, so that no other request is scheduled."""
