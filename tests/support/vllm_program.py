@@ -149,7 +149,7 @@ class VllmHost:
     def blocks(self, request: str) -> dict[str, Any]:
         """Return the block table of a running request's first group."""
         # vLLM appends to the ids that it is given.
-        name = next(name for name in self._scheduler.requests if name.rpartition("-")[0] == request)
+        name = next(name for name in self._scheduler.requests if request in (name, name.rpartition("-")[0]))
         return {"blocks": list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])}
 
     def digests(self, blocks: list[int]) -> dict[str, Any]:

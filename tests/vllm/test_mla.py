@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,3 +52,48 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     answer = pair.hand_over([*tokens, first])
     assert answer["reason"] == "length"
     assert answer["tokens"] == expected
+
+
+class TestUnlikeRanks:
+    """Each rank keeps the whole latent, so a rank reads it from one rank of the other node.
+
+    On a CPU vLLM itself answers differently with one rank and with two, so the caches are compared and not the answers.
+    """
+
+    #: Ranks busy-poll while they wait for each other, so on shared cores their signs of life can be late.
+    PATIENCE: ClassVar = {"lease_s": 60, "connect_timeout_s": 40, "claim_timeout_s": 40}
+    #: Of the latent's elements, for float32.
+    TOKEN_BYTES = 4 * (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
+    NUM_LAYERS = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def nodes(cls, start_module_pair, latent_model):
+        two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        common = {"model": latent_model, "attention_backend": "CPU_MLA", "extra": cls.PATIENCE}
+        return start_module_pair(prefill=two, **common)
+
+    @pytest.fixture(scope="class", params=[(2, 1), (1, 2)], ids=["two ranks to one", "one rank to two"])
+    @classmethod
+    def running_pair(cls, request, nodes):
+        return nodes if request.param == (2, 1) else type(nodes)(nodes.decode, nodes.prefill, nodes.names)
+
+    def test_the_caches_are_equal_and_each_rank_reads_its_own_once(self, pair, prompt):
+        tokens = prompt(400)
+        params = pair.prefilled(tokens)
+        name, before = next(pair.names), pair.decode.order("figures")
+        pair.decode.start(name, tokens, 1000, params)
+        pair.decode.wait_for_first_token(name)
+        # The decode node writes the prompt's last token and its answer itself, so the last block may differ.
+        (offered,), ours = params["remote_block_ids"], pair.decode.order("blocks", request=name)["blocks"]
+        num_whole = len(offered) - 1
+        theirs, loaded = (
+            node.order("digests", blocks=blocks[:num_whole])["digests"]
+            for node, blocks in ((pair.prefill, offered), (pair.decode, ours))
+        )
+        pair.decode.order("abort", request=name)
+        assert num_whole > 20
+        assert len(loaded[0]) == self.NUM_LAYERS
+        assert all(rank == theirs[0] for rank in (*theirs, *loaded))
+        num_bytes = pair.decode.order("figures")["num_bytes"] - before["num_bytes"]
+        assert num_bytes == len(loaded) * len(tokens) * self.TOKEN_BYTES * self.NUM_LAYERS
