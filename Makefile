@@ -19,6 +19,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 RELEASE_ARGS ?=
+VERSIONS_ARGS ?=
 DOCKER_BUILD_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= $(strip $(shell od -An -N2 -tu2 /dev/urandom))
@@ -188,6 +189,10 @@ test-vllm: $(VLLM_READY) ## run kvferry inside real vLLM, in a venv of its own (
 .PHONY: test-vllm-fast
 test-vllm-fast: $(VLLM_READY) ## run the part that needs one pair of vLLM engines
 	$(VLLM_BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+
+.PHONY: vllm-versions
+vllm-versions: ## run that part on every released vLLM, each in a venv of its own: VERSIONS_ARGS="--help"
+	$(PYTHON) release/vllm_versions.py $(VERSIONS_ARGS)
 
 .PHONY: demo-vllm
 demo-vllm: $(VLLM_READY) ## let one vLLM compute prompts and another answer them
