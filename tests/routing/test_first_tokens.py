@@ -31,6 +31,7 @@ TEXTS = st.text(
     alphabet=st.sampled_from("ab .\n\u00e9\u4e2d\U0001f6a2\u200d\u0301\u05d0"), min_size=1, max_size=12
 )
 BODY: dict[str, Any] = {"prompt": "a", "temperature": 0, "max_tokens": 8, "stream": True}
+BUILD = {"system_fingerprint": "vllm-1"}
 OFFER = {"remote_lease": "1"}
 
 
@@ -81,8 +82,10 @@ class Server:
             }
             for _, text, reason in sent
         ]
+        if sent[-1][2] is not None:
+            chunks[-1] |= {} if usage else BUILD
         if usage:
-            chunks.append({**self._head, "choices": [], "usage": self._usage(prompt, len(sent))})
+            chunks.append({**self._head, "choices": [], "usage": self._usage(prompt, len(sent)), **BUILD})
         written = [json.dumps(chunk, separators=(",", ":"), ensure_ascii=False) for chunk in chunks]
         return "".join(f"data: {line}\n\n" for line in [*written, "[DONE]"]).encode()
 
@@ -91,7 +94,12 @@ class Server:
         ((token, text, reason),) = self._pieces(prompt, tokens, max_tokens=1)
         choice = {"index": 0, "text": text, "finish_reason": reason, "stop_reason": None}
         ids = {"token_ids": [token], "prompt_token_ids": prompt}
-        return {**self._head, "choices": [choice | ids], "usage": self._usage(prompt, 1) | {"extra": None}}
+        return {
+            **self._head,
+            **BUILD,
+            "choices": [choice | ids],
+            "usage": self._usage(prompt, 1) | {"extra": None},
+        }
 
     def _usage(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         total = len(prompt) + num_tokens

