@@ -132,6 +132,18 @@ async def test_otherwise_they_are_asked_one_after_the_other(
     assert decode.bodies[0]["kv_transfer_params"] == prefill.params
 
 
+async def test_a_decode_node_holds_no_blocks_for_a_prompt_in_a_queue() -> None:
+    prefill, decode = Fake(PARAMS), Fake()
+    async with introduced([prefill], [decode]) as client:
+        prefill.hold = decode.hold = asyncio.Event()
+        asking = [asyncio.create_task(ask(client)) for _ in range(10)]
+        while len(prefill.bodies) < 10:
+            await asyncio.sleep(0.01)
+        prefill.hold.set()
+        assert await asyncio.gather(*asking) == [200] * 10
+    assert prefill.names().count(None) == 2
+
+
 @pytest.mark.parametrize("status", [503, 429, 500])
 async def test_a_prefill_that_fails_before_the_decode_node_answers_is_repeated(status: int) -> None:
     prefill, other, decode = Fake(PARAMS), Fake(PARAMS), Fake()

@@ -178,6 +178,7 @@ def _kvferry(connector: Any) -> Any:
     children = getattr(connector, "_connectors", [connector])
     return next(child for child in children if hasattr(child, "num_remembered_requests"))
 
+
 def _block_digests(worker: Any, blocks: list[int]) -> list[str]:
     """Hash some blocks of each layer; vLLM runs this in a worker."""
     caches = worker.model_runner.kv_caches

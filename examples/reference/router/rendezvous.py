@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 #: After the decode node's answer has ended, wait this long for the end of the prefill node's.
 LAST_ANSWER_S = 0.5
+#: Rendezvous at one prefill node at a time. More prompts would wait in a queue there, and decode nodes would hold blocks
+#: meanwhile.
+MAX_AT_PREFILL_NODE = 8
 
 
 class LostPrefillError(Exception):
@@ -71,6 +75,7 @@ class RendezvousPrefill(Prefill):
         self._pool = pool
         self._decode_pool = decode_pool
         self._metrics = metrics
+        self._num_at: Counter[str] = Counter()  # rendezvous under way, by the prefill node's URL
 
     @contextlib.asynccontextmanager
     async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
@@ -81,6 +86,7 @@ class RendezvousPrefill(Prefill):
                 yield offer
             return
         self._metrics.rendezvous.inc()
+        self._num_at[node.url] += 1
         meeting = _Meeting(asyncio.timeout(None))
         try:
             async with meeting.patience:
@@ -99,11 +105,16 @@ class RendezvousPrefill(Prefill):
             if isinstance(meeting.failure, ApiError) and not isinstance(meeting.failure, NoNodeError):
                 raise meeting.failure from None  # the prefill node's refusal is the client's answer
             raise LostPrefillError(str(meeting.failure)) from meeting.failure
+        finally:
+            self._num_at[node.url] -= 1
+            self._num_at += Counter()  # drops the nodes without any
 
     def _params(self, call: Call, node: UpstreamNode, name: str) -> dict[str, Any] | None:
         """Return the params for the decode node; None if the two cannot be asked at once."""
         decode_node = self._decode_pool.likely(call.body)
-        if not call.may_meet or decode_node is None or not decode_node.can_meet or _needs_answer(call.body):
+        if decode_node is None or not decode_node.can_meet or self._num_at[node.url] >= MAX_AT_PREFILL_NODE:
+            return None
+        if not call.may_meet or _needs_answer(call.body):
             return None
         if self._otherwise.passes_first(call, decode_node):
             return None  # the decode node continues after that token, so it cannot be asked before
