@@ -176,6 +176,10 @@ class ConnectorRequest(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and the tokens of the answer so far."""
+
+    @property
     def num_computed_tokens(self) -> int:
         """Number of tokens whose keys and values are in the request's blocks."""
 
@@ -243,6 +247,9 @@ class SchedulerOutput(Protocol):
     def preempted_req_ids(self) -> set[str]: ...
     @property
     def total_num_scheduled_tokens(self) -> int: ...
+    @property
+    def pool_is_full(self) -> bool:
+        """Whether a request that runs did not get all the blocks that it needs."""
 
 
 class SchedulerHalf(ABC):

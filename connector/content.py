@@ -27,11 +27,14 @@ _BLOCK_FORM = "kvferry-block-1"
 
 
 def content_digest(request: ConnectorRequest, num_tokens: int) -> str:
-    """Hash the first `num_tokens` tokens of a request's prompt, and everything else that their cache depends on.
+    """Hash the first `num_tokens` tokens of a request, and everything else that their cache depends on.
 
     That is: the token ids, the items among them (images, sounds, vectors) with their positions, embeddings that replace
     the tokens, the adapter, and the cache salt. What comes after those tokens is not hashed, so a decode node's prompt may
     be longer than what it is offered. A shorter prompt has another digest.
+
+    Tokens past the prompt are those of the answer. So the next prompt of a conversation has the digest of the earlier one
+    and its answer, if it begins with the same tokens.
 
     Returns:
         64 hexadecimal digits.
@@ -41,7 +44,8 @@ def content_digest(request: ConnectorRequest, num_tokens: int) -> str:
         for feature in request.mm_features
         if feature.offset < num_tokens
     ]
-    token_ids = request.prompt_token_ids[:num_tokens]
+    is_prompt = num_tokens <= request.num_prompt_tokens
+    token_ids = (request.prompt_token_ids if is_prompt else request.all_token_ids)[:num_tokens]
     head = [_FORM, len(token_ids), num_tokens, request.lora_id, request.cache_salt, items]
     digest = sha256(msgpack.packb(head, unicode_errors="surrogatepass"))
     digest.update(array("q", token_ids).tobytes())

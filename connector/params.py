@@ -4,7 +4,15 @@ A router sends `{"do_remote_decode": true}` to a prefill node, and adds `"overla
 still being computed, where the node can do that. The node answers with the params that `offer_params` makes, and the router
 passes those to a decode node unchanged. If no decode node can load the offer, the router sends it back to the prefill node
 with `"do_remote_prefill": false, "do_release": true`, and the blocks become free at once. The names are vLLM's where vLLM
-has one. Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
+has one.
+
+A node with the option `offer_answer` answers a request that had an offer to load with params as well: those of an offer of
+prompt and answer. A router keeps them and sends them with the conversation's next prompt to a prefill node, with
+`"do_remote_decode": true` set. `"offer_answer": false` in a request means that no node would load such an offer, and true
+asks for one although the request loads nothing. vLLM cannot put params into a stream. So a router may send another request to
+the same node, with `"answer_of"` and the request id of the streamed one; its params are those of that answer.
+
+Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
 write them.
 
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
@@ -25,7 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from ..transports.checked import Record, Refused, each, integer, integers, refuse, shown, text
+from ..transports.checked import Record, Refused, boolean, each, integer, integers, refuse, shown, text
 from .errors import InvalidTransferParamsError
 from .handoff.events import BlockTables, RemoteOffer
 from .handoff.messages import (
@@ -151,6 +159,8 @@ class _Flags:
     do_remote_prefill: bool = False
     do_release: bool = False
     overlap: bool = False
+    offer_answer: Annotated[bool | None, boolean] = None
+    answer_of: Annotated[str | None, _name] = None
 
 
 _OFFER, _MEETING, _NAME, _FLAGS = Record(_OfferParams), Record(_Meeting), Record(_Name), Record(_Flags)
@@ -170,6 +180,9 @@ class TransferWish:
             is 0: the prompt decides.
         release: An offer of this node that no consumer will claim.
         rendezvous: The name under which to offer the result; empty: the node names the offer.
+        offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
+            the request has an offer to load.
+        answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
     """
 
     offer_result: bool = False
@@ -177,6 +190,8 @@ class TransferWish:
     offer_early: bool = False
     release: RemoteOffer | None = None
     rendezvous: str = ""
+    offer_answer: bool | None = None
+    answer_of: str = ""
 
 
 def rendezvous_lease(name: str) -> int:
@@ -213,6 +228,8 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         rendezvous=name,
         load_from=offer if flags.do_remote_prefill else None,
         release=offer if flags.do_release else None,
+        offer_answer=flags.offer_answer,
+        answer_of=flags.answer_of or "",
     )
 
 

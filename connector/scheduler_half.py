@@ -18,6 +18,7 @@ from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
 from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
+from .options import ConnectorOptions
 from .params import (
     TransferWish,
     offer_params,
@@ -72,10 +73,11 @@ class _OwnOffer:
 
     Attributes:
         lease: Its number, drawn when the request arrived; in a rendezvous, part of the name that the router drew.
-        content: Digest of the prompt.
+        content: Digest of the prompt; that of prompt and answer is not known before the request ends.
         is_early: Whether it may be opened while the prompt is still computed.
         name: Of a rendezvous; empty: it is none.
         guard_value: In a rendezvous, what the guard holds: a number of our own, because names may be used again. 0: the lease.
+        is_answer: Whether it is of prompt and answer, for the prefill node of the conversation's next turn.
     """
 
     lease: int
@@ -83,6 +85,15 @@ class _OwnOffer:
     is_early: bool
     name: str = ""
     guard_value: int = 0
+    is_answer: bool = False
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An offer of prompt and answer: the blocks that it holds, and its params."""
+
+    num_blocks: int
+    params: dict[str, Any]
 
 
 @dataclass
@@ -140,10 +151,25 @@ class HandoffScheduler(SchedulerHalf):
     A recurrent state stands for all tokens so far and cannot be cut back. So a model that has one offers a prompt only
     if nothing was computed after it, and loads an offer only if it ends before the prompt's last token, which every
     engine computes itself. The producer must therefore be given the prompt without that token.
+
+    Offers of answers serve a turn that may never come. So they hold at most a share of the pool, and the oldest one ends for
+    each request that cannot get blocks. An offer that a consumer reads goes on.
+
+    Args:
+        options: Its `offer_answer` and `answer_pool_percent` count here.
     """
 
-    def __init__(self, config: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        kv_cache_config: KVCacheConfig,
+        options: ConnectorOptions | None = None,
+    ) -> None:
+        options = options or ConnectorOptions()
         self._config = config
+        self._offers_answers = options.offer_answer
+        self._answer_lease_s = options.handoff.answer_lease_s
+        self._max_answer_blocks = kv_cache_config.num_blocks * options.answer_pool_percent // 100
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = tuple(spec.block_size for spec in specs)
         self._has_state = any(map(_keeps_state, specs))
@@ -157,6 +183,12 @@ class HandoffScheduler(SchedulerHalf):
         self._withdrawals: list[int] = []
         self._releases: list[tuple[str, int]] = []
         self._used_names: OrderedDict[str, None] = OrderedDict()
+        # By request, oldest first; without the offers that were ended to free blocks.
+        self._answers: dict[str, _Answer] = {}
+        # Requests that only ask for the params of another one's answer.
+        self._questions: dict[str, str] = {}
+        # Requests that the engine asked about in this step, and has not given blocks to yet.
+        self._without_blocks: set[str] = set()
         # Any client can cause these lines, so they are limited.
         self._role_log = LimitedLog(logger, max_lines=1, interval_s=60.0)
 
@@ -198,6 +230,9 @@ class HandoffScheduler(SchedulerHalf):
                 f"request id {request_id!r} is in use: the worker halves are not done with the earlier request, which is "
                 f"{known.state.value!r}; use another id"
             )
+        if wish.answer_of:
+            self._questions[request_id] = wish.answer_of
+            return
         if wish.release is not None:
             if self._is_ours(wish.release):
                 self._releases.append((wish.release.request_id, wish.release.lease))
@@ -220,6 +255,9 @@ class HandoffScheduler(SchedulerHalf):
                 self._use_name(wish.rendezvous)
                 lease = rendezvous_lease(wish.rendezvous)
                 offer = _OwnOffer(lease, content, is_early, wish.rendezvous, guard_value=offer.lease)
+        elif wish.offer_answer and request.prompt_embeds is None:
+            # The next prompt has token ids, so its digest could not equal that of vectors.
+            offer = _OwnOffer(self._numbers.draw(), "", is_early=False, is_answer=True)
         state = RequestState.ANNOUNCED if claim is None else RequestState.CLAIMED
         traceparent = traceparent_of(request.kv_transfer_params)
         record = self._requests[request_id] = _Request(request_id, state, claim, offer, traceparent)
@@ -232,6 +270,7 @@ class HandoffScheduler(SchedulerHalf):
     def get_num_new_matched_tokens(
         self, request: ConnectorRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
+        self._without_blocks.add(request.request_id)
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return 0, False
@@ -251,6 +290,7 @@ class HandoffScheduler(SchedulerHalf):
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Order the load into the blocks, or drop the claim if there is nothing to load."""
+        self._without_blocks.discard(request.request_id)
         record = self._in_state(request, RequestState.CLAIMED)
         if record is None or record.claim is None:
             return
@@ -298,10 +338,14 @@ class HandoffScheduler(SchedulerHalf):
         """Take the orders that were collected since the last step.
 
         Args:
-            scheduler_output: Names the requests that lost their blocks; None if no request did. The worker halves end
+            scheduler_output: Names the requests that lost their blocks, and says whether the pool is full; None if neither
+                is so. The worker halves end
                 those of their open offers that they know of; an open order that was not sent yet is withdrawn here, and
                 claims of that offer are denied.
         """
+        is_pool_full = scheduler_output is not None and scheduler_output.pool_is_full
+        self._yield_answers(len(self._without_blocks) + is_pool_full)
+        self._without_blocks.clear()
         for request_id in scheduler_output.preempted_req_ids if scheduler_output is not None else ():
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OPEN:
@@ -345,19 +389,23 @@ class HandoffScheduler(SchedulerHalf):
         for request_id in connector_output.finished_sending:
             record = self._requests.get(request_id)
             if record is not None and record.state is RequestState.OFFERED:
+                self._answers.pop(request_id, None)
                 self._move(record, RequestState.ENDED)
 
     def request_finished(
         self, request: ConnectorRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the prompt's blocks if the request asked for that, and drop what it still had to load.
+        """Offer the blocks if the request asked for that, and drop what it still had to load.
 
-        A prompt is offered only if it was computed as a whole and the request was neither aborted nor failed.
+        They are offered only if the prompt was computed as a whole and the request was neither aborted nor failed.
 
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called. The request
                 is forgotten.
         """
+        self._without_blocks.discard(request.request_id)
+        if (answered := self._questions.pop(request.request_id, None)) is not None:
+            return False, self._params_of_answer(answered)
         record = self._requests.get(request.request_id)
         if record is None:
             return False, None
@@ -370,6 +418,8 @@ class HandoffScheduler(SchedulerHalf):
                 if record.offer is not None:
                     self._withdraw(record, record.offer)
                 self._move(record, RequestState.DRAINING)
+            case RequestState.ANNOUNCED if record.offer is not None and record.offer.is_answer:
+                return self._make_answer_offer(request, record, record.offer, _as_tables(block_ids))
             case RequestState.ANNOUNCED if record.offer is not None:
                 return self._make_offer(request, record, record.offer, _as_tables(block_ids))
             case RequestState.OPEN if record.offer is not None:
@@ -423,6 +473,48 @@ class HandoffScheduler(SchedulerHalf):
         )
         self._move(record, RequestState.OFFERED)
         return True, offer_params(offer, record.traceparent)
+
+    def _make_answer_offer(
+        self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer prompt and answer of a finished request, or withdraw the announcement if they cannot be offered."""
+        num_tokens, num_blocks = _num_answered_tokens(request), sum(map(len, tables))
+        # A state cannot be cut back to the tokens that are certain.
+        is_exact = not self._has_state or request.num_computed_tokens == num_tokens
+        if not (_has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks):
+            self._withdraw(record, own)
+            self._move(record, RequestState.ENDED)
+            return False, None
+        offer = replace(self._name_offer(request, own.lease, tables), num_tokens=num_tokens)
+        content = content_digest(request, num_tokens)
+        self._order(record).offer = OfferOrder(own.lease, tables, num_tokens, content, is_answer=True)
+        self._move(record, RequestState.OFFERED)
+        # A router need not send the next prompt with an offer whose lease has run out.
+        params = {**offer_params(offer, record.traceparent), "answer_lease_s": self._answer_lease_s}
+        self._answers[request.request_id] = _Answer(num_blocks, params)
+        while sum(answer.num_blocks for answer in self._answers.values()) > self._max_answer_blocks:
+            self._end_oldest_answer()
+        return True, params
+
+    def _params_of_answer(self, answered: str) -> dict[str, Any] | None:
+        """Find the newest answer to a request that was sent under this id. Engines put the id between parts of their own."""
+        for request_id, answer in reversed(self._answers.items()):
+            if f"-{answered}-" in f"-{request_id}-":
+                return answer.params
+        return None
+
+    def _yield_answers(self, num_waiting: int) -> None:
+        """End an offer of an answer for each request that waits for blocks. If that is too little, the next step ends more."""
+        for _ in range(min(num_waiting, len(self._answers))):
+            self._end_oldest_answer()
+
+    def _end_oldest_answer(self) -> None:
+        request_id = next(iter(self._answers))
+        del self._answers[request_id]
+        own = self._requests[request_id].offer
+        assert own is not None
+        # In the same way as a router would end it, which leaves an offer that is being read alone.
+        self._releases.append((request_id, own.lease))
 
     def _can_offer(self, request: ConnectorRequest) -> bool:
         if not _has_whole_prompt(request):
@@ -516,12 +608,21 @@ class HandoffScheduler(SchedulerHalf):
         )
 
     def _within_role(self, request_id: str, wish: TransferWish) -> TransferWish:
+        # With offers of answers, caches go both ways: a producer loads those of earlier turns, and a consumer makes them.
+        may_load = self._config.is_kv_consumer or (self._offers_answers and wish.offer_result)
+        may_offer_answer = self._config.is_kv_consumer and self._offers_answers
+        wants_answer = wish.load_from is not None if wish.offer_answer is None else wish.offer_answer
+        # A request that offers its prompt is a prefill. Its answer is one token, which the decode node computes again.
+        is_answer_offered = may_offer_answer and wants_answer and not wish.offer_result
+        wish = replace(wish, offer_answer=is_answer_offered or None)
         allowed = TransferWish(
             offer_result=wish.offer_result and self._config.is_kv_producer,
-            load_from=wish.load_from if self._config.is_kv_consumer else None,
+            load_from=wish.load_from if may_load else None,
             offer_early=wish.offer_early and self._config.is_kv_producer,
-            release=wish.release if self._config.is_kv_producer else None,
+            release=wish.release if self._config.is_kv_producer or may_offer_answer else None,
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
+            offer_answer=wish.offer_answer,
+            answer_of=wish.answer_of,
         )
         if allowed != wish:
             key = "do_release" if wish.release is not None else "do_remote_decode"
@@ -558,6 +659,14 @@ def _keeps_all_blocks(spec: KVCacheSpec) -> bool:
 def _keeps_state(spec: KVCacheSpec) -> bool:
     members = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
     return any(isinstance(member, MambaSpec) for member in members)
+
+
+def _num_answered_tokens(request: ConnectorRequest) -> int:
+    """Count the tokens of prompt and answer whose keys and values are certainly computed.
+
+    Those of the last sampled token are not: an engine that schedules ahead counts them while their step still runs.
+    """
+    return min(request.num_computed_tokens, len(request.all_token_ids) - 1)
 
 
 def _has_whole_prompt(request: ConnectorRequest) -> bool:

@@ -19,6 +19,8 @@ class HandoffConfig:
 
     Attributes:
         lease_s: A producer keeps an offer for this long after its consumer was last heard.
+        answer_lease_s: A decode node keeps the offer of an answer for this long, until a consumer claims it. It is the time
+            that a user has to send the next message of a conversation.
         max_hold_s: Longest time for which a producer renews the lease of a finished request, however often its consumer
             asks for that. Must be more than a consumer's `load_wait_s`.
         heartbeat_s: A consumer renews its leases this often; at most half of `lease_s`.
@@ -46,6 +48,7 @@ class HandoffConfig:
     """
 
     lease_s: Seconds = 30.0
+    answer_lease_s: Seconds = 60.0
     max_hold_s: Seconds = 600.0
     heartbeat_s: Seconds = 5.0
     connect_timeout_s: Seconds = 5.0

@@ -20,6 +20,7 @@ class Request:
     Attributes:
         first_token_id: By default the prompt counts up from it.
         token_ids: The prompt, if it does not count up.
+        answer_token_ids: The answer so far.
     """
 
     request_id: str
@@ -33,6 +34,11 @@ class Request:
     mm_features: Sequence[ContentItem] = ()
     prompt_embeds: torch.Tensor | None = None
     token_ids: Sequence[int] = ()
+    answer_token_ids: Sequence[int] = ()
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return (*self.prompt_token_ids, *self.answer_token_ids)
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -57,6 +63,7 @@ class Step:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_requests: Sequence[ScheduledRequest] = ()
+    pool_is_full: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

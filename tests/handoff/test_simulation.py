@@ -225,8 +225,8 @@ class NeverExpires(ProducerProtocol):
 
 
 class UsesOneGuardValue(ProducerProtocol):
-    def offer(self, *args):
-        actions = super().offer(*args)
+    def offer(self, *args, **flags):
+        actions = super().offer(*args, **flags)
         return [
             replace(action, value=ONE_VALUE) if isinstance(action, SetGuard) else action for action in actions
         ]

@@ -138,7 +138,8 @@ class Scheduler:
             draft.suspect = None
             self._plan_all(draft)
         finished, self._finished_ids = self._finished_ids, set()
-        plan = StepPlan(tuple(draft.scheduled.values()), finished, draft.preempted)
+        scheduled = tuple(draft.scheduled.values())
+        plan = StepPlan(scheduled, finished, draft.preempted, pool_is_full=draft.pool_is_full)
         try:
             return replace(plan, kv_connector_metadata=self.handoffs.take_metadata(plan))
         except StepFailedError as failure:

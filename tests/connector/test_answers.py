@@ -1,0 +1,203 @@
+"""Offers of prompt and answer: who makes them, what they say, and when they end for requests that need blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.connector.config import KVRole
+from kvferry.connector.content import content_digest
+from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.metadata import OfferOrder, WorkerAddress
+from kvferry.connector.options import ConnectorOptions
+from kvferry.connector.output import KVConnectorOutput
+from kvferry.connector.scheduler_half import HandoffScheduler
+from kvferry.connector.testing import CacheShape, Request, engine_config
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+PROMPT = list(range(10))
+ANSWER = [91, 92, 93]
+
+
+def scheduler(role: KVRole = "kv_consumer", *, offers: bool = True, percent: int = 50) -> HandoffScheduler:
+    config = engine_config("inproc", role=role, engine_id=role).kv_transfer
+    assert config is not None
+    shape = CacheShape(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    options = ConnectorOptions(offer_answer=offers, answer_pool_percent=percent)
+    made = HandoffScheduler(config, shape.kv_cache_config(), options)
+    made.set_handshake_metadata({0: WorkerAddress("inproc://w", epoch=77, rank=0)})
+    return made
+
+
+def prompt_params(request_id: str = "p") -> dict[str, Any]:
+    """Return the params of an offered prompt."""
+    producer = scheduler("kv_producer")
+    producer.on_new_request(Request(request_id, 10, {"do_remote_decode": True}))
+    _, params = producer.request_finished(
+        Request(request_id, 10, {"do_remote_decode": True}, 10, "length"), [[7, 8, 9]]
+    )
+    assert params is not None
+    return params
+
+
+def decode(
+    decoder: HandoffScheduler,
+    request_id: str = "d",
+    *,
+    reason: str = "stop",
+    num_computed: int = len(PROMPT) + len(ANSWER) - 1,
+    blocks: tuple[int, ...] = (1, 2, 3),
+    **params: Any,
+) -> tuple[bool, dict[str, Any] | None]:
+    """Answer one request to its end, with the prompt loaded."""
+    request = Request(request_id, len(PROMPT), {**prompt_params(), **params})
+    decoder.on_new_request(request)
+    decoder.get_num_new_matched_tokens(request, 0)
+    decoder.update_state_after_alloc(request, [blocks], len(PROMPT))
+    decoder.build_connector_meta()
+    decoder.update_connector_output(KVConnectorOutput(finished_recving={request_id}))
+    request.answer_token_ids, request.num_computed_tokens, request.finish_reason = (
+        ANSWER,
+        num_computed,
+        reason,
+    )
+    return decoder.request_finished(request, [blocks])
+
+
+class TestTheOffer:
+    def test_it_has_prompt_and_answer_without_the_last_token(self) -> None:
+        decoder = scheduler()
+        held, params = decode(decoder)
+        assert held
+        assert params is not None
+        assert (params["remote_num_tokens"], params["do_remote_prefill"]) == (12, True)
+        (order,) = decoder.build_connector_meta().offers.values()
+        next_prompt = Request("next", 20, token_ids=[*PROMPT, *ANSWER, *range(50, 57)])
+        lease = int(params["remote_lease"], 16)
+        content = content_digest(next_prompt, 12)
+        assert order == OfferOrder(lease, ((1, 2, 3),), 12, content, is_answer=True)
+
+    def test_a_token_that_a_step_still_computes_is_not_in_it(self) -> None:
+        """An engine that schedules ahead counts it as computed."""
+        _, params = decode(scheduler(), num_computed=len(PROMPT) + len(ANSWER))
+        assert params is not None
+        assert params["remote_num_tokens"] == 12
+
+    def test_it_is_made_after_a_prompt_that_was_loaded_or_computed(self) -> None:
+        decoder = scheduler()
+        request = Request("alone", 10, {"offer_answer": True}, 12, "length", answer_token_ids=ANSWER)
+        decoder.on_new_request(request)
+        assert decoder.request_finished(request, [[1, 2, 3]])[0]
+
+    def test_it_is_off_by_default_and_a_request_can_decline_it(self) -> None:
+        assert decode(scheduler(offers=False)) == (False, None)
+        assert decode(scheduler(offers=False), offer_answer=True) == (False, None)
+        assert decode(scheduler(), offer_answer=False) == (False, None)
+
+    def test_another_request_can_ask_for_its_params(self) -> None:
+        """vLLM cannot put them into a stream."""
+        decoder = scheduler()
+        _, params = decode(decoder, "cmpl-id7-0-ab12")
+        for number, (asked, expected) in enumerate({"id7": params, "d7": None}.items()):
+            question = Request(f"q{number}", 1, {"answer_of": asked}, 1, "length")
+            decoder.on_new_request(question)
+            assert decoder.request_finished(question, [[5]]) == (False, expected)
+
+    def test_a_request_that_was_aborted_or_failed_makes_none(self) -> None:
+        for reason in ("abort", "error"):
+            decoder = scheduler()
+            assert decode(decoder, reason=reason) == (False, None)
+            assert not decoder.build_connector_meta().offers
+            assert decoder.num_requests == 0
+
+    def test_a_prefill_offers_its_prompt_only(self) -> None:
+        node = scheduler("kv_both")
+        request = Request("p", 10, {"do_remote_decode": True, "offer_answer": True}, 10, "length")
+        request.answer_token_ids = ANSWER[:1]
+        node.on_new_request(request)
+        _, params = node.request_finished(request, [[1, 2, 3]])
+        assert params is not None
+        assert params["remote_num_tokens"] == 10
+
+
+class TestTheNextTurn:
+    def test_a_producer_loads_the_answer_past_its_own_prefix_and_then_offers_the_new_prompt(self) -> None:
+        _, params = decode(scheduler())
+        assert params is not None
+        prefill = scheduler("kv_producer")
+        tokens = [*PROMPT, *ANSWER, *range(50, 57)]
+        request = Request("n", 20, {**params, "do_remote_decode": True}, token_ids=tokens)
+        prefill.on_new_request(request)
+        assert prefill.get_num_new_matched_tokens(request, 8) == (4, True)
+        prefill.update_state_after_alloc(request, [[1, 2, 3]], 4)
+        assert prefill.build_connector_meta().loads == {"n": (GroupBlocks(2, (3,)),)}
+        prefill.update_connector_output(KVConnectorOutput(finished_recving={"n"}))
+        request.num_computed_tokens, request.finish_reason = 20, "length"
+        _, offered = prefill.request_finished(request, [[1, 2, 3, 4, 5]])
+        assert offered is not None
+        assert offered["remote_num_tokens"] == 20
+
+    def test_a_producer_without_the_option_computes_the_prompt(self) -> None:
+        _, params = decode(scheduler())
+        assert params is not None
+        prefill = scheduler("kv_producer", offers=False)
+        request = Request("n", 20, {**params, "do_remote_decode": True})
+        prefill.on_new_request(request)
+        assert prefill.get_num_new_matched_tokens(request, 8) == (0, False)
+        assert not prefill.build_connector_meta().claims
+
+    def test_an_edited_conversation_has_another_digest(self) -> None:
+        decoder = scheduler()
+        _, params = decode(decoder)
+        (order,) = decoder.build_connector_meta().offers.values()
+        prefill = scheduler("kv_producer")
+        tokens = [*PROMPT, 91, 99, 93, *range(50, 57)]
+        prefill.on_new_request(Request("n", 20, {**params, "do_remote_decode": True}, token_ids=tokens))
+        assert prefill.build_connector_meta().claims["n"].content != order.content
+
+
+class TestBlocks:
+    def test_the_oldest_offer_ends_when_answers_hold_more_than_their_share(self) -> None:
+        decoder = scheduler(percent=20)  # 8 of 40 blocks
+        leases = []
+        for number in range(3):
+            _, params = decode(decoder, f"d{number}")
+            assert params is not None
+            leases.append(int(params["remote_lease"], 16))
+        assert decoder.build_connector_meta().releases == (("d0", leases[0]),)
+        decoder.update_connector_output(KVConnectorOutput(finished_sending={"d0"}))
+        assert decoder.num_requests == 2
+
+    def test_an_answer_that_is_larger_than_the_share_is_not_offered(self) -> None:
+        decoder = scheduler(percent=5)
+        assert decode(decoder) == (False, None)
+        assert decoder.num_requests == 0
+
+    def test_an_offer_ends_for_each_step_in_which_a_request_gets_no_blocks(self) -> None:
+        decoder = scheduler()
+        for number in range(2):
+            decode(decoder, f"d{number}")
+        decoder.build_connector_meta()
+        waiting = Request("w", 10)
+        for oldest in ("d0", "d1"):
+            decoder.get_num_new_matched_tokens(waiting, 0)
+            assert [request_id for request_id, _ in decoder.build_connector_meta().releases] == [oldest]
+        decoder.get_num_new_matched_tokens(waiting, 0)
+        assert not decoder.build_connector_meta().releases
+
+    def test_offers_stay_while_requests_get_their_blocks(self) -> None:
+        decoder = scheduler()
+        decode(decoder)
+        decoder.build_connector_meta()
+        arriving = Request("w", 10)
+        decoder.get_num_new_matched_tokens(arriving, 0)
+        decoder.update_state_after_alloc(arriving, [[4, 5, 6]], 0)
+        assert not decoder.build_connector_meta().releases
+
+    def test_a_router_can_release_an_answer(self) -> None:
+        decoder = scheduler()
+        _, params = decode(decoder)
+        assert params is not None
+        decoder.build_connector_meta()
+        decoder.on_new_request(Request("r", 1, {**params, "do_remote_prefill": False, "do_release": True}))
+        assert decoder.build_connector_meta().releases == (("d", int(params["remote_lease"], 16)),)
