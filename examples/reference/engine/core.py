@@ -193,6 +193,7 @@ class EngineCore:
         totals.num_preemptions += request.figures.num_preemptions
         totals.num_prompt_tokens += request.num_prompt_tokens
         totals.num_cached_tokens += request.figures.num_cached_tokens
+        totals.num_loaded_tokens += request.figures.num_loaded_tokens
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -313,6 +314,7 @@ class EngineCore:
             num_loading=len(scheduler.handoffs.loading),
             num_running=len(scheduler.running) + len(scheduler.ready),
             num_offered=scheduler.handoffs.num_offered,
+            num_offered_answers=scheduler.handoffs.num_offered_answers,
             num_blocks=self.parts.kv_cache_config.num_blocks - 1,
             num_free_blocks=manager.num_free_blocks,
             prefix_cache_hit_rate=manager.metrics.hit_rate,

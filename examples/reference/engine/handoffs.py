@@ -173,6 +173,15 @@ class Handoffs:
         return sum(Hold.OFFERED in transfer.holds for transfer in self._transfers.values())
 
     @property
+    def num_offered_answers(self) -> int:
+        """Those of `num_offered` that were made for the next turn of a conversation, which may never come."""
+        return sum(
+            Hold.OFFERED in transfer.holds
+            and not (transfer.request.kv_transfer_params or {}).get("do_remote_decode")
+            for transfer in self._transfers.values()
+        )
+
+    @property
     def health(self) -> TransferHealth:
         """What the hooks' exceptions say about the connector."""
         doubts = [transfer.doubt for transfer in self._transfers.values() if transfer.doubt]

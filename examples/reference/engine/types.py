@@ -228,6 +228,9 @@ class EngineTotals:
         "cached_tokens_total",
         "Prompt tokens of finished requests that were in the node's own prefix cache",
     )
+    num_loaded_tokens: int = _counter(
+        "loaded_tokens_total", "Prompt tokens of finished requests that were loaded from another node"
+    )
     num_output_tokens: int = _counter("output_tokens_total", "Tokens generated")
     num_finished: dict[FinishReason, int] = field(
         default_factory=dict,
@@ -254,6 +257,10 @@ class EngineStats:
     num_loading: int = _gauge("loading_requests", "Requests that wait for another node's KV cache")
     num_running: int = _gauge("running_requests", "Requests that are being computed")
     num_offered: int = _gauge("offered_requests", "Finished requests whose blocks are kept for another node")
+    num_offered_answers: int = _gauge(
+        "offered_answers",
+        "Of the offered requests, those whose blocks are kept for the next turn of a conversation",
+    )
     num_blocks: int = _gauge("blocks", "Blocks that requests can use: the pool without its null block")
     num_free_blocks: int = _gauge(
         "free_blocks",
@@ -267,8 +274,12 @@ class EngineStats:
 
     @property
     def is_idle(self) -> bool:
-        """Say whether no request is alive and no other node needs blocks of this one."""
-        return not (self.num_waiting or self.num_loading or self.num_running or self.num_offered)
+        """Say whether no request is alive and no other node needs blocks of this one.
+
+        An answer may never be needed, and a node that would load it can compute it. So a node that drains does not wait for it.
+        """
+        num_needed = self.num_offered - self.num_offered_answers
+        return not (self.num_waiting or self.num_loading or self.num_running or num_needed)
 
 
 def _require(holds: bool, param: str, value: object, allowed: str) -> None:
