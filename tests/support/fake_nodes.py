@@ -41,6 +41,7 @@ async def routed(
     check_interval_s: float = 60.0,
     check_timeout_s: float = 5.0,
     decode_alone: DecodeAlone = "auto",
+    asks_for_answers: bool = False,
 ) -> AsyncIterator[TestClient[Any, Any]]:
     """Yield a client of a router that has found all these nodes ready."""
     async with AsyncExitStack() as stack:
@@ -55,6 +56,7 @@ async def routed(
             check_interval_s=check_interval_s,
             check_timeout_s=check_timeout_s,
             decode_alone=decode_alone,
+            asks_for_answers=asks_for_answers,
         )
         server = TestServer(router.application(), handler_cancellation=True)
         client = await stack.enter_async_context(TestClient(server))

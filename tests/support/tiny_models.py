@@ -200,7 +200,7 @@ def write_tiny_image_model(folder: Path) -> Path:
         model = Idefics3ForConditionalGeneration(config)
     with quiet_loading():
         model.save_pretrained(folder)
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     # The first new token gets the id after the last one, which is `IMAGE_TOKEN`.
     items = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tokenizer.add_special_tokens({"additional_special_tokens": items})

@@ -28,8 +28,8 @@ from kvferry.connector.vllm.config import (
     host_fields,
     kv_cache_config,
     require_whole_caches,
-from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
+    served_groups,
+    state_fields,
 )
 from kvferry.connector.vllm.lora import adapter_identity
 from kvferry.connector.vllm.memory import PoolPlacement
@@ -163,8 +163,154 @@ class TestRefusedSettings:
             require_whole_caches(config, kv_caches)
 
 
-from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
+class TestGroupsThatAreNotTransferred:
+    """vLLM marks a group whose contents can be made from those of another group. It is left out; nothing is refused."""
+
+    @pytest.fixture
+    def config(self):
+        class HotSpec(SimpleNamespace):
+            """A kind of cache that kvferry does not know."""
+
+        spec = FullAttentionSpec(16, 1, 8, torch.float32)
+        marks = {"hot": HotSpec(block_size=16), "copy": spec}
+        groups = [
+            SimpleNamespace(layer_names=[name], kv_cache_spec=kind, enable_kv_transfer=False)
+            for name, kind in marks.items()
+        ]
+        whole = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        return SimpleNamespace(num_blocks=8, kv_cache_groups=[groups[0], whole, groups[1]])
+
+    def test_the_other_groups_are_served(self, config):
+        assert [group.layer_names for group in kv_cache_config(config).kv_cache_groups] == [("layer",)]
+        config.kv_cache_groups[1].kv_cache_spec = SimpleNamespace(real_page_size_bytes=128)
+        require_whole_caches(config, {"layer": torch.zeros(8, 128, dtype=torch.int8)})
+
+    def test_only_block_tables_of_the_other_groups_are_offered_and_loaded(self, config):
+        side = _side(served_groups=tuple(served_groups(config)))
+        offering, loading = _request("r", {"do_remote_decode": True}), _request("s", TestSharedOffers.PARAMS)
+        for request in (offering, loading):
+            side.on_new_request(request)
+        blocks = SimpleNamespace(get_block_ids=lambda: ([7], [1, 2, 3], [8]))
+        side.update_state_after_alloc(loading, blocks, 40)
+        offering.get_finished_reason, offering.num_computed_tokens = lambda: "length", 40
+        side.set_handshake_metadata({0: SimpleNamespace(address=WorkerAddress("shm://@a", 1, 0))})
+        _, params = side.request_finished(offering, ([9], [4, 5, 6], [9]))
+        assert params["remote_block_ids"] == [[4, 5, 6]]
+        (load,) = side.build_connector_meta().orders.loads["s"]
+        assert load.block_ids == (1, 2, 3)
+
+    def test_a_pool_of_their_own_is_refused(self, config):
+        config.kv_cache_groups[1].host_resident = True
+        with pytest.raises(ConfigurationError, match="pool of their own"):
+            kv_cache_config(config)
+
+
+class TestDraftLayers:
+    """A draft model's layers, which vLLM puts into the same groups as the target model's, or into others."""
+
+    VLLM = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=object()),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
+    )
+    TARGET: ClassVar = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "model.layers.2.self_attn.attn",
+            "draft_model.model.layers.0.self_attn.attn",
+            "mtp.layers.0.self_attn.attn",
+        ],
+    )
+    def test_they_are_known_by_their_names(self, name):
+        assert draft_layers(self.VLLM, [*self.TARGET, name]) == [name]
+        assert draft_layers(SimpleNamespace(speculative_config=None), [*self.TARGET, name]) == []
+
+    def test_a_group_of_a_draft_model_does_not_count_as_loaded(self):
+        """Its blocks are zeroed by vLLM, where vLLM zeroes blocks, before they are loaded."""
+        spec = FullAttentionSpec(16, 1, 8, torch.float32)
+        layers = [
+            [self.TARGET[0], "draft_model.model.layers.0"],
+            ["draft_model.model.layers.1"],
+            [self.TARGET[1]],
+        ]
+        groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in layers]
+        connector = object.__new__(KvferryConnector)
+        connector._vllm_config = self.VLLM
+        connector._kv_cache_config = SimpleNamespace(num_blocks=8, kv_cache_groups=groups)
+        assert connector.get_loaded_kv_cache_group_ids(None) == (0, 2)
+
+    def test_their_pages_are_zeroed_before_a_load(self):
+        """A peer without the draft model does not fill them, and they may hold what another request left there."""
+        cache = torch.ones(16, 4)
+        half = SimpleNamespace(allocate_kv_memory=torch.zeros, submit=lambda *args, **kwargs: None)
+        side = WorkerSide(SimpleNamespace(), None, half)
+        side._draft_caches = [(1, cache.unflatten(0, (8, 2)))]
+        loads = {"d": (GroupBlocks(0, (1, 2)), GroupBlocks(0, (0, 5, 6)))}
+        side.start_loads(StepMetadata(HandoffMetadata(loads=loads)))
+        assert sorted(set((cache.sum(dim=1) == 0).nonzero().flatten().tolist())) == [10, 11, 12, 13]
+
+
+class TestStates:
+    """Recurrent states, of which each request has one."""
+
+    @staticmethod
+    def _config(**settings):
+        spec = VllmMambaSpec(
+            block_size=512, shapes=((3, 8), (2, 4, 8)), dtypes=(torch.float32, torch.bfloat16), **settings
+        )
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        return SimpleNamespace(num_blocks=8, kv_cache_groups=[group])
+
+    def test_the_group_is_one_of_whole_states(self):
+        (group,) = kv_cache_config(self._config(page_size_padded=256)).kv_cache_groups
+        assert isinstance(group.kv_cache_spec, MambaSpec)
+        assert group.kv_cache_spec.block_size == 512
+        assert (group.kv_cache_spec.state_size_bytes, group.kv_cache_spec.page_size_bytes) == (224, 256)
+
+    def test_peers_compare_the_order_of_its_axes(self):
+        """They may differ between machines, although the number of bytes does not."""
+        assert state_fields(self._config()) == {"states": "float32[3, 8] bfloat16[2, 4, 8]"}
+        spec = SimpleNamespace(block_size=16)
+        attention = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        assert state_fields(SimpleNamespace(kv_cache_groups=[attention])) == {}
+
+    def test_a_vllm_version_that_registers_the_parts_of_a_state_is_refused(self):
+        with pytest.raises(ConfigurationError, match="registers 0"):
+            require_whole_caches(self._config(), {"layer": [torch.zeros(8, 3, 8), torch.zeros(8, 2, 4, 8)]})
+
+    @pytest.mark.parametrize(
+        ("role", "max_tokens", "prompt_logprobs", "num_left"),
+        [
+            ("kv_both", 1, None, 39),
+            ("kv_both", 2, None, 40),
+            ("kv_both", 1, 1, 40),
+            ("kv_consumer", 1, None, 40),
+        ],
+    )
+    def test_the_last_token_is_left_out_only_of_a_prompt_that_can_be_offered(
+        self, role, max_tokens, prompt_logprobs, num_left
+    ):
+        """The decode node computes it. A request that wants more than the offer gets its right answer instead."""
+        state = MambaSpec(512, ((3, 8),), (torch.float32,))
+        side = _side(role=role, spec=state)
+        request = _request("r", {"do_remote_decode": True})
+        request.max_tokens = max_tokens
+        request.sampling_params = SimpleNamespace(prompt_logprobs=prompt_logprobs)
+        shared, request._all_token_ids = request.prompt_token_ids, list(request.prompt_token_ids)
+        side.on_new_request(request)
+        assert len(request.prompt_token_ids) == len(request._all_token_ids) == num_left
+        assert request.num_prompt_tokens == num_left
+        assert len(shared) == 40
+
+    def test_a_request_that_is_refused_keeps_its_prompt(self):
+        side = _side(spec=MambaSpec(512, ((3, 8),), (torch.float32,)))
+        for _ in range(2):  # the second one has an id that is in use
+            request = _request("r", {"do_remote_decode": True})
+            request.max_tokens, request.sampling_params = 1, SimpleNamespace(prompt_logprobs=None)
+            request._all_token_ids = list(request.prompt_token_ids)
+            side.on_new_request(request)
+        assert request.num_prompt_tokens == len(request.prompt_token_ids) == 40
 
 
 class TestPacking:
@@ -247,8 +393,10 @@ def test_only_main_memory_is_allocated_by_the_transport(device_type, is_wanted):
     side.shutdown()
 
 
-from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
+ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def _side(has_prefix_cache=True, role="kv_both", served_groups=(), spec=ATTENTION):
     config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
     half = HandoffScheduler(KVTransferConfig("KvferryConnector", role), config)
     return SchedulerSide(half, SharedOffers(has_prefix_cache), served_groups)

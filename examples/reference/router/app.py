@@ -37,6 +37,7 @@ from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
 from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
+from .sessions import Answer, Sessions
 from .several import MergedReply, calls_of
 from .sources import NodeSource
 from .states import NodeState
@@ -70,6 +71,7 @@ class Router:
             `/ready` or `/health` reports the policy `recompute`.
         node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
+        asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
         sources: Where the router learns of nodes while it runs.
     """
 
@@ -87,6 +89,7 @@ class Router:
         decode_alone: DecodeAlone,
         node_access: NodeAccess | None = None,
         passes_keys_on: bool = True,
+        asks_for_answers: bool = False,
         sources: Sequence[NodeSource] = (),
     ) -> None:
         self._prefill_pool = prefill_pool
@@ -96,8 +99,10 @@ class Router:
         self._decode_alone_mode = decode_alone
         self._node_access = node_access or NodeAccess()
         self._passes_keys_on = passes_keys_on
+        self._asks_for_answers = asks_for_answers
         self._sources = sources
         self._handoffs = Handoffs()
+        self._sessions = Sessions()
         self._recent = RecentRequests()
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
@@ -336,7 +341,8 @@ class Router:
         call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
         calls = calls_of(call)
         if len(calls) == 1:
-            return await followed(calls[0], Reply(request, self._metrics.begin_stream()))
+            call = replace(calls[0], turn=self._sessions.begin(body, request.headers))
+            return await followed(call, Reply(request, self._metrics.begin_stream()))
         merged = MergedReply(request, call)
         return await self._within_limit(merged, merged.answer(calls, followed))
 
@@ -412,6 +418,8 @@ class Router:
             known = await self._first_token(call, handoff.offer, node, reply)
             params = handoff.offer.params if handoff.offer else None
             body = decode_body(call.body, params) if known is None else known.decode_body(call.body, params)
+            if node.offers_answers and not call.turn.is_remembered and "kv_transfer_params" in body:
+                body["kv_transfer_params"] = {**body["kv_transfer_params"], "offer_answer": False}
             call.timeline.decode_sent(node.url, is_alone=is_alone)
             async with open_answer(call, node, body) as (upstream, first):
                 call.timeline.decode_began(first, is_stream=is_stream(upstream))
@@ -422,10 +430,24 @@ class Router:
                         "%s: no KV cache was offered; %s computes the prompt", call.request_id, node.url
                     )
                     self._metrics.without_handoff.inc()
+                # While the answer is copied: a client may take its next turn as soon as it has read the last event.
+                reply.taker.note = functools.partial(self._end_turn, call, node)
                 response = await reply.copy(node, upstream, first)
                 call.timeline.decode_ended(response.status, reply.tail)
                 handoff.read_tail(reply.tail)
+                if reply.taker.params is None:
+                    self._end_turn(call, node, None)
+                    if self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered:
+                        self._handoffs.ask(call, node, reply.taker.note)
                 return response
+
+    def _end_turn(self, call: Call, node: UpstreamNode, offered: Mapping[str, Any] | None) -> None:
+        """Keep the offer of an answer for the next turn, and release one that no turn can use."""
+        node.offers_answers = node.offers_answers or offered is not None
+        unused = call.turn.end(None if offered is None else Answer.of(node, offered))
+        if unused is not None and unused.is_usable:
+            self._metrics.answers.labels("unused").inc()
+            self._handoffs.release(call, Offer(unused.node, unused.params))
 
     async def _first_token(
         self, call: Call, offer: Offer | None, node: UpstreamNode, reply: Reply

@@ -6,7 +6,8 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,8 @@ import aiohttp
 
 from ..web.json_body import object_of
 from .health import reason_of
-from .phases import Call, Offer, is_stream
+from .nodes import UpstreamNode
+from .phases import Call, Offer, is_stream, params_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 TRANSFER_HEADER = "X-KV-Transfer"
 #: A node's error code for a request that failed after it was accepted. Without the header above it means a failed load.
 LOAD_FAILED = "generation_failed"
+
+#: Called with the params of an answer's offer.
+NoteParams = Callable[[Mapping[str, Any]], object]
 
 #: Bounds on requests to producers that do not answer. The lease ends an offer that we do not release.
 MAX_RELEASES = 256
@@ -114,7 +119,7 @@ class Handoffs:
             # End a prefill that still runs before the release, because a producer may treat the release of an unfinished offer as
             # an abort of its request.
             offer.hang_up()
-            self._release(call, offer)
+            self.release(call, offer)
         elif result == "none" and offer.is_rendezvous:
             offer.hang_up()  # the decode node had the prompt, so nothing needs the rest of the prefill
         if handoff.decode_url:
@@ -164,12 +169,19 @@ class Handoffs:
 
     # -- releases --------------------------------------------------------------------------------------
 
-    def _release(self, call: Call, offer: Offer) -> None:
+    def release(self, call: Call, offer: Offer) -> None:
         """Tell the producer in the background that no node will load the offer."""
         if len(self._releases) < MAX_RELEASES:
             release = asyncio.create_task(_released(call, offer))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
+
+    def ask(self, call: Call, node: UpstreamNode, note: NoteParams) -> None:
+        """Ask a decode node in the background for the offer of an answer that it has just streamed."""
+        if len(self._releases) < MAX_RELEASES:
+            question = asyncio.create_task(_asked(call, node, note))
+            self._releases.add(question)
+            question.add_done_callback(self._releases.discard)
 
     async def close(self) -> None:
         """Wait up to `LAST_RELEASES_S` for the releases in flight, then cancel them."""
@@ -202,6 +214,27 @@ async def _released(call: Call, offer: Offer) -> None:
         logger.debug(
             "%s: cannot release the offer at %s: %s", call.request_id, offer.node.url, reason_of(error)
         )
+
+
+async def _asked(call: Call, node: UpstreamNode, note: NoteParams) -> None:
+    body: dict[str, Any] = {
+        "prompt": [0],
+        "max_tokens": 1,
+        "kv_transfer_params": {"answer_of": call.request_id},
+    }
+    if "model" in call.body:
+        body["model"] = call.body["model"]
+    headers = {**call.headers, "X-Request-Id": f"question-{uuid.uuid4().hex}"}
+    timeout = aiohttp.ClientTimeout(total=RELEASE_TIMEOUT_S)
+    try:
+        url = f"{node.url}/v1/completions"
+        async with call.session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            params = params_of(object_of(await response.read()))
+    except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+        logger.debug("%s: cannot ask %s for its answer: %s", call.request_id, node.url, reason_of(error))
+        return
+    if params is not None and "answer_lease_s" in params:
+        note(params)
 
 
 def has_loaded(response: aiohttp.ClientResponse) -> bool:

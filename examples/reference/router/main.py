@@ -173,6 +173,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "load failure policy recompute; always uses any node, which vLLM's nodes need because they do not report it "
         "(default: %(default)s)",
     )
+    group.add_argument(
+        "--ask-for-answers",
+        action="store_true",
+        help="after a streamed answer, ask the decode node for the offer of its cache to the conversation's next turn, with one more "
+        "request; vLLM's nodes with the option offer_answer need that, because their streams cannot carry it (default: off)",
+    )
     add_drain_arguments(group)
     group.add_argument(
         "--reuse-port",
@@ -232,6 +238,7 @@ def _run(options: argparse.Namespace) -> None:
         node_access=node_access,
         # A key of the router's own clients is no key of the nodes.
         passes_keys_on=not access.keys,
+        asks_for_answers=options.ask_for_answers,
         sources=sources,
     )
     link = open_link(options.launcher_fd)

@@ -27,6 +27,9 @@ from .states import NodeState
 DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+#: What became of the answers that decode nodes offered.
+ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
+
 
 class RouterMetrics:
     """Hold the metrics of one router.
@@ -89,6 +92,15 @@ class RouterMetrics:
             "Answers whose first token the client received from the prefill node",
             registry=self._registry,
         )
+        self.answers = Counter(
+            "kvferry_router_answers_total",
+            "Answers that a decode node offered to the next turn of its conversation, by what the prefill node did with them: loaded, "
+            "failed (it computed them), none (it had them), unknown (it did not say); or unused (no turn came for them)",
+            ["result"],
+            registry=self._registry,
+        )
+        for result in ANSWER_RESULTS:
+            self.answers.labels(result)
         self.lost_prefills = Counter(
             "kvferry_router_lost_prefills_total",
             "Prefills that failed after their decode had begun",

@@ -13,7 +13,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -24,7 +24,8 @@ from ..web.errors import ApiError
 from .first_tokens import Abilities
 from .health import Prober, is_local, reason_of
 from .membership import OPTION, Contributions, Role, server_name_of
-from .policies import LeastLoaded, Policy
+from .policies import DEFAULT_LOAD_FACTOR, LeastLoaded, Policy
+from .ring import bound
 from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class UpstreamNode:
     Attributes:
         in_flight: The router's requests at the node.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
+        offers_answers: It has offered an answer to the next turn of a conversation.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
         meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
             before its first one, and after its process was gone.
@@ -97,6 +99,7 @@ class UpstreamNode:
         self.num_connection_failures = 0
         self.num_offers = 0
         self.last_used = 0
+        self.offers_answers = False
         self.load_failure_policy = ""
         self.meeting_place: Mapping[str, Any] = {}
         self.continues_answers = False
@@ -449,11 +452,15 @@ class NodePool:
         may_use: Callable[[UpstreamNode], bool] | None = None,
         *,
         body: Mapping[str, Any] | None = None,
+        preferred: str = "",
     ) -> AsyncIterator[UpstreamNode]:
         """Choose a node that is not in `tried`, and add it there. The policy chooses between the best ones.
 
         Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has just started has no
         others. Overloaded nodes come next, which may answer 429 themselves, and ejected nodes are the last resort.
+
+        Args:
+            preferred: URL of the node to choose if it is one of the best and has at most its share of the requests.
 
         The block is one request to the node. If it ends without an error in `tried`, the node has answered the request.
 
@@ -467,8 +474,7 @@ class NodePool:
         candidates = self._candidates(tried, may_use or _any)
         if not candidates:
             raise await self._no_node(tried)
-        best = min(node.rank for node in candidates)
-        node = self.policy.choose([node for node in candidates if node.rank == best], body or {})
+        node = _chosen(candidates, self.policy, body or {}, preferred)
         tried[node] = None
         node.last_used = next(self._turns)
         node.in_flight += 1
@@ -487,14 +493,13 @@ class NodePool:
                 node.note_failed(failure, has_substitute=has_substitute)
             node.end_watch_if_idle()
 
-    def likely(self, body: Mapping[str, Any]) -> UpstreamNode | None:
+    def likely(self, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
         """Return the node that `use_one` would choose now; None if there is none."""
         candidates = [] if self._is_closed else self._candidates({}, _any)
         if not candidates:
             return None
-        best = min(node.rank for node in candidates)
         # A copy of the policy, because it counts its choices and this one may come to nothing.
-        return copy.copy(self.policy).choose([node for node in candidates if node.rank == best], body)
+        return _chosen(candidates, copy.copy(self.policy), body, preferred)
 
     async def require_one(self, tried: Tried) -> None:
         """Check that `use_one` would find a node.
@@ -515,6 +520,16 @@ class NodePool:
             )
         reasons = await asyncio.gather(*(_why_not(node, tried) for node in self.nodes))
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
+
+
+def _chosen(
+    candidates: Sequence[UpstreamNode], policy: Policy, body: Mapping[str, Any], preferred: str
+) -> UpstreamNode:
+    best = min(node.rank for node in candidates)
+    equals = [node for node in candidates if node.rank == best]
+    share = bound({node.url: node.in_flight for node in equals}, DEFAULT_LOAD_FACTOR)
+    known = (node for node in equals if node.url == preferred and node.in_flight < share)
+    return next(known, None) or policy.choose(equals, body)
 
 
 def _any(node: UpstreamNode) -> bool:

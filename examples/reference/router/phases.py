@@ -16,6 +16,7 @@ from ..web.json_body import object_of
 from ..web.tracing import NO_SPAN, Span, current_span
 from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
+from .sessions import Turn, no_turn
 from .timelines import Timeline
 
 #: The request to a prefill node to offer its cache. vLLM's nodes require the other keys.
@@ -40,6 +41,7 @@ class Call:
 
     Attributes:
         queue: The span until a node is called for the first time.
+        turn: Which conversation it continues.
         timeline: Records what becomes of it. The page shows it only if it comes from `RecentRequests`.
         may_meet: Both nodes may be asked at once. False after that has failed.
     """
@@ -49,6 +51,7 @@ class Call:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     queue: Span = NO_SPAN
+    turn: Turn = field(default_factory=no_turn)
     timeline: Timeline = field(default_factory=Timeline)
     may_meet: bool = True
 
@@ -108,16 +111,23 @@ def _refuse_several(name: str, value: object) -> None:
 
 
 def prefill_body(
-    body: Mapping[str, Any], *, overlap: bool, wish: Mapping[str, Any] | None = None
+    body: Mapping[str, Any],
+    *,
+    overlap: bool,
+    wish: Mapping[str, Any] | None = None,
+    answer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
     Args:
         overlap: Ask for a stream that carries the offer as soon as part of the prompt is computed.
         wish: More keys of `kv_transfer_params`.
+        answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
     params = {**DO_REMOTE_DECODE, **(wish or {}), **({OVERLAP: True} if overlap else {})}
+    if answer is not None:
+        params |= {**answer, "do_remote_decode": True, "do_remote_prefill": True}
     result |= {"max_tokens": 1, "stream": overlap, "kv_transfer_params": params}
     if "max_completion_tokens" in result:
         result["max_completion_tokens"] = 1

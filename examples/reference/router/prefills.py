@@ -16,9 +16,20 @@ import aiohttp
 
 from ..web.json_body import object_of
 from .first_tokens import FirstToken, first_token_of, is_expected, is_possible, is_stitchable, wish_for
-from .metrics import RouterMetrics
+from .handoffs import TRANSFER_HEADER
+from .metrics import ANSWER_RESULTS, RouterMetrics
 from .nodes import NodeGoneError, NodePool, Tried, UpstreamNode
-from .phases import Call, Offer, is_stream, open_prefill, params_of, prefill_body, require_not_aborted
+from .phases import (
+    Call,
+    Offer,
+    UpstreamAnswer,
+    is_stream,
+    open_prefill,
+    params_of,
+    prefill_body,
+    require_not_aborted,
+)
+from .sessions import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +58,13 @@ class Prefill(ABC):
         """Whether the client will probably receive the first token from the prefill node, so that the decode waits for it."""
         return self._first_token and is_expected(call.body, call.path, decode_node.abilities)
 
-    def _body(self, call: Call, node: UpstreamNode, *, overlap: bool) -> dict[str, Any]:
+    def _body(
+        self, call: Call, node: UpstreamNode, answer: Answer | None, *, overlap: bool
+    ) -> dict[str, Any]:
+        params = None if answer is None else answer.params
         if not self._first_token or not is_possible(call.body):
-            return prefill_body(call.body, overlap=overlap)
-        body = prefill_body(call.body, overlap=overlap, wish=wish_for(call.body))
+            return prefill_body(call.body, overlap=overlap, answer=params)
+        body = prefill_body(call.body, overlap=overlap, wish=wish_for(call.body), answer=params)
         if node.abilities.vllm_max_model_len and is_stitchable(call.body, call.path):
             body["return_token_ids"] = True
         return body
@@ -70,12 +84,36 @@ class Prefill(ABC):
             UpstreamAnswer: A node refused the request.
         """
 
+    def _note_failed(
+        self, call: Call, answer: Answer | None, tried: Tried, error: NodeGoneError | UpstreamAnswer
+    ) -> None:
+        """Note an attempt that failed. If the node was to load an answer, it is tried again without.
+
+        Raises:
+            UpstreamAnswer: The node refused the request, and not for an answer.
+        """
+        if answer is not None:
+            # A node whose policy is to fail such a request would otherwise let the client pay for an offer that has expired.
+            logger.info("%s: prefill without the cache of the last answer: %s", call.request_id, error)
+            self._metrics.answers.labels("failed").inc()
+            tried.clear()
+        elif isinstance(error, UpstreamAnswer):
+            raise error
+        else:
+            self._note_gone(call, error)
+
+    def _note_load(self, answer: Answer | None, response: aiohttp.ClientResponse) -> None:
+        if answer is not None:
+            result = response.headers.get(TRANSFER_HEADER, "unknown")
+            self._metrics.answers.labels(result if result in ANSWER_RESULTS else "unknown").inc()
+
     def _note_gone(self, call: Call, error: NodeGoneError) -> None:
         logger.warning("%s: prefill: %s", call.request_id, error)
         self._metrics.retries.labels("prefill").inc()
 
     def _note_params(self, call: Call, node: UpstreamNode, params: Params) -> None:
         node.note_params(params)
+        call.turn.prefill_url = node.url
         if params is None:
             logger.debug("%s: %s offered no KV cache", call.request_id, node.url)
 
@@ -90,24 +128,26 @@ class WholePrefill(Prefill):
     async def _offer(self, call: Call) -> Offer | None:
         tried: Tried = {}
         while True:
+            answer = call.turn.take_answer()
             try:
                 async with (
-                    self._pool.use_one(tried, body=call.body) as node,
-                    open_prefill(call, node, self._body(call, node, overlap=False)) as response,
+                    self._pool.use_one(tried, body=call.body, preferred=call.turn.preferred_url) as node,
+                    open_prefill(call, node, self._body(call, node, answer, overlap=False)) as response,
                 ):
                     async with node.exchange():
                         payload = await response.read()
                     require_not_aborted(node, payload)
-                    answer = object_of(payload)
-                    call.timeline.prefill_ended(answer)
-                    params = params_of(answer)
-            except NodeGoneError as error:
-                self._note_gone(call, error)
+                    result = object_of(payload)
+                    call.timeline.prefill_ended(result)
+                    params = params_of(result)
+                    self._note_load(answer, response)
+            except (NodeGoneError, UpstreamAnswer) as error:
+                self._note_failed(call, answer, tried, error)
             else:
                 self._note_params(call, node, params)
                 if params is None:
                     return None
-                return Offer(node, params, first=self._first_of(call, answer), headers=response.headers)
+                return Offer(node, params, first=self._first_of(call, result), headers=response.headers)
 
 
 @dataclass(frozen=True)
@@ -151,21 +191,24 @@ class OverlappedPrefill(Prefill):
     async def _opened(self, call: Call) -> _Stream:
         tried: Tried = {}
         while True:
+            answer = call.turn.take_answer()
             try:
-                stream = await self._open_one(call, tried)
-            except NodeGoneError as error:
-                self._note_gone(call, error)
+                stream = await self._open_one(call, tried, answer)
+            except (NodeGoneError, UpstreamAnswer) as error:
+                self._note_failed(call, answer, tried, error)
             else:
                 self._note_params(call, stream.node, stream.params)
                 return stream
 
-    async def _open_one(self, call: Call, tried: Tried) -> _Stream:
+    async def _open_one(self, call: Call, tried: Tried, answer: Answer | None) -> _Stream:
         async with AsyncExitStack() as resources:
-            node = await resources.enter_async_context(self._pool.use_one(tried, body=call.body))
-            body = self._body(call, node, overlap=True)
+            choice = self._pool.use_one(tried, body=call.body, preferred=call.turn.preferred_url)
+            node = await resources.enter_async_context(choice)
+            body = self._body(call, node, answer, overlap=True)
             response = await resources.enter_async_context(open_prefill(call, node, body))
             events = _events(call, node, response)
             offering = await _first_with_params(events)
+            self._note_load(answer, response)
             params = params_of(offering)
             first = self._first_of(call, offering)  # only of a prompt that one chunk computes
             return _Stream(node, tried, params, first, response.headers, events, resources.pop_all())

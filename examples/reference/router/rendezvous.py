@@ -80,7 +80,7 @@ class RendezvousPrefill(Prefill):
     @contextlib.asynccontextmanager
     async def prefilled(self, call: Call) -> AsyncIterator[Offer | None]:
         name = draw_rendezvous_name()
-        node = self._pool.likely(call.body)
+        node = self._pool.likely(call.body, call.turn.preferred_url)
         if node is None or (params := self._params(call, node, name)) is None:
             async with self._otherwise.prefilled(call) as offer:
                 yield offer
@@ -116,6 +116,8 @@ class RendezvousPrefill(Prefill):
             return None
         if not call.may_meet or _needs_answer(call.body):
             return None
+        if call.turn.has_answer:
+            return None  # the prefill node loads the last turn's answer, and params have room for one name
         if self._otherwise.passes_first(call, decode_node):
             return None  # the decode node continues after that token, so it cannot be asked before
         return meeting_params(name, node.meeting_place)
@@ -134,6 +136,7 @@ class RendezvousPrefill(Prefill):
                 answer = object_of(payload)
                 call.timeline.prefill_ended(answer)
                 node.note_params(params_of(answer))
+                call.turn.prefill_url = node.url
                 if params_of(answer) is None:
                     raise NodeGoneError(node, "offered no KV cache", may_eject=False)
         except (NodeGoneError, ApiError) as error:

@@ -15,6 +15,7 @@ from ..web.json_body import object_of
 from .first_tokens import DONE, FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import is_stream
+from .sessions import AnswerTaker
 
 #: The headers of a node's answer that the client receives.
 PASSED_HEADERS = ("Content-Type", "Retry-After", "X-KV-Transfer", "X-Request-Id")
@@ -41,6 +42,7 @@ class Reply:
         note_piece: Called with each piece of a stream that has arrived.
 
     Attributes:
+        taker: Takes the offer of the answer out of what is copied.
         tail: The last bytes of the stream.
         lost: Why the stream ended early. None if its node has not failed.
         error: What ended a stream that had begun. None if nothing did.
@@ -51,6 +53,7 @@ class Reply:
         self._request = request
         self._note_piece = note_piece
         self._stream: web.StreamResponse | None = None
+        self.taker = AnswerTaker()
         self.tail = b""
         self.lost: NodeGoneError | None = None
         self.error: ApiError | None = None
@@ -95,7 +98,7 @@ class Reply:
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")
         if not is_stream(upstream):
-            return web.Response(body=first, status=upstream.status, headers=headers)
+            return web.Response(body=self.taker.whole(first), status=upstream.status, headers=headers)
         if self._stream is None:
             headers["Cache-Control"] = "no-cache"
             await self._start(web.StreamResponse(status=upstream.status, headers=headers))
@@ -103,13 +106,17 @@ class Reply:
         try:
             while chunk:
                 self._note_piece()
-                await self._write(rewritten(chunk))
+                if events := self.taker.events(chunk):
+                    await self._write(rewritten(events))
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:
             self.lost = error
+            await self._write(rewritten(self.taker.rest()))
             lost = f"the answer was lost in the middle: {await error.explained()}"
             return await self.fail(ApiError(502, lost, kind="server_error"))
+        if rest := self.taker.rest():
+            await self._write(rewritten(rest))
         assert self._stream is not None, "begun above"
         await self._stream.write_eof()
         return self._stream
