@@ -18,7 +18,7 @@ from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
 from ..worker_half import HandoffWorker, new_epoch
-from .config import connector_options, engine_config, kv_cache_config, served_groups
+from .config import connector_options, engine_config, kv_cache_config, require_role, served_groups
 from .identity import model_identity
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
@@ -228,19 +228,19 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
-    connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config, vllm_config)
     transfer = engine_config(vllm_config, pool).kv_transfer
     assert transfer is not None
+    require_role(options, transfer)
     shared = SharedOffers(bool(vllm_config.cache_config.enable_prefix_caching))
     parallel = vllm_config.parallel_config
     # Behind one address a router cannot know which of several engines computes a prompt.
     has_own_address = getattr(parallel, "data_parallel_size", 1) == 1 or getattr(
         parallel, "data_parallel_external_lb", False
     )
-    return SchedulerSide(
-        HandoffScheduler(transfer, pool), shared, tuple(served_groups(config)), can_meet=has_own_address
-    )
+    half = HandoffScheduler(transfer, pool, options)
+    return SchedulerSide(half, shared, tuple(served_groups(config)), can_meet=has_own_address)
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:

@@ -40,6 +40,7 @@ class VllmRequest:
 
     request_id: str
     prompt_token_ids: Sequence[int]
+    all_token_ids: Sequence[int]
     num_prompt_tokens: int
     num_computed_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
@@ -56,9 +57,9 @@ class VllmRequest:
         token_ids = request.prompt_token_ids or ()
         return cls(
             request.request_id,
-            token_ids[:-num_left_out]
-            if num_left_out
-            else token_ids,  # no copy for each step of a long prompt
+            # No copy for each step of a long prompt.
+            token_ids[:-num_left_out] if num_left_out else token_ids,
+            request.all_token_ids,
             request.num_prompt_tokens - num_left_out,
             request.num_computed_tokens,
             _traced_params(request),

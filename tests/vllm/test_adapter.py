@@ -27,6 +27,7 @@ from kvferry.connector.vllm.config import (
     engine_config,
     host_fields,
     kv_cache_config,
+    require_role,
     require_whole_caches,
     served_groups,
     state_fields,
@@ -141,6 +142,12 @@ class TestRefusedSettings:
         with pytest.raises(ConfigurationError, match=key) as caught:
             engine_config(SimpleNamespace(**parts, kv_transfer_config=None), KVCacheConfig(8, (), ()))
         assert caught.value.key == key
+
+    def test_a_producer_that_would_load_answers(self):
+        options = ConnectorOptions(offer_answer=True)
+        with pytest.raises(ConfigurationError, match="set kv_role to 'kv_both'"):
+            require_role(options, KVTransferConfig("KvferryConnector", "kv_producer"))
+        require_role(options, KVTransferConfig("KvferryConnector", "kv_consumer"))
 
     def test_a_kind_of_cache_whose_blocks_do_not_hold_tokens(self):
         class CircularBufferSpec(SimpleNamespace):
@@ -406,6 +413,7 @@ def _request(request_id, params):
     return SimpleNamespace(
         request_id=request_id,
         prompt_token_ids=[7] * 40,
+        all_token_ids=[7] * 40,
         num_prompt_tokens=40,
         num_computed_tokens=0,
         kv_transfer_params=params,
