@@ -239,11 +239,12 @@ def traceparent_of(params: Mapping[str, Any] | None) -> str:
     return value if isinstance(value, str) and is_traceparent(value) else ""
 
 
-def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
+def offer_params(offer: RemoteOffer, traceparent: str = "", *, can_meet: bool = True) -> dict[str, Any]:
     """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back.
 
     Args:
         traceparent: Of the producer's request, so that the consumer's spans join its trace under a router without traces.
+        can_meet: Whether a router may name the node's next offers in advance.
     """
     return {
         **({TRACEPARENT: traceparent} if traceparent else {}),
@@ -257,7 +258,7 @@ def offer_params(offer: RemoteOffer, traceparent: str = "") -> dict[str, Any]:
         "remote_num_tokens": offer.num_tokens,
         "remote_block_ids": [list(table) for table in offer.block_ids],
         "tp_size": len(offer.addresses),
-        RENDEZVOUS_SUPPORTED: True,
+        **({RENDEZVOUS_SUPPORTED: True} if can_meet else {}),
     }
 
 

@@ -332,7 +332,7 @@ class HandoffScheduler(SchedulerHalf):
         )
         self._move(record, RequestState.OPEN)
         # The consumer of a rendezvous needs no answer: it has claimed, or will, by the name.
-        return None if own.name else offer_params(offer, record.traceparent)
+        return None if own.name else self._params(offer, record)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
@@ -472,7 +472,7 @@ class HandoffScheduler(SchedulerHalf):
             own.lease, tables, offer.num_tokens, own.content, own.guard_value
         )
         self._move(record, RequestState.OFFERED)
-        return True, offer_params(offer, record.traceparent)
+        return True, self._params(offer, record)
 
     def _make_answer_offer(
         self, request: ConnectorRequest, record: _Request, own: _OwnOffer, tables: BlockTables
@@ -547,7 +547,7 @@ class HandoffScheduler(SchedulerHalf):
         else:
             orders.completion = tables
         self._move(record, RequestState.OFFERED)
-        return True, offer_params(offer, record.traceparent) if is_whole else None
+        return True, self._params(offer, record) if is_whole else None
 
     def _take_back_open(self, record: _Request) -> None:
         """End an open offer whose blocks are lost; the worker halves clear the guards of those that they know."""
@@ -593,6 +593,10 @@ class HandoffScheduler(SchedulerHalf):
     def _is_ours(self, offer: RemoteOffer) -> bool:
         epochs = {worker.epoch for worker in self._workers}
         return offer.engine_id == self._config.engine_id and offer.epoch in epochs
+
+    def _params(self, offer: RemoteOffer, record: _Request) -> dict[str, Any]:
+        # A consumer of a state must know how many tokens it stands for before it claims, which only an answer tells.
+        return offer_params(offer, record.traceparent, can_meet=not self._has_state)
 
     def _name_offer(self, request: ConnectorRequest, lease: int, tables: BlockTables) -> RemoteOffer:
         if not self._workers:

@@ -17,6 +17,7 @@ from ..config import (
 )
 from ..kv_cache_specs import (
     AttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -41,17 +42,14 @@ _UNSUPPORTED_FLAGS = (
 )
 #: Parts of the names of layers that only draft models have.
 _DRAFT_ROOTS = frozenset({"draft_model", "mtp"})
-#: vLLM's kinds of cache that keep a request's tokens in the order of its block table, `block_size` per block.
-_KINDS = frozenset(
-    {
-        "FullAttentionSpec",
-        "TQFullAttentionSpec",
-        "MLAAttentionSpec",
-        "SlidingWindowSpec",
-        "SlidingWindowMLASpec",
-        "ChunkedLocalAttentionSpec",
-    }
-)
+#: vLLM's kinds of cache of which a request keeps all blocks, in the order of its block table, `block_size` tokens per block.
+_KINDS_THAT_KEEP_ALL = frozenset({"FullAttentionSpec", "TQFullAttentionSpec", "MLAAttentionSpec"})
+#: These, and those that free blocks that no later token sees.
+_KINDS = _KINDS_THAT_KEEP_ALL | {
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
 
 
 def connector_options(mapping: Mapping[str, Any]) -> ConnectorOptions:
@@ -326,7 +324,9 @@ def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
         return MambaSpec(spec.block_size, tuple(spec.shapes), tuple(spec.dtypes), spec.page_size_padded)
     if kind not in _KINDS:
         raise ConfigurationError(f"layer {name} keeps a {kind}, of which blocks cannot be handed over")
-    return AttentionSpec(
+    # Only of these does a request keep every block until it ends, so that it can be offered while its prompt is computed.
+    make = FullAttentionSpec if kind in _KINDS_THAT_KEEP_ALL else AttentionSpec
+    return make(
         spec.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,

@@ -150,6 +150,10 @@ def test_a_preempted_prefill_ends_by_policy(meet, pair, prompt, policy):
     meeting = meet(tokens)
     meeting.start_decode()
     meeting.start_prefill()
+    while not pair.prefill.metric(
+        "kvferry_live_leases"
+    ):  # until it is open: before that, it would be offered later
+        assert not pair.prefill.has_finished(meeting.prefill_id)
     pair.prefill.order("preempt")
     answer = pair.decode.result(meeting.decode_id)
     assert pair.prefill.result(meeting.prefill_id)["reason"] == "length"
