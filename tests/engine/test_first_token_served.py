@@ -1,0 +1,96 @@
+"""A node gives away an answer's first token, and continues one, as if it had given all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.reference.engine.settings import EngineSettings
+from tests.support.engines import served_engine
+
+DEADLINE_S = 60.0
+PROMPT = [(37 * number) % 250 for number in range(30)]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    *(("completions", {"prompt": [*PROMPT, number], "temperature": 0}) for number in range(8)),
+    ("completions", {"prompt": PROMPT, "seed": 3, "temperature": 0.9, "top_p": 0.8}),
+    ("completions", {"prompt": PROMPT, "seed": 4, "presence_penalty": 1.5, "repetition_penalty": 1.4}),
+    ("completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 1}),
+    ("completions", {"prompt": PROMPT * 8, "temperature": 0, "max_tokens": 100}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "ferry"}], "temperature": 0}),
+]
+COMMON = {
+    "max_tokens": 8,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+}
+
+
+def normalized(stream: bytes) -> bytes:
+    """Return a stream without times, and without what tells how it was computed."""
+    stream = re.sub(rb'"created": \d+', b'"created": 0', stream)
+    stream = re.sub(rb'"metrics": \{.*?"queue_s": [^}]*\}', b'"metrics": {}', stream)
+    return re.sub(rb'"cached_tokens": \d+', b'"cached_tokens": 0', stream)
+
+
+async def test_first_token_and_rest_are_one_nodes_stream(tiny_model: Callable[[str], Path]) -> None:
+    settings = EngineSettings(model=str(tiny_model("llama")), num_blocks=60, max_model_len=256, num_threads=1)
+    async with asyncio.timeout(DEADLINE_S), served_engine(settings) as (_, _, client):
+
+        async def ask(path: str, body: dict[str, Any]) -> bytes:
+            async with client.post(f"/v1/{path}", json=body, headers={"X-Request-Id": "r"}) as response:
+                assert response.status == 200, await response.text()
+                return await response.read()
+
+        for path, fields in BODIES:
+            body = COMMON | fields
+            expected = normalized(await ask(path, body))
+            wish = {"max_tokens": body["max_tokens"], "include_usage": True}
+            prefill = {key: value for key, value in body.items() if key != "stream_options"}
+            prefill |= {"stream": False, "max_tokens": 1}
+            prefill["kv_transfer_params"] = {"do_remote_decode": True, "want_first_token": wish}
+            first = json.loads(await ask(path, prefill))["first_token"]
+            found = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in first["chunks"])
+            if first["is_all"]:
+                found += b"data: [DONE]\n\n"
+            else:
+                known = {"token_id": first["token_id"], "created": first["created"]}
+                found += await ask(path, body | {"kv_transfer_params": {"first_token": known}})
+            assert normalized(found) == expected
+
+
+async def test_what_a_node_does_not_pass_on_or_continue(tiny_model: Callable[[str], Path]) -> None:
+    settings = EngineSettings(model=str(tiny_model("llama")), num_blocks=60, max_model_len=256, num_threads=1)
+    async with asyncio.timeout(DEADLINE_S), served_engine(settings) as (_, _, client):
+
+        async def ask(params: dict[str, Any], **fields: Any) -> tuple[int, dict[str, Any]]:
+            body = {
+                "prompt": PROMPT,
+                "max_tokens": 1,
+                "temperature": 0,
+                "kv_transfer_params": params,
+                **fields,
+            }
+            async with client.post("/v1/completions", json=body) as response:
+                return response.status, await response.json()
+
+        wish = {"do_remote_decode": True, "want_first_token": {"max_tokens": 9}}
+        for fields in ({"temperature": 1}, {"logprobs": 0}, {"echo": True}, {"return_top_logits": 1}):
+            status, answer = await ask(wish, **fields)
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+            assert "first_token" not in answer
+        for known, fields in (
+            ({"token_id": 7}, {"max_tokens": 1}),  # it ends the answer
+            ({"token_id": 256}, {"max_tokens": 5}),  # it is the end token
+            ({"token_id": 300}, {"max_tokens": 5}),
+            ({"token_id": "7"}, {"max_tokens": 5}),
+            ({}, {"max_tokens": 5}),
+            ({"token_id": 7}, {"max_tokens": 5, "temperature": 1}),
+            ({"token_id": 7}, {"max_tokens": 5, "n": 2}),
+        ):
+            status, answer = await ask({"first_token": known}, **fields)
+            assert status == 400, answer
