@@ -295,7 +295,8 @@ def _reason(log: Path, start: int) -> str:
     """Find the line that says what failed: pip's first error after `start`, or the last line."""
     lines = _lines(log, start)
     errors = [line for line in lines if line.startswith(("ERROR", "E  "))]
-    return (errors or lines or ["failed without output"])[0 if errors else -1][:300]
+    # pip names every version that there is.
+    return (errors or lines or ["failed without output"])[0 if errors else -1].partition(" (from versions")[0]
 
 
 def _lines(log: Path, start: int) -> list[str]:
