@@ -177,7 +177,7 @@ class LayersLeftOut:
     def __str__(self) -> str:
         return (
             f"peer {self.engine_id!r} does not have layers {', '.join(self.layers)} of this node's draft model: prompts from "
-            "there are loaded without them, so fewer drafted tokens are accepted at first; the answers are the same"
+            "there are loaded without them, so few drafted tokens are accepted; the answers are the same"
         )
 
 
