@@ -205,7 +205,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     @cached_property
     def _loaded_groups(self) -> tuple[int, ...]:
-        served = tuple(served_groups(self._kv_cache_config))
+        served = tuple(served_groups(self._kv_cache_config, self._vllm_config))
         pool = kv_cache_config(self._kv_cache_config, self._vllm_config)
         return tuple(served[group] for group in pool.target_groups)
 
@@ -240,7 +240,7 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
         parallel, "data_parallel_external_lb", False
     )
     half = HandoffScheduler(transfer, pool, options)
-    return SchedulerSide(half, shared, tuple(served_groups(config)), can_meet=has_own_address)
+    return SchedulerSide(half, shared, tuple(served_groups(config, vllm_config)), can_meet=has_own_address)
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:

@@ -148,22 +148,34 @@ def kv_cache_config(config: Any, vllm_config: Any = None) -> KVCacheConfig:
     """
     groups = tuple(
         KVCacheGroupSpec(tuple(group.layer_names), _group_spec(group))
-        for group in served_groups(config).values()
+        for group in served_groups(config, vllm_config).values()
     )
     names = (name for group in groups for name in group.layer_names)
     return KVCacheConfig(config.num_blocks, (), groups, frozenset(draft_layers(vllm_config, names)))
 
 
-def served_groups(config: Any) -> dict[int, Any]:
+def served_groups(config: Any, vllm_config: Any = None) -> dict[int, Any]:
     """Return the groups of vLLM's pool that are handed over, by their index.
 
-    vLLM marks a group as not to be transferred if its contents can be made from those of another group.
+    vLLM marks a group as not to be transferred if its contents can be made from those of another group. A group of a draft
+    model is left out if it keeps something that cannot be handed over, because no answer depends on it.
     """
     return {
         index: group
         for index, group in enumerate(config.kv_cache_groups)
-        if getattr(group, "enable_kv_transfer", True)
+        if getattr(group, "enable_kv_transfer", True) and not _is_unknown_draft(group, vllm_config)
     }
+
+
+def _is_unknown_draft(group: Any, vllm_config: Any) -> bool:
+    names = group.layer_names
+    if not names or len(draft_layers(vllm_config, names)) < len(names):
+        return False
+    try:
+        _group_spec(group)
+    except ConfigurationError:
+        return True
+    return False
 
 
 def draft_layers(vllm_config: Any, names: Iterable[str]) -> list[str]:
@@ -184,17 +196,18 @@ def draft_layers(vllm_config: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if is_draft(name)]
 
 
-def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
+def require_whole_caches(config: Any, kv_caches: Mapping[str, torch.Tensor], vllm_config: Any = None) -> None:
     """Check that the tensors that vLLM registers contain everything that each layer keeps.
 
     Args:
         config: vLLM's pool.
         kv_caches: Layer → its cache.
+        vllm_config: As in `kv_cache_config`.
 
     Raises:
         ConfigurationError: some of it is kept elsewhere, where it would not be handed over.
     """
-    for name, page_size in _page_sizes(served_groups(config).values()).items():
+    for name, page_size in _page_sizes(served_groups(config, vllm_config).values()).items():
         # Some versions of vLLM register a state as a list of tensors, which has no `nbytes`.
         needed, registered = config.num_blocks * page_size, getattr(kv_caches.get(name), "nbytes", 0)
         if registered < needed:

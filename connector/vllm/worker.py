@@ -72,7 +72,7 @@ class WorkerSide:
         Raises:
             ConfigurationError: a cache cannot be served; vLLM does not start.
         """
-        require_whole_caches(self._kv_cache_config, kv_caches)
+        require_whole_caches(self._kv_cache_config, kv_caches, self._vllm_config)
         pool = kv_cache_config(self._kv_cache_config, self._vllm_config)
         groups = {
             name: index for index, group in enumerate(pool.kv_cache_groups) for name in group.layer_names
@@ -100,7 +100,7 @@ class WorkerSide:
         )
         if left_out := sorted(kv_caches.keys() - served.keys()):
             logger.info(
-                "kvferry leaves out layers that vLLM does not let connectors transfer: %s",
+                "kvferry leaves out layers that are not to be transferred, or that no answer depends on: %s",
                 ", ".join(left_out),
             )
         if drafts:

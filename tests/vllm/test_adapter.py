@@ -233,6 +233,24 @@ class TestDraftLayers:
         assert draft_layers(self.VLLM, [*self.TARGET, name]) == [name]
         assert draft_layers(SimpleNamespace(speculative_config=None), [*self.TARGET, name]) == []
 
+    def test_an_unknown_kind_of_cache_is_left_out(self):
+        class RingSpec(SimpleNamespace):
+            """A kind of cache that kvferry does not know."""
+
+        spec, ring = FullAttentionSpec(16, 1, 8, torch.float32), RingSpec(block_size=16)
+        names = ["draft_model.model.layers.0"], self.TARGET
+        groups = [
+            SimpleNamespace(layer_names=names, kv_cache_spec=kind)
+            for names, kind in zip(names, (ring, spec), strict=True)
+        ]
+        config = SimpleNamespace(num_blocks=8, kv_cache_groups=groups)
+        assert list(served_groups(config, self.VLLM)) == [1]
+        assert [group.layer_names for group in kv_cache_config(config, self.VLLM).kv_cache_groups] == [
+            tuple(self.TARGET)
+        ]
+        with pytest.raises(ConfigurationError, match="RingSpec"):
+            kv_cache_config(config)
+
     def test_a_group_of_a_draft_model_does_not_count_as_loaded(self):
         """Its blocks are zeroed by vLLM, where vLLM zeroes blocks, before they are loaded."""
         spec = FullAttentionSpec(16, 1, 8, torch.float32)
