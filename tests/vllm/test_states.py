@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
+import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,3 +59,45 @@ def test_an_answer_of_several_tokens_is_right_and_its_state_is_not_offered(pair,
     answer = pair.prefill.ask(next(pair.names), tokens, 8, {"do_remote_decode": True})
     assert answer["params"] is None
     pair.assert_like_alone(tokens, answer["tokens"])
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels for gated delta nets need AVX-512 BF16"
+)
+class TestWithPrefixCaching:
+    """vLLM then keeps a state for the last token of each block, in a table with one column per block."""
+
+    #: For its kernels.
+    SHAPE: ClassVar = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 2048,
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running_pair(cls, start_module_pair, tmp_path_factory):
+        from tests.support.tiny_models import write_tiny_model
+
+        model = write_tiny_model(tmp_path_factory.mktemp("gated"), "qwen3_next", **cls.SHAPE)
+        return start_module_pair(model=model, dtype="bfloat16")
+
+    @pytest.mark.parametrize("num_tokens", [33, 288, 700])
+    def test_tokens_equal_those_of_one_node(self, pair, prompt, num_tokens):
+        """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as the handoff."""
+        tokens = prompt(num_tokens)
+        first, *expected = pair.alone(tokens, 9)
+        pair.decode.order("forget")
+        before = pair.decode.order("figures")["num_loads"]
+        answer = pair.hand_over([*tokens, first])
+        assert pair.decode.order("figures")["num_loads"] == before + 1
+        assert answer["reason"] == "length"
+        assert answer["tokens"] == expected
+
+    def test_a_prefix_that_is_already_cached(self, pair, prompt):
+        tokens = prompt(700)
+        first, *expected = pair.alone(tokens, 9)
+        answer = pair.hand_over([*tokens, first])  # into a cache that has its first blocks
+        assert answer["tokens"] == expected
