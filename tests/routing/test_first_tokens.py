@@ -184,6 +184,14 @@ def test_a_first_token_is_expected_only_where_it_can_be_passed_on() -> None:
         assert not is_expected({**BODY, **change}, COMPLETIONS, vllm)
 
 
+def test_a_token_that_follows_a_shortened_prompt_is_not_passed_on() -> None:
+    """A server with recurrent states offers, and computes, the prompt without its last token."""
+    answer = Server(TOKENIZERS["bytes"], created=1).whole([65] * 10, [66, 67, 0])
+    for num_tokens, is_passed in ((10, True), (9, False)):
+        first = StitchedToken.of(BODY, {**answer, "kv_transfer_params": {"remote_num_tokens": num_tokens}})
+        assert (first is not None) == is_passed
+
+
 def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> None:
     server = Server(TOKENIZERS["bytes"], created=1)
     first = StitchedToken.of(BODY, server.whole([65] * 10, [66, 67, 0]))

@@ -269,7 +269,8 @@ class StitchedToken(FirstToken):
 
         Returns:
             None if a server would not send a chunk with this token, or only with a text that later tokens decide: part of a
-            character, or a token without text.
+            character, or a token without text. Nor if the token does not follow the whole prompt: a server whose model has
+            recurrent states leaves out the prompt's last token.
         """
         choices, created = answer.get("choices"), answer.get("created")
         if not isinstance(choices, list) or len(choices) != 1 or type(created) is not int:
@@ -277,6 +278,8 @@ class StitchedToken(FirstToken):
         choice = choices[0] if isinstance(choices[0], dict) else {}
         token_ids, prompt = _ids(choice.get("token_ids")), _ids(choice.get("prompt_token_ids"))
         if len(token_ids) != 1 or not prompt or not isinstance(text := choice.get("text"), str):
+            return None
+        if _mapping(answer, "kv_transfer_params").get("remote_num_tokens", len(prompt)) != len(prompt):
             return None
         reason, max_tokens = choice.get("finish_reason"), int(body["max_tokens"])
         is_all = reason == "stop" or (reason == "length" and max_tokens == 1)
