@@ -339,9 +339,8 @@ class HandoffScheduler(SchedulerHalf):
 
         Args:
             scheduler_output: Names the requests that lost their blocks, and says whether the pool is full; None if neither
-                is so. The worker halves end
-                those of their open offers that they know of; an open order that was not sent yet is withdrawn here, and
-                claims of that offer are denied.
+                is so. The worker halves end those of their open offers that they know of; an open order that was not sent yet
+                is withdrawn here, and claims of that offer are denied.
         """
         is_pool_full = scheduler_output is not None and scheduler_output.pool_is_full
         self._yield_answers(len(self._without_blocks) + is_pool_full)
@@ -481,7 +480,8 @@ class HandoffScheduler(SchedulerHalf):
         num_tokens, num_blocks = _num_answered_tokens(request), sum(map(len, tables))
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
-        if not (_has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks):
+        can_offer = _has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks
+        if not can_offer or not self._workers:
             self._withdraw(record, own)
             self._move(record, RequestState.ENDED)
             return False, None
