@@ -164,8 +164,8 @@ def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, stream: Any) -> None:
             self.get_state, self.set_state = stream.get_state, stream.set_state
 
-    def making(params: SamplingParams) -> Any:
-        one = make(params)
+    def making(params: SamplingParams, *more: Any) -> Any:
+        one = make(params, *more)
         if params.seed == VICTIM_SEED:
             one.generator = BrokenStream(one.generator)  # type: ignore[assignment]
         return one
@@ -176,10 +176,10 @@ def draws(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 def sampler_parameters(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     make = kvferry.reference.engine.batch.TokenSampler
 
-    def raising(params: SamplingParams) -> Any:
+    def raising(params: SamplingParams, *more: Any) -> Any:
         if params.seed == VICTIM_SEED:
             raise OSError(24, "Unable to open /dev/urandom: Boom")
-        return make(params)
+        return make(params, *more)
 
     monkeypatch.setattr(kvferry.reference.engine.batch, "TokenSampler", raising)
 
