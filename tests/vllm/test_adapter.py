@@ -505,6 +505,17 @@ class TestEarlyOffers:
         again = side.build_connector_meta(self.step(cached=[("r", [8], 16)]))
         assert (again.orders.is_empty(), again.preempted) == (True, frozenset())
 
+    @pytest.mark.parametrize(
+        ("kind", "keeps_all"),
+        [("FullAttentionSpec", True), ("MLAAttentionSpec", True), ("SlidingWindowSpec", False)],
+    )
+    def test_only_caches_that_keep_every_block_are_offered_early(self, kind, keeps_all):
+        size = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        spec = type(kind, (SimpleNamespace,), {})(**size)
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+        (known,) = kv_cache_config(SimpleNamespace(num_blocks=8, kv_cache_groups=[group])).kv_cache_groups
+        assert isinstance(known.kv_cache_spec, FullAttentionSpec) == keeps_all
+
     def test_an_engine_that_shares_its_address_does_not_say_that_it_can_be_met(self):
         side, request = _side(), _request("r", {"do_remote_decode": True})
         side._can_meet = False
