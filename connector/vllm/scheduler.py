@@ -105,9 +105,10 @@ def _traced_params(request: Any) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One of vLLM's steps in the form of `SchedulerOutput`."""
+    """One of vLLM's steps in the form of `SchedulerOutput`, as far as the half reads it."""
 
     preempted_req_ids: frozenset[str]
+    pool_is_full: bool
 
 
 @dataclass
@@ -226,7 +227,10 @@ class SchedulerSide:
             return StepMetadata(self._half.build_connector_meta(), refused)
         preempted = self._take_preempted(scheduler_output)
         self._note_progress(scheduler_output)
-        step = cast("SchedulerOutput", _Step(preempted))  # all that the half reads
+        is_full = bool(
+            getattr(scheduler_output, "preempted_req_ids", None)
+        )  # vLLM preempts for want of blocks
+        step = cast("SchedulerOutput", _Step(preempted, is_full))
         return StepMetadata(self._half.build_connector_meta(step), refused, preempted)
 
     def _take_preempted(self, scheduler_output: Any) -> frozenset[str]:

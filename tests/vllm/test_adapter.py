@@ -200,7 +200,7 @@ class TestGroupsThatAreNotTransferred:
         blocks = SimpleNamespace(get_block_ids=lambda: ([7], [1, 2, 3], [8]))
         side.update_state_after_alloc(loading, blocks, 40)
         offering.get_finished_reason, offering.num_computed_tokens = lambda: "length", 40
-        side.set_handshake_metadata({0: SimpleNamespace(address=WorkerAddress("shm://@a", 1, 0))})
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm://@a", 1, 0))})
         _, params = side.request_finished(offering, ([9], [4, 5, 6], [9]))
         assert params["remote_block_ids"] == [[4, 5, 6]]
         (load,) = side.build_connector_meta().orders.loads["s"]
