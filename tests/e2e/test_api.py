@@ -267,7 +267,8 @@ def test_one_request_is_explained_on_both_nodes(
         "first token",
         "finished",
     ]
-    assert [name for name in names if name in wanted] == wanted
+    # In a rendezvous there may be several reads, one per round.
+    assert list(dict.fromkeys(name for name in names if name in wanted)) == wanted
     assert main(["explain", answer.body["id"], router, *key]) == 0
     text = capsys.readouterr().out
     assert f"loaded by {transport}: " in text
