@@ -121,7 +121,9 @@ async def test_a_second_decode_node_continues_after_the_token_that_was_sent() ->
     assert dying.given == well.given == [{"token_id": 1, "created": 5}]
 
 
-@pytest.mark.parametrize(("answer", "why"), [(refuse, "no such adapter"), (die, "no decode node")])
+@pytest.mark.parametrize(
+    ("answer", "why"), [(refuse, "no such adapter"), (die, "lost in the middle: no decode node")]
+)
 async def test_a_stream_that_cannot_be_continued_ends_with_an_error(answer: Any, why: str) -> None:
     prefill = Prefill()
     async with routed([prefill], [Decode(answer)]) as client:

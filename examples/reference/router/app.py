@@ -365,6 +365,9 @@ class Router:
             async with asyncio.timeout(self._answer_timeout_s or None) as limit:
                 return await answer
         except ApiError as error:
+            if reply.first is not None and isinstance(error, NoNodeError):
+                lost = f"the answer was lost in the middle: {error}"
+                error = ApiError(502, lost, kind="server_error")
             return await reply.fail(error)  # as an event, if the client has part of a stream
         except TimeoutError:
             if not limit.expired():
