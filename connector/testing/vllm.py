@@ -1,4 +1,4 @@
-"""The connector suite for vLLM's interface: it runs any `KVConnectorBase_V1` on the model-free node. It needs vLLM.
+"""The connector suite for vLLM's interface: it runs any `KVConnectorBase_V1` on the model-free node. It needs vLLM 0.29 or later.
 
     from kvferry.connector.testing.vllm import VllmConnectorConformance
 

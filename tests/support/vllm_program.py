@@ -35,6 +35,24 @@ class VllmHost:
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._begun: set[str] = set()
         self._adapters: dict[str, int] = {}  # by folder: vLLM's number
+        self._unrecorded: Any = None
+        self._watch_figures()
+
+    def _watch_figures(self) -> None:
+        """Note the figures of each step, and whether the engine records them; before 0.28 only a server always does."""
+        core, manager = self._engine.engine_core, self._engine.logger_manager
+        get_output, record = core.get_output, manager.record
+
+        def noted() -> Any:
+            outputs = get_output()
+            self._unrecorded = outputs.scheduler_stats
+            return outputs
+
+        def recorded(*arguments: Any, **named: Any) -> None:
+            self._unrecorded = None
+            record(*arguments, **named)
+
+        core.get_output, manager.record = noted, recorded
 
     @property
     def has_work(self) -> bool:
@@ -55,6 +73,8 @@ class VllmHost:
                     "params": output.kv_transfer_params,
                     "top_logits": _top_logits(answer.logprobs),
                 }
+        if self._unrecorded is not None:
+            self._engine.logger_manager.record(scheduler_stats=self._unrecorded, iteration_stats=None)
         if not self._scheduler.running:
             time.sleep(0.001)  # vLLM's own loop does the same after a step that computed nothing
 
