@@ -15,7 +15,13 @@ from vllm.v1.kv_cache_interface import MambaSpec as VllmMambaSpec
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
 from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
-from kvferry.connector.kv_cache_specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from kvferry.connector.kv_cache_specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.scheduler_half import HandoffScheduler
@@ -327,6 +333,14 @@ class TestStates:
         assert len(request.prompt_token_ids) == len(request._all_token_ids) == num_left
         assert request.num_prompt_tokens == num_left
         assert len(shared) == 40
+
+    def test_states_of_unlike_layers_in_one_group_are_states_too(self):
+        states = {f"layer {size}": MambaSpec(512, ((size, 8),), (torch.float32,)) for size in (2, 3)}
+        config = KVCacheConfig(
+            8, (), (KVCacheGroupSpec(tuple(states), UniformTypeKVCacheSpecs(512, states)),)
+        )
+        assert HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_producer"), config).offers_state
+        assert not HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_consumer"), config).offers_state
 
     def test_a_request_that_is_refused_keeps_its_prompt(self):
         side = _side(spec=MambaSpec(512, ((3, 8),), (torch.float32,)))
