@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from kvferry.reference.engine.weights import load_model
 from kvferry.reference.node.cli import parse_arguments
 from kvferry.transports.errors import ConfigurationError
 from tests.support.engines import served_engine
-from tests.support.tiny_models import generate_greedily
+from tests.support.tiny_models import ALPHA, RANK, generate_greedily, write_adapter
 
 PROMPT = list(range(40, 83))
 #: Layer → (inputs, outputs) in the tiny llama.
@@ -26,27 +25,14 @@ TARGETS = {
     "model.layers.1.self_attn.v_proj": (64, 32),
     "model.layers.2.mlp.down_proj": (96, 64),
 }
-RANK, ALPHA = 4, 8
-
-
-def write_adapter(folder: Path, seed: int, **config: Any) -> Path:
-    """Write an adapter with random weights in PEFT's format."""
-    folder.mkdir()
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    noise = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, (inputs, outputs) in TARGETS.items():
-        weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, inputs, generator=noise) * 0.2
-        weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, RANK, generator=noise) * 0.2
-    save_file(weights, folder / "adapter_model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     root = tmp_path_factory.mktemp("adapters")
-    return {name: str(write_adapter(root / name, seed)) for seed, name in enumerate(("polite", "terse"))}
+    return {
+        name: str(write_adapter(root / name, TARGETS, seed)) for seed, name in enumerate(("polite", "terse"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +209,7 @@ def test_the_error_for_a_broken_adapter_names_it_and_the_reason(
     make_node: Any,
     tmp_path: Path,
 ) -> None:
-    folder = write_adapter(tmp_path / "bad", seed=0, **config)
+    folder = write_adapter(tmp_path / "bad", TARGETS, seed=0, **config)
     if damage is not None:
         damage(folder)
     with pytest.raises(ConfigurationError, match=message) as caught:
