@@ -126,6 +126,9 @@ def test_nodes_with_other_chat_templates_answer_right(launcher: Launcher, tmp_pa
     assert "was not computed from this request's prompt" in reply.transfer["error"]
     honest = decode.post("/v1/chat/completions", body)
     assert reply.body["choices"] == honest.body["choices"] == expected.body["choices"]
+    one = {**body, "max_tokens": 1}  # the prefill node's only token would be an answer to the other prompt
+    answers = [server.post("/v1/chat/completions", one).body["choices"] for server in (router, decode)]
+    assert answers[0] == answers[1]
 
 
 def set_chat_template(folder: Path, template: str) -> None:

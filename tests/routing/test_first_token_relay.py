@@ -16,6 +16,7 @@ from tests.support.fake_nodes import routed
 DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_lease": "1"}
 REST = b'data: {"choices": [{"text": "rest"}]}\n\ndata: [DONE]\n\n'
+MODEL = "0123456789abcdef"
 STREAM = {"prompt": "p", "stream": True, "temperature": 0}
 
 
@@ -36,6 +37,7 @@ class Prefill:
         number = len(self.asked)
         first = {
             "token_id": number,
+            "model": MODEL,
             "created": 5,
             "is_all": self.is_all,
             "chunks": [{"choices": [{"text": f"t{number}"}]}],
@@ -58,7 +60,9 @@ class Decode:
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok", "continues_answers": self.continues})
+        return web.json_response(
+            {"status": "ok", "continues_answers": MODEL if self.continues else "of another model"}
+        )
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())

@@ -173,7 +173,7 @@ def test_fields_that_a_prefill_node_does_not_receive_prevent_its_token() -> None
 
 
 def test_a_first_token_is_expected_only_where_it_can_be_passed_on() -> None:
-    ours, vllm = Abilities(continues_answers=True), Abilities(vllm_max_model_len=100)
+    ours, vllm = Abilities(continues_answers="0123456789abcdef"), Abilities(vllm_max_model_len=100)
     assert is_expected(BODY, COMPLETIONS, ours)
     assert is_expected({"messages": [], "seed": 1, "stream": True}, "/v1/chat/completions", ours)
     assert is_expected(BODY, COMPLETIONS, vllm)
@@ -198,4 +198,4 @@ def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> Non
     assert first is not None
     assert not first.can_continue_at(Abilities(vllm_max_model_len=17))
     assert first.can_continue_at(Abilities(vllm_max_model_len=18))
-    assert not first.can_continue_at(Abilities(continues_answers=True))
+    assert not first.can_continue_at(Abilities(continues_answers="0123456789abcdef"))

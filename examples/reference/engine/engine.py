@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -117,6 +118,24 @@ class Engine:
     def max_model_len(self) -> int:
         """The longest sequence, prompt and answer together, in tokens."""
         return self._started().max_model_len
+
+    @property
+    def model_digest(self) -> str:
+        """Digest of what decides an answer: model, dtype, adapters, tokenizer, chat template and length limit.
+
+        It is empty if the tokenizer is not known, because another engine's could be another one.
+        """
+        model = self._started().parts.config.model
+        identity = model.identity
+        parts = (
+            identity.weights,
+            identity.configuration,
+            identity.adapters,
+            identity.tokenizer,
+            identity.chat_template,
+        )
+        made_of = "\0".join((model.dtype, str(model.max_model_len), *parts))
+        return hashlib.sha256(made_of.encode()).hexdigest()[:16] if identity.tokenizer else ""
 
     @property
     def samples_after_whole_prompt(self) -> bool:

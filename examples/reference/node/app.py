@@ -172,8 +172,11 @@ class NodeServer:
             kv_transfer = self._engine.settings.kv_transfer
             # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
             if kv_transfer:
-                # A router passes an answer's first token only to a decode node that says that it continues answers.
-                body |= {"load_failure_policy": kv_transfer.kv_load_failure_policy, "continues_answers": True}
+                # A router passes an answer's first token only to a decode node that would have chosen the same one.
+                body |= {
+                    "load_failure_policy": kv_transfer.kv_load_failure_policy,
+                    "continues_answers": self._engine.model_digest,
+                }
             warning = self._engine.stats().transfer_warning
             body |= {"warning": warning} if warning else {}
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status in ("starting", "overloaded") else {}
@@ -446,8 +449,17 @@ class NodeServer:
                 refusal = failure(choice.last).response()
                 refusal.headers.update(headers)
                 return refusal
-        first = _first_token(envelope, choices[0].last, client)
+        first = self._first_token(envelope, choices[0].last, client)
         return web.json_response({**envelope.whole(choices), **first}, headers=headers)
+
+    def _first_token(
+        self, envelope: Envelope, output: RequestOutput, client: ClientRequest
+    ) -> dict[str, Any]:
+        """Return the field that passes the first token on, for the end of the answer to a router that asked for it."""
+        if client.wish is None or output.finish_reason not in ("stop", "length"):
+            return {}
+        digest, include_usage = self._engine.model_digest, client.wish.include_usage
+        return {FIRST_TOKEN: passed_on(envelope, output, model_digest=digest, include_usage=include_usage)}
 
     async def _stream(
         self,
@@ -494,7 +506,7 @@ class NodeServer:
             if output.is_known:
                 choices[index].has_begun = True  # the router has sent this piece
             elif output.new_token_ids or output.text_delta or output.finish_reason:
-                first = _first_token(envelope, output, client)
+                first = self._first_token(envelope, output, client)
                 yield _event({**envelope.chunk(choices[index], delta), **first})
             elif output.kv_transfer_params is not None:
                 yield _event(envelope.early_chunk(output.kv_transfer_params))
@@ -532,13 +544,6 @@ def _refusals_as_api_errors() -> Iterator[None]:
         raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
     except EngineDeadError as error:
         raise _engine_ended(error) from error
-
-
-def _first_token(envelope: Envelope, output: RequestOutput, client: ClientRequest) -> dict[str, Any]:
-    """Return the field that passes the first token on, for the end of the answer to a router that asked for it."""
-    if client.wish is None or output.finish_reason not in ("stop", "length"):
-        return {}
-    return {FIRST_TOKEN: passed_on(envelope, output, include_usage=client.wish.include_usage)}
 
 
 def _engine_ended(error: EngineDeadError) -> ApiError:

@@ -6,6 +6,7 @@ The prefill node samples this token anyway. Two keys of ours in `kv_transfer_par
   request; null or absent means the default. The prefill node's answer then has `first_token`:
 
       token_id  the token
+      model     digest of what decides an answer: only a decode node with the same one may continue it
       created   the `created` of all parts of the answer
       is_all    whether the answer ends with this token
       chunks    what a single node would have streamed so far: one chunk, or the whole stream if `is_all`
@@ -95,11 +96,14 @@ def may_pass_on(sampling: SamplingParams) -> bool:
     return is_determined and not asks_for_scores
 
 
-def passed_on(envelope: Envelope, output: RequestOutput, *, include_usage: bool) -> dict[str, Any]:
+def passed_on(
+    envelope: Envelope, output: RequestOutput, *, model_digest: str, include_usage: bool
+) -> dict[str, Any]:
     """Return the `first_token` of a prefill node's answer.
 
     Args:
         output: The only piece of that answer.
+        model_digest: The engine's.
     """
     is_all = not output.is_unfinished
     # The client sees the answer, which goes on, and not the prefill, which ends and offers a cache.
@@ -110,6 +114,7 @@ def passed_on(envelope: Envelope, output: RequestOutput, *, include_usage: bool)
         chunks.append(envelope.usage_chunk([choice]))
     return {
         "token_id": output.new_token_ids[0],
+        "model": model_digest,
         "created": envelope.created,
         "is_all": is_all,
         "chunks": chunks,

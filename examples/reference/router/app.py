@@ -395,7 +395,12 @@ class Router:
                         return await self._decoded(call, Handoff(None), reply, tried, is_alone=True)
                     handoff = stack.enter_context(self._handoffs.following(call, offer))
                     first = None if offer is None or reply.first else offer.first
-                    if offer is not None and first is not None and first.is_all:
+                    if (
+                        offer is not None
+                        and first is not None
+                        and first.is_all
+                        and self._would_continue(first)
+                    ):
                         return await self._ended(call, offer, first, reply)
                     return await self._decoded(call, handoff, reply, tried, is_alone=False)
             except LostPrefillError as lost:
@@ -464,6 +469,10 @@ class Router:
         if call.body.get("stream"):
             await self._send_first(call, offer, first, reply)
         return first
+
+    def _would_continue(self, first: FirstToken) -> bool:
+        """Whether a decode node would have chosen this token too."""
+        return any(first.can_continue_at(node.abilities) for node in self._decode_pool.nodes)
 
     async def _send_first(self, call: Call, offer: Offer, first: FirstToken, reply: Reply) -> None:
         call.timeline.first_token_sent()

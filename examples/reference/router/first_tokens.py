@@ -33,11 +33,12 @@ class Abilities:
     """What a node can do with a first token.
 
     Attributes:
-        continues_answers: It is a reference node that takes the key `first_token`.
+        continues_answers: It is a reference node that takes the key `first_token` from nodes with this digest of their model:
+            they would have chosen the same token for the same request. Empty: it is none.
         vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
     """
 
-    continues_answers: bool = False
+    continues_answers: str = ""
     vllm_max_model_len: int = 0
 
 
@@ -105,7 +106,8 @@ def is_expected(body: Mapping[str, Any], path: str, decode_node: Abilities) -> b
     is_determined = body.get("temperature") == 0 or body.get("seed") is not None
     scores = body.get("logprobs")  # 0 asks for the token's own
     asks_for_scores = (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
-    return decode_node.continues_answers and is_determined and not asks_for_scores and not body.get("echo")
+    is_known = bool(decode_node.continues_answers)
+    return is_known and is_determined and not asks_for_scores and not body.get("echo")
 
 
 def wish_for(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,9 +146,12 @@ class PassedToken(FirstToken):
 
     Attributes:
         params: For the decode node.
+        model: Digest of the prefill node's model, tokenizer and so on. A node with another one makes other tokens of the same
+            request, so it must choose the first one itself.
     """
 
     params: Mapping[str, Any]
+    model: str
     events: tuple[bytes, ...]
     is_all: bool
     whole: Mapping[str, Any] | None = None
@@ -167,10 +172,11 @@ class PassedToken(FirstToken):
             whole = {key: value for key, value in answer.items() if key != FIRST_TOKEN}
             whole["kv_transfer_params"] = None  # the router releases the offer
         events = tuple(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
-        return cls({"token_id": token_id, "created": created}, events, is_all, whole)
+        model = str(passed.get("model") or "")
+        return cls({"token_id": token_id, "created": created}, model, events, is_all, whole)
 
     def can_continue_at(self, node: Abilities) -> bool:
-        return node.continues_answers
+        return bool(self.model) and node.continues_answers == self.model
 
     def decode_body(
         self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None

@@ -149,7 +149,7 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
         return Health(
             NodeState.READY,
             load_failure_policy=str(body.get("load_failure_policy") or ""),
-            continues_answers=body.get("continues_answers") is True,
+            continues_answers=str(body.get("continues_answers") or ""),
         )
     if status != 503:
         return Health(None, f"{path} answered {status}")

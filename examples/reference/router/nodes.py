@@ -102,7 +102,7 @@ class UpstreamNode:
         self.offers_answers = False
         self.load_failure_policy = ""
         self.meeting_place: Mapping[str, Any] = {}
-        self.continues_answers = False
+        self.continues_answers = ""
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()

@@ -41,7 +41,8 @@ class Health:
         ends_requests: The node can no longer answer its requests, or there is no sign that it will.
         load_failure_policy: The node's policy. Empty if it does not report one.
         is_reported: `error` is what the node reports about itself.
-        continues_answers: The node continues an answer whose first token another node has chosen.
+        continues_answers: The node continues an answer whose first token was chosen by another node with this digest of its
+            model. Empty: it does not.
     """
 
     state: NodeState | None
@@ -50,7 +51,7 @@ class Health:
     ends_requests: bool = False
     load_failure_policy: str = ""
     is_reported: bool = False
-    continues_answers: bool = False
+    continues_answers: str = ""
 
 
 @dataclass(frozen=True)
