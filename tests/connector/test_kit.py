@@ -264,6 +264,7 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.ExpectsOneGuardValue: _NO_READ_AT_WILL,
     simulated.AcceptsStaleBytes: f"{_NO_READ_AT_WILL}; of a store: DoesNotReportAFailedLoad",
     simulated.ReportsBeforeTheReadEnded: f"{_NO_READ_AT_WILL}; of a store: ReportsBeforeTheBytes, WritesAfterAnAbort",
+    simulated.AwaitsRequestsForever: "the suite has no rendezvous, because a connector need not have any",
     simulated.ForgetsWhatItAnnounced: "costs memory, and changes nothing that an engine sees",
     simulated.ReportsWithTheFirstPart: _ONE_RANK,
     simulated.DeliversToTheFirstRank: _ONE_RANK,
