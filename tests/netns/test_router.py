@@ -148,7 +148,8 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
         prompts = [f"{index}: a ferry between two hosts. " * 4 for index in range(12)]
         replies = made.ask(prompts[:4])
         assert all(reply.transfer["num_blocks"] > 0 and not reply.transfer["error"] for reply in replies)
-        assert num_prompts_of(made, made.far) == num_prompts_of(made, made.near) == 2
+        # How many each of them gets depends on which one ends first.
+        assert 0 < num_prompts_of(made, made.far) == 4 - num_prompts_of(made, made.near) < 4
 
         offered = made.complete(made.far, prompts[4], max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
         network.cut()
@@ -164,8 +165,10 @@ def test_a_host_is_lost_and_comes_back(connector: str, network: Any, tmp_path: P
         network.mend()
         wait_until(made.sees_far_node, MISSED_S)
         before = num_prompts_of(made, made.far)
-        made.ask(prompts[9:11])
-        assert num_prompts_of(made, made.far) == before + 1
+        # On a busy machine a node may be late for a health check again, and then the other one gets its prompts.
+        wait_until(
+            lambda: bool(made.ask(prompts[9:11])) and num_prompts_of(made, made.far) > before, MISSED_S
+        )
         made.wait_until_whole()
 
 
