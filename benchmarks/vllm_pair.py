@@ -64,6 +64,9 @@ ENVIRONMENT = {
     "VLLM_USE_AOT_COMPILE": "0",  # it fails without TorchDynamo
     "TORCHDYNAMO_DISABLE": "1",  # otherwise some first request waits for a compilation
     "HF_HUB_OFFLINE": "1",
+    # The engine computes in its own process, as on one GPU. By default vLLM for the CPU adds a process for the model, and each
+    # of the two spins while it waits for the other: four busy threads per pair, on as many cores as there are.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # with more, threads that spin for each other on shared cores would measure the scheduler
 }
 
@@ -367,7 +370,12 @@ def node_command(
         *("--max-model-len", str(max(shape.num_tokens for shape in shapes) + 64)),
         *("--max-num-batched-tokens", str(arguments.chunk_tokens), "--max-num-seqs", str(concurrency)),
         *("--num-gpu-blocks-override", str(num_blocks + num_blocks // 4 + 2)),
-        *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+        *(
+            "--no-enable-prefix-caching",
+            "--disable-uvicorn-access-log",
+            "--distributed-executor-backend",
+            "uni",
+        ),
         *("--kv-transfer-config", json.dumps(transfer_of(transport, host))),
     ]
 
