@@ -65,6 +65,7 @@ class Outcomes:
         self._transport = transport
         self._layout = layout
         self._lock = threading.Lock()
+        self._has_news = threading.Condition(self._lock)
         self._report = KVConnectorOutput()
         self._offers: dict[str, OfferState] = {}
         self._loads: dict[str, _Load] = {}
@@ -162,6 +163,13 @@ class Outcomes:
         """Keep an event of a handoff for the stats."""
         self._stats.note(event)
 
+    def wait(self, timeout_s: float) -> None:
+        """Return as soon as there is something to report, nothing is owed an end, or `timeout_s` is over."""
+        with self._lock:
+            if self._offers or self._loads:
+                report = self._report
+                self._has_news.wait_for(lambda: report.finished_sending or report.finished_recving, timeout_s)
+
     def take_report(self) -> KVConnectorOutput:
         """Take what ended since the last call; `invalid_block_ids` and `load_errors` belong to `finished_recving`."""
         with self._lock:
@@ -181,6 +189,7 @@ class Outcomes:
             case OfferState.OFFERED:
                 del self._offers[ended.request_id]
                 self._report.finished_sending.add(ended.request_id)
+                self._has_news.notify_all()
             case OfferState.OPEN:
                 # The scheduler half takes an end as leave to free the blocks, but the request still computes with them.
                 self._offers[ended.request_id] = OfferState.ENDED_OPEN
@@ -189,6 +198,7 @@ class Outcomes:
         if self._offers.get(request_id) is OfferState.ENDED_OPEN:
             del self._offers[request_id]
             self._report.finished_sending.add(request_id)
+            self._has_news.notify_all()
         else:
             self._offers[request_id] = OfferState.OFFERED
 
@@ -200,6 +210,7 @@ class Outcomes:
         else:
             self._stats.count("live_loads", -1)
         self._report.finished_recving.add(ended.request_id)
+        self._has_news.notify_all()
         if ended.outcome == "dropped":
             return
         if ended.error is not None:

@@ -276,6 +276,10 @@ class HandoffWorker(WorkerHalf):
         """Report as failed a load that could not even be ordered. It is reported once, like any load."""
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
+    def wait_finished(self, timeout_s: float) -> None:
+        """Return as soon as `get_finished` has something to return, no handoff is under way, or `timeout_s` is over."""
+        self._handoffs().outcomes.wait(timeout_s)
+
     def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
         # One report for all three calls. If each of them asked the outcomes itself, a load that fails between two calls
         # would be reported without its blocks, and the engine would use what is in them.

@@ -34,11 +34,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         refused: Loads to report as failed, by request.
         preempted: Requests whose open offers must end before the step overwrites their blocks.
+        is_idle: The step computes nothing.
     """
 
     orders: HandoffMetadata = field(default_factory=HandoffMetadata)
     refused: Mapping[str, RefusedLoad] = field(default_factory=dict)
     preempted: frozenset[str] = frozenset()
+    is_idle: bool = False
 
 
 @dataclass(frozen=True)

@@ -223,15 +223,16 @@ class SchedulerSide:
 
     def build_connector_meta(self, scheduler_output: Any = None) -> StepMetadata:
         refused, self._refused_loads = self._refused_loads, {}
+        is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0
         if not self._early:
-            return StepMetadata(self._half.build_connector_meta(), refused)
+            return StepMetadata(self._half.build_connector_meta(), refused, is_idle=is_idle)
         preempted = self._take_preempted(scheduler_output)
         self._note_progress(scheduler_output)
         is_full = bool(
             getattr(scheduler_output, "preempted_req_ids", None)
         )  # vLLM preempts for want of blocks
         step = cast("SchedulerOutput", _Step(preempted, is_full))
-        return StepMetadata(self._half.build_connector_meta(step), refused, preempted)
+        return StepMetadata(self._half.build_connector_meta(step), refused, preempted, is_idle)
 
     def _take_preempted(self, scheduler_output: Any) -> frozenset[str]:
         """Take the requests that lost their blocks. They are not offered early again: their consumers were denied.

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: vLLM repeats steps without tokens every millisecond while a request waits for a load, and while blocks are offered. Each
+#: of them takes 0.4 ms of a core, which the copying may need. A request that arrives meanwhile waits this long at most.
+_IDLE_STEP_S = 0.002
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -162,12 +166,14 @@ class WorkerSide:
 
     def take_finished(self) -> Finished:
         """Take what ended; failed loads are named by request only, so their blocks are discarded here."""
-        sent, received = self._half.get_finished()
+        sent, received = self.get_finished()
         self._half.get_block_ids_with_load_errors()
         return Finished(sent, received, failed=set(self._half.take_load_errors()))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
+        if self._carried_out is not None and self._carried_out.is_idle:
+            self._half.wait_finished(_IDLE_STEP_S)
         return self._half.get_finished()
 
     def take_failed_blocks(self) -> set[int]:

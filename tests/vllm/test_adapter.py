@@ -761,6 +761,19 @@ class TestOneStep:
         )
         assert submitted == [False]
 
+    def test_a_step_that_computes_nothing_waits_for_a_handoff_to_end(self, side):
+        """vLLM repeats such steps at once, and each of them takes processor time from what copies the cache."""
+        waits = []
+        side._half.wait_finished = waits.append
+        side._half.get_finished = lambda: (set(), {"d"})
+        for num_tokens, num_waits in ((1, 0), (0, 1)):
+            side.carry_out(
+                _side().build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
+            )
+            assert side.get_finished() == (set(), {"d"})
+            assert len(waits) == num_waits
+        assert 0 < waits[0] <= 0.005  # a request that arrives meanwhile waits as long
+
     def test_each_step_is_carried_out(self, side, submitted):
         for _ in range(2):
             step = StepMetadata(self.ORDERS)
