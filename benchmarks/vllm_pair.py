@@ -220,9 +220,12 @@ class System:
         for server in servers:
             server.signal(signal.SIGCONT)
         await asyncio.sleep(SETTLE_S)
-        # A health check that was under way when the router was stopped may have failed.
+        # A health check that was under way when the router was stopped may have failed. It then takes one request until the
+        # router knows again where the prefill node can be met.
         if self.router is not None:
             await self.router.wait_ready("/ready", 60)
+            async with aiohttp.ClientSession() as session:
+                await ask(session, self.url, random.choices(range(3, VOCABULARY), k=BLOCK_SIZE), 2)
         try:
             yield
         finally:
