@@ -164,7 +164,7 @@ class Outcomes:
         self._stats.note(event)
 
     def wait(self, timeout_s: float) -> None:
-        """Return as soon as there is something to report, nothing is owed an end, or `timeout_s` is over."""
+        """Return as soon as there is something to report, or after `timeout_s`; at once if nothing is owed an end."""
         with self._lock:
             if self._offers or self._loads:
                 report = self._report

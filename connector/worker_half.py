@@ -277,7 +277,7 @@ class HandoffWorker(WorkerHalf):
         self._handoffs().outcomes.load_ended(LoadEnded(request_id, "failed", error, blocks), time.monotonic())
 
     def wait_finished(self, timeout_s: float) -> None:
-        """Return as soon as `get_finished` has something to return, no handoff is under way, or `timeout_s` is over."""
+        """Return as soon as `get_finished` has something to return, or after `timeout_s`; at once if no handoff is under way."""
         self._handoffs().outcomes.wait(timeout_s)
 
     def get_finished(self, finished_req_ids: AbstractSet[str] = frozenset()) -> tuple[set[str], set[str]]:
