@@ -15,6 +15,8 @@ from kvferry.reference.engine.default_model import default_model_folder
 from kvferry.reference.router.first_tokens import (
     COMPLETIONS,
     Abilities,
+    OtherTokenError,
+    PassedToken,
     StitchedToken,
     first_token_of,
     is_expected,
@@ -136,6 +138,59 @@ def test_a_stitched_stream_is_one_servers_byte_for_byte(
     cut = data.draw(st.integers(0, len(rest)))
     rewrite = first.rewriter()
     assert b"".join(first.events) + rewrite(rest[:cut]) + rewrite(rest[cut:]) == expected
+
+    # A decode node that was asked at the same time has chosen this token too.
+    own = other.stream(prompt_ids, tokens, max_tokens, usage=usage)
+    cut = data.draw(st.integers(0, len(own)))
+    remove = first.remover()
+    assert b"".join(first.events) + remove(own[:cut]) + remove(own[cut:]) == expected
+
+
+def stream_of(*texts: str, created: int = 6, **fields: Any) -> bytes:
+    chunks = [{"created": created, "choices": [{"index": 0, "text": text, **fields}]} for text in texts]
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+
+
+def texts_in(stream: bytes) -> list[str]:
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in stream.split(b"\n\n") if event]
+    assert {chunk["created"] for chunk in chunks} == {5}
+    return [chunk["choices"][0]["text"] for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        pytest.param(stream_of("to", "ken", ""), ["ken", ""], id="the same token"),
+        pytest.param(stream_of("token", "s"), ["ken", "s"], id="several tokens in one event"),
+        pytest.param(stream_of("to", finish_reason="length"), [""], id="the end in the same event"),
+    ],
+)
+def test_what_the_client_has_is_taken_out_of_a_decode_nodes_own_stream(own: bytes, left: list[str]) -> None:
+    assert texts_in(passed("to").remover()(own)) == left
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(stream_of("the", "n"), id="another text"),
+        pytest.param(stream_of("t", "o"), id="a shorter text"),
+        pytest.param(stream_of("token", token_ids=[1, 2]), id="token ids, of which the first may differ"),
+        pytest.param(b'data: {"choices": []}\n\n', id="no choice"),
+        pytest.param(b": comment\n\n", id="no JSON"),
+    ],
+)
+def test_another_token_is_noticed_before_anything_is_passed_on(own: bytes) -> None:
+    with pytest.raises(OtherTokenError):
+        passed("to").remover()(own)
+
+
+def test_the_error_of_a_load_is_passed_on() -> None:
+    error = b'data: {"error": {"message": "lost"}}\n\n'
+    assert passed("to").remover()(error) == error
+
+
+def passed(text: str) -> PassedToken:
+    return PassedToken(1, 5, "0123456789abcdef", (stream_of(text, created=5),), is_all=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +25,7 @@ ARGUMENTS = (
 LONG = "A ferry carries a box from one quay to the other. " * 3
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTER = "kvferry_router_first_tokens_total"
+MET, OTHER = "kvferry_router_rendezvous_total", "kvferry_router_other_first_tokens_total"
 #: Answers of random bytes: their first tokens are whole characters, parts of characters, and tokens without text.
 GREEDY = [{"prompt": f"{number}: {LONG}", **USAGE} for number in range(20)]
 #: Requests that are always, or never, answered with the prefill server's token.
@@ -40,8 +44,8 @@ NEVER = {
 
 
 @pytest.fixture(scope="module")
-def pair(model):
-    """The router, and the decode server by itself."""
+def servers(model):
+    """A launcher, and a prefill and a decode server."""
     with pytest.MonkeyPatch.context() as environment, Launcher() as launcher:
         environment.setenv("OMP_NUM_THREADS", "1")
         servers = [
@@ -50,17 +54,24 @@ def pair(model):
         ]
         launcher.wait_listening(servers, START_S)
         launcher.wait_ready(servers, START_S)
-        router = launcher.start_router("router", servers[:1], servers[1:])
-        launcher.wait_ready([router], START_S)
-        clients = Client(router), Client(servers[1])
+        yield launcher, servers
 
-        def has_learnt():
-            """Whether the router knows by now that these are servers of vLLM."""
-            ask(clients[0], {"prompt": "x", "max_tokens": 1}, "warm-up")
-            return clients[0].metric(COUNTER) > 0
 
-        wait_until(has_learnt)
-        yield clients
+@pytest.fixture(scope="module", params=["auto", "off"])
+def pair(request, servers):
+    """A router, which asks both servers at once or one after the other, and the decode server by itself."""
+    launcher, (prefill, decode) = servers
+    router = launcher.start_router("router", [prefill], [decode], "--rendezvous", request.param)
+    launcher.wait_ready([router], START_S)
+    clients = Client(router), Client(decode)
+
+    def has_learnt():
+        """Whether the router knows by now that these are servers of vLLM."""
+        ask(clients[0], {"prompt": "x", "max_tokens": 1}, "warm-up")
+        return clients[0].metric(COUNTER) > 0
+
+    wait_until(has_learnt)
+    return clients
 
 
 def ask(client, body, name):
@@ -91,13 +102,15 @@ def unmerged(answer):
 
 def test_greedy_streams_are_one_servers_byte_for_byte(pair):
     router, alone = pair
-    before = router.metric(COUNTER)
+    before, met = router.metric(COUNTER), router.metric(MET)
     for number, body in enumerate(GREEDY):
         name = f"greedy-{number}"
         found, expected = ask(router, body, name), ask(alone, body, name)
         assert unmerged(found) == unmerged(expected), (found, expected)
     # The tokens without a text of their own are left to the decode server.
     assert 0 < router.metric(COUNTER) - before < len(GREEDY)
+    assert router.metric(MET) - met in (0, len(GREEDY))
+    assert router.metric(OTHER) == 0
 
 
 @pytest.mark.parametrize("name", ALWAYS)
@@ -120,6 +133,69 @@ def test_requests_that_could_differ_take_the_usual_path(pair, name):
         found, expected = unmerged(found), unmerged(expected)
     assert found == expected
     assert router.metric(COUNTER) == before
+
+
+class Substitute(BaseHTTPRequestHandler):
+    """Stands in front of a prefill server, and puts another token in the place of the one that it chose."""
+
+    port: int
+    token_id, text = 90, "Z"
+
+    def _relay(self, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            connection.request(self.command, self.path, body, dict(self.headers))
+            response = connection.getresponse()
+            payload = response.read()
+        finally:
+            connection.close()
+        if self.command == "POST" and response.status == 200:
+            answer = json.loads(payload)
+            answer["choices"][0] |= {"token_ids": [self.token_id], "text": self.text}
+            payload = json.dumps(answer).encode()
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.headers["Content-Type"])
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def do_GET(self):
+        self._relay()
+
+    def do_POST(self):
+        self._relay(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_decode_server_that_chose_another_token_continues_after_the_clients(servers):
+    _, (prefill, decode) = servers
+    handler = type("Handler", (Substitute,), {"port": prefill.port})
+    with Launcher() as launcher, ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        in_front = SimpleNamespace(url=f"http://127.0.0.1:{proxy.server_port}")
+        router = launcher.start_router("router with a substitute", [in_front], [decode])
+        launcher.wait_ready([router], START_S)
+        client, alone = Client(router), Client(decode)
+
+        def has_met():
+            ask(client, {"prompt": [66] * 40, "max_tokens": 2}, "warm-up")
+            return client.metric(OTHER) > 0
+
+        wait_until(has_met)
+        passed, other = client.metric(COUNTER), client.metric(OTHER)
+        for number in range(5):
+            prompt = [67 + number] * 100
+            found = ask(client, {"prompt": prompt, "max_tokens": 9, **USAGE}, f"other-{number}")
+            begun = {"prompt": [*prompt, Substitute.token_id], "max_tokens": 8}
+            expected = unmerged(ask(alone, begun, f"begun-{number}"))[0]
+            text, events = unmerged(found)
+            assert text == Substitute.text + expected
+            assert '"completion_tokens":9' in events[-1]
+        assert client.metric(COUNTER) - passed == 5
+        assert client.metric(OTHER) - other == 5
+        proxy.shutdown()
 
 
 def test_every_offer_ends(pair):

@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
-from .first_tokens import FirstToken
+from .first_tokens import FirstToken, OtherTokenError
 from .handoffs import TRANSFER_HEADER, Handoff, Handoffs, has_loaded
 from .membership import Role
 from .metrics import RouterMetrics
@@ -110,7 +110,9 @@ class Router:
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics, first_token=first_token)
         if rendezvous:
-            self._prefill = RendezvousPrefill(self._prefill, prefill_pool, decode_pool, self._metrics)
+            self._prefill = RendezvousPrefill(
+                self._prefill, prefill_pool, decode_pool, self._metrics, first_token=first_token
+            )
         self._session: aiohttp.ClientSession
         self._is_draining = False  # says `/ready`
         self._refuses = False  # new requests
@@ -412,6 +414,8 @@ class Router:
             except NodeGoneError as error:
                 logger.warning("%s: decode: %s", call.request_id, error)
                 self._metrics.retries.labels("decode").inc()
+                # In a rendezvous a node chooses the first token, so it cannot continue after one that the client has.
+                call = replace(call, may_meet=call.may_meet and reply.first is None)
 
     async def _decoded(
         self, call: Call, handoff: Handoff, reply: Reply, tried: Tried, *, is_alone: bool
@@ -425,29 +429,65 @@ class Router:
             handoff.decode_url = node.url
             known = await self._first_token(call, handoff.offer, node, reply)
             params = handoff.offer.params if handoff.offer else None
-            body = decode_body(call.body, params) if known is None else known.decode_body(call.body, params)
-            if node.offers_answers and not call.turn.is_remembered and "kv_transfer_params" in body:
-                body["kv_transfer_params"] = {**body["kv_transfer_params"], "offer_answer": False}
-            call.timeline.decode_sent(node.url, is_alone=is_alone)
-            async with open_answer(call, node, body) as (upstream, first):
-                call.timeline.decode_began(first, is_stream=is_stream(upstream))
-                self._handoffs.answered(call, handoff, upstream, first)
-                # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
-                if handoff.offer is None and not is_alone and not has_loaded(upstream):
-                    logger.warning(
-                        "%s: no KV cache was offered; %s computes the prompt", call.request_id, node.url
-                    )
-                    self._metrics.without_handoff.inc()
-                # While the answer is copied: a client may take its next turn as soon as it has read the last event.
-                reply.taker.note = functools.partial(self._end_turn, call, node)
-                response = await reply.copy(node, upstream, first)
-                call.timeline.decode_ended(response.status, reply.tail)
-                handoff.read_tail(reply.tail)
-                if reply.taker.params is None:
-                    self._end_turn(call, node, None)
-                    if self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered:
-                        self._handoffs.ask(call, node, reply.taker.note)
-                return response
+            try:
+                return await self._decoded_at(node, call, handoff, reply, known, params, is_alone=is_alone)
+            except OtherTokenError:
+                # Two logits were almost equal. What the client has seen stays, and the node has the prompt by now.
+                logger.info(
+                    "%s: %s chose another first token than the prefill node; asking it to continue after that one",
+                    *(call.request_id, node.url),
+                )
+                self._metrics.other_first_tokens.inc()
+                reply.taker.rest()  # of a stream that is over
+            return await self._decoded_at(node, call, handoff, reply, reply.first, None, is_alone=is_alone)
+
+    async def _decoded_at(
+        self,
+        node: UpstreamNode,
+        call: Call,
+        handoff: Handoff,
+        reply: Reply,
+        known: FirstToken | None,
+        params: Mapping[str, Any] | None,
+        *,
+        is_alone: bool,
+    ) -> web.StreamResponse:
+        """Let a decode node answer.
+
+        Args:
+            known: The token after which the node is to continue. None: it chooses the first one.
+            params: Of the offer.
+
+        Raises:
+            OtherTokenError: The client has received another first token than the node has chosen meanwhile.
+        """
+        body = decode_body(call.body, params) if known is None else known.decode_body(call.body, params)
+        if node.offers_answers and not call.turn.is_remembered and "kv_transfer_params" in body:
+            body["kv_transfer_params"] = {**body["kv_transfer_params"], "offer_answer": False}
+        call.timeline.decode_sent(node.url, is_alone=is_alone)
+        async with (
+            self._passing_first(call, handoff.offer, node, reply) as stop_passing,
+            open_answer(call, node, body) as (upstream, first),
+        ):
+            await stop_passing()
+            call.timeline.decode_began(first, is_stream=is_stream(upstream))
+            self._handoffs.answered(call, handoff, upstream, first)
+            # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
+            if handoff.offer is None and not is_alone and not has_loaded(upstream):
+                logger.warning(
+                    "%s: no KV cache was offered; %s computes the prompt", call.request_id, node.url
+                )
+                self._metrics.without_handoff.inc()
+            # While the answer is copied: a client may take its next turn as soon as it has read the last event.
+            reply.taker.note = functools.partial(self._end_turn, call, node)
+            response = await reply.copy(node, upstream, first, continues=known is not None)
+            call.timeline.decode_ended(response.status, reply.tail)
+            handoff.read_tail(reply.tail)
+            if reply.taker.params is None:
+                self._end_turn(call, node, None)
+                if self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered:
+                    self._handoffs.ask(call, node, reply.taker.note)
+            return response
 
     def _end_turn(self, call: Call, node: UpstreamNode, offered: Mapping[str, Any] | None) -> None:
         """Keep the offer of an answer for the next turn, and release one that no turn can use."""
@@ -469,6 +509,40 @@ class Router:
         if call.body.get("stream"):
             await self._send_first(call, offer, first, reply)
         return first
+
+    @contextlib.asynccontextmanager
+    async def _passing_first(
+        self, call: Call, offer: Offer | None, node: UpstreamNode, reply: Reply
+    ) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+        """In a rendezvous, stream the first token inside the block, if the prefill node answers before the decode node does.
+
+        Yields:
+            What ends that before anything else is written to the client.
+        """
+        answered = None if offer is None else offer.answered
+        if answered is None or reply.first is not None or not call.body.get("stream"):
+            yield _nothing
+            return
+
+        async def pass_first() -> None:
+            made = await answered
+            # The decode node ends an answer of one token itself.
+            if made.first and not made.first.is_all and made.first.can_continue_at(node.abilities):
+                await self._send_first(call, made, made.first, reply)
+
+        passing = asyncio.create_task(pass_first())
+
+        async def stop() -> None:
+            # Do not interrupt a write: what the client has must be known, because a decode node continues after it.
+            if not answered.done():
+                passing.cancel()
+            # Without exceptions: if the client is gone, the next write says so.
+            await asyncio.gather(passing, return_exceptions=True)
+
+        try:
+            yield stop
+        finally:
+            await stop()
 
     def _would_continue(self, first: FirstToken) -> bool:
         """Whether a decode node would have chosen this token too."""
@@ -507,6 +581,10 @@ class Router:
                 return False
             case "auto":
                 return node.load_failure_policy == "recompute"
+
+
+async def _nothing() -> None:
+    pass
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:

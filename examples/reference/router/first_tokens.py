@@ -25,7 +25,7 @@ COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
 
 _REPLACEMENT = "\ufffd"
-_CREATED = re.compile(rb'"created":\s*\d+')
+_CREATED = re.compile(rb'("created":\s*)\d+')
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class FirstToken(ABC):
     """The first token of an answer.
 
     Attributes:
+        created: Of all parts of the answer.
         events: The events of a stream so far.
         is_all: The answer ends with this token, so that no decode node is needed.
         whole: The whole answer, if it is not a stream and ends with this token; otherwise None.
     """
 
+    created: int
     events: tuple[bytes, ...]
     is_all: bool
     whole: Mapping[str, Any] | None = None
@@ -74,6 +76,17 @@ class FirstToken(ABC):
         """Return a function that turns the pieces of the decode node's stream, in their order, into the client's."""
         return lambda piece: piece
 
+    def remover(self) -> Callable[[bytes], bytes]:
+        """Return such a function for the stream of a decode node that has chosen all tokens itself.
+
+        It takes this token out, which the client has, and raises `OtherTokenError` if the decode node has chosen another one.
+        """
+        return _Remover(object_of(self.events[0].removeprefix(b"data: ")), self.created)
+
+
+class OtherTokenError(Exception):
+    """A decode node has begun its answer otherwise than the prefill node, from which the client has the first token."""
+
 
 # -- asking ------------------------------------------------------------------------------------------
 
@@ -84,6 +97,11 @@ def is_possible(body: Mapping[str, Any]) -> bool:
     The prefill node does not receive the fields about several answers and the least length, so it could not respect them.
     """
     return all(body.get(name) in allowed for name, allowed in _DECODE_ONLY.items())
+
+
+def is_single_token(body: Mapping[str, Any]) -> bool:
+    """Whether an answer has one token at most."""
+    return 1 in (body.get("max_tokens"), body.get("max_completion_tokens"))
 
 
 _DECODE_ONLY: Mapping[str, tuple[object, ...]] = {
@@ -145,12 +163,12 @@ class PassedToken(FirstToken):
     """A token from a reference node, which has written the events itself.
 
     Attributes:
-        params: For the decode node.
         model: Digest of the prefill node's model, tokenizer and so on. A node with another one makes other tokens of the same
             request, so it must choose the first one itself.
     """
 
-    params: Mapping[str, Any]
+    token_id: int
+    created: int
     model: str
     events: tuple[bytes, ...]
     is_all: bool
@@ -162,7 +180,9 @@ class PassedToken(FirstToken):
     ) -> PassedToken | None:
         """Read a reference node's answer. None if its field is malformed."""
         token_id, created, chunks = passed.get("token_id"), passed.get("created"), passed.get("chunks")
-        if type(token_id) is not int or type(created) is not int or not isinstance(chunks, list):
+        if type(token_id) is not int or type(created) is not int:
+            return None
+        if not isinstance(chunks, list) or not chunks:
             return None
         is_all = passed.get("is_all") is True
         whole = None
@@ -173,7 +193,7 @@ class PassedToken(FirstToken):
             whole["kv_transfer_params"] = None  # the router releases the offer
         events = tuple(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
         model = str(passed.get("model") or "")
-        return cls({"token_id": token_id, "created": created}, model, events, is_all, whole)
+        return cls(token_id, created, model, events, is_all, whole)
 
     def can_continue_at(self, node: Abilities) -> bool:
         return bool(self.model) and node.continues_answers == self.model
@@ -181,7 +201,8 @@ class PassedToken(FirstToken):
     def decode_body(
         self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), FIRST_TOKEN: self.params}}
+        known = {"token_id": self.token_id, "created": self.created}
+        return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), FIRST_TOKEN: known}}
 
 
 # -- vLLM --------------------------------------------------------------------------------------------
@@ -260,7 +281,6 @@ class StitchedToken(FirstToken):
     Attributes:
         prompt: The token ids of the prompt, and this token.
         max_tokens: Length limit of the whole answer.
-        created: Of all parts of the answer.
     """
 
     prompt: tuple[int, ...]
@@ -335,8 +355,7 @@ class _Rewriter:
         return b"".join(self._event(event) + b"\n\n" for event in events)
 
     def _event(self, event: bytes) -> bytes:
-        # A stream has one `created`; text follows after it, so the first match is the field.
-        event = _CREATED.sub(b'"created":%d' % self.created, event, count=1)
+        event = _dated(event, self.created)
         if b'"usage":{' not in event:
             return event
         parsed = object_of(event.removeprefix(b"data: "))
@@ -348,6 +367,57 @@ class _Rewriter:
             if isinstance(count := usage.get(name), int):
                 usage[name] = count + change
         return _event(parsed).removesuffix(b"\n\n")
+
+
+@dataclass
+class _Remover:
+    """Takes the first token out of the stream of a decode node that has chosen it too.
+
+    What is left is the decode node's own answer, so only the texts have to agree, not the ids.
+
+    Attributes:
+        chunk: What the client has.
+        created: Of this chunk.
+        rest: An event of which a part has arrived.
+    """
+
+    chunk: Mapping[str, Any]
+    created: int
+    rest: bytes = b""
+    has_begun: bool = False
+
+    def __call__(self, piece: bytes) -> bytes:
+        *events, self.rest = (self.rest + piece).split(b"\n\n")
+        if events and not self.has_begun:
+            self.has_begun = True
+            events[:1] = self._without_token(events[0])
+        return b"".join(_dated(event, self.created) + b"\n\n" for event in events)
+
+    def _without_token(self, event: bytes) -> list[bytes]:
+        parsed = object_of(event.removeprefix(b"data: "))
+        if "error" in parsed:
+            return [event]  # the load has failed
+        if {**parsed, "created": None} == {**self.chunk, "created": None}:
+            return []
+        # A busy vLLM puts several tokens into one event.
+        choice = _choice(parsed)
+        text, begin = choice.get("text"), _choice(self.chunk).get("text")
+        if isinstance(text, str) and begin and text.startswith(begin) and not choice.get("token_ids"):
+            return [_event({**parsed, "choices": [{**choice, "text": text[len(begin) :]}]}).rstrip()]
+        raise OtherTokenError
+
+
+def _dated(event: bytes, created: int) -> bytes:
+    """Return an event with another time. A stream has one; text follows after it, so the first match is the field."""
+    return _CREATED.sub(rb"\g<1>%d" % created, event, count=1)
+
+
+def _choice(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the only choice of a chunk; empty if it has another number of them."""
+    match chunk.get("choices"):
+        case [dict() as choice]:
+            return choice
+    return {}
 
 
 def _chunk(

@@ -103,8 +103,8 @@ class Handoffs:
                     self._explain(offer, handoff)
 
     def answered(self, call: Call, handoff: Handoff, response: aiohttp.ClientResponse, first: bytes) -> None:
-        """Note the decode node's answer, and release at once an offer that the node will not load."""
-        if handoff.offer is None:
+        """Note the decode node's first answer, and release at once an offer that the node will not load."""
+        if handoff.offer is None or handoff.result is not None:
             return
         handoff.offer.settle()
         body: Mapping[str, Any] = {} if is_stream(response) else object_of(first)

@@ -212,7 +212,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "off"),
         default="auto",
         help="who streams an answer's first token: auto sends it as soon as the prefill node has it, where nodes and request make "
-        "the answer provably that of a single node, and the decode node continues after it; off leaves it to the decode node "
+        "the answer provably that of a single node, and the rest comes from the decode node; off leaves it to the decode node "
         "(default: %(default)s)",
     )
 

@@ -92,6 +92,11 @@ class RouterMetrics:
             "Answers whose first token the client received from the prefill node",
             registry=self._registry,
         )
+        self.other_first_tokens = Counter(
+            "kvferry_router_other_first_tokens_total",
+            "Streams whose decode node had chosen another first token than the client has, and was asked again to continue after that",
+            registry=self._registry,
+        )
         self.answers = Counter(
             "kvferry_router_answers_total",
             "Answers that a decode node offered to the next turn of its conversation, by what the prefill node did with them: loaded, "

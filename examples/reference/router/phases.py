@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Offer:
     Attributes:
         params: The `kv_transfer_params` of the prefill node's answer; in a rendezvous, those that the router made.
         hang_up: Ends the prefill if it still runs.
-        is_rendezvous: The prefill has only begun, so only a decode node that claims by name can use it.
+        answered: In a rendezvous: the offer as the prefill node will answer it. None: this is it.
         settle: Called when the decode node has answered.
         first: The answer's first token, if the prefill node has sampled it for the client. Otherwise None.
         headers: Of the prefill node's answer.
@@ -76,10 +77,15 @@ class Offer:
     node: UpstreamNode
     params: Mapping[str, Any]
     hang_up: Callable[[], object] = lambda: None
-    is_rendezvous: bool = False
+    answered: asyncio.Future[Offer] | None = None
     settle: Callable[[], object] = lambda: None
     first: FirstToken | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_rendezvous(self) -> bool:
+        """Whether the prefill has only begun, so that only a decode node that claims by name can use it."""
+        return self.answered is not None
 
 
 def check_body(body: Mapping[str, Any]) -> None:

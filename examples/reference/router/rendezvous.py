@@ -18,9 +18,10 @@ from kvferry.connector.params import RENDEZVOUS, draw_rendezvous_name, meeting_p
 
 from ..web.errors import ApiError
 from ..web.json_body import object_of
+from .first_tokens import is_single_token
 from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, UpstreamNode
-from .phases import Call, Offer, open_prefill, params_of, prefill_body, require_not_aborted
+from .phases import Call, Offer, open_prefill, params_of, require_not_aborted
 from .prefills import Prefill
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,13 @@ class _Meeting:
 
     Attributes:
         patience: Expires when the prefill has failed while the decode node still waits for it.
+        answered: The offer as the prefill node has answered it.
         is_answered: The decode node has answered. From now on a failure of the prefill is the decode node's concern.
         failure: Why the prefill failed.
     """
 
     patience: asyncio.Timeout
+    answered: asyncio.Future[Offer]
     is_answered: bool = False
     failure: Exception | None = None
 
@@ -66,15 +69,21 @@ class RendezvousPrefill(Prefill):
 
     Args:
         otherwise: Prefills the other prompts.
+        first_token: See `Prefill`. The decode node has been asked then, and chooses the token as well.
     """
 
     def __init__(
-        self, otherwise: Prefill, pool: NodePool, decode_pool: NodePool, metrics: RouterMetrics
+        self,
+        otherwise: Prefill,
+        pool: NodePool,
+        decode_pool: NodePool,
+        metrics: RouterMetrics,
+        *,
+        first_token: bool,
     ) -> None:
+        super().__init__(pool, metrics, first_token=first_token)
         self._otherwise = otherwise
-        self._pool = pool
         self._decode_pool = decode_pool
-        self._metrics = metrics
         self._num_at: Counter[str] = Counter()  # rendezvous under way, by the prefill node's URL
 
     @contextlib.asynccontextmanager
@@ -87,14 +96,14 @@ class RendezvousPrefill(Prefill):
             return
         self._metrics.rendezvous.inc()
         self._num_at[node.url] += 1
-        meeting = _Meeting(asyncio.timeout(None))
+        meeting = _Meeting(asyncio.timeout(None), asyncio.get_running_loop().create_future())
         try:
             async with meeting.patience:
                 follower = asyncio.create_task(self._follow(call, node, name, meeting))
                 try:
                     # One turn of the event loop, in which the follower sends its request: the prefill node needs it first.
                     await asyncio.sleep(0)
-                    yield Offer(node, params, follower.cancel, is_rendezvous=True, settle=meeting.settle)
+                    yield Offer(node, params, follower.cancel, meeting.answered, meeting.settle)
                     await asyncio.wait({follower}, timeout=LAST_ANSWER_S)
                 finally:
                     follower.cancel()
@@ -118,12 +127,12 @@ class RendezvousPrefill(Prefill):
             return None
         if call.turn.has_answer:
             return None  # the prefill node loads the last turn's answer, and params have room for one name
-        if self._otherwise.passes_first(call, decode_node):
-            return None  # the decode node continues after that token, so it cannot be asked before
+        if is_single_token(call.body) and self.passes_first(call, decode_node):
+            return None  # the prefill node alone can answer it
         return meeting_params(name, node.meeting_place)
 
     async def _follow(self, call: Call, node: UpstreamNode, name: str, meeting: _Meeting) -> None:
-        body = prefill_body(call.body, overlap=False)
+        body = self._body(call, node, None, overlap=False)
         body["kv_transfer_params"][RENDEZVOUS] = name
         try:
             async with (
@@ -135,10 +144,12 @@ class RendezvousPrefill(Prefill):
                 require_not_aborted(node, payload)
                 answer = object_of(payload)
                 call.timeline.prefill_ended(answer)
-                node.note_params(params_of(answer))
-                call.turn.prefill_url = node.url
-                if params_of(answer) is None:
+                params = params_of(answer)
+                self._note_params(call, node, params)
+                if params is None:
                     raise NodeGoneError(node, "offered no KV cache", may_eject=False)
+                first = self._first_of(call, answer)
+                meeting.answered.set_result(Offer(node, params, first=first, headers=response.headers))
         except (NodeGoneError, ApiError) as error:
             if not meeting.is_answered:
                 meeting.fail(error)

@@ -87,14 +87,18 @@ class Reply:
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
 
     async def copy(
-        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
+        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
     ) -> web.StreamResponse:
         """Copy a node's answer to the client as it arrives. If the node is lost, end the stream with an error.
 
+        Args:
+            continues: The node was asked to continue after the first token. Otherwise it has chosen all tokens itself.
+
         Raises:
             ApiError: The stream began with the first token, and the node refused to continue it.
+            OtherTokenError: The stream began with another first token than the node's. Nothing of the node's was sent.
         """
-        rewritten = self._continued(upstream, first)
+        rewritten = self._continued(upstream, first, continues=continues)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         headers.setdefault("Content-Type", "application/json")
         if not is_stream(upstream):
@@ -105,9 +109,9 @@ class Reply:
         chunk = first
         try:
             while chunk:
-                self._note_piece()
-                if events := self.taker.events(chunk):
-                    await self._write(rewritten(events))
+                if events := rewritten(self.taker.events(chunk)):
+                    self._note_piece()
+                    await self._write(events)
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:
@@ -121,7 +125,9 @@ class Reply:
         await self._stream.write_eof()
         return self._stream
 
-    def _continued(self, upstream: aiohttp.ClientResponse, first: bytes) -> Callable[[bytes], bytes]:
+    def _continued(
+        self, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
+    ) -> Callable[[bytes], bytes]:
         """Return what makes the pieces of a node's answer those of the client's.
 
         Raises:
@@ -137,7 +143,7 @@ class Reply:
                 f"the decode node did not continue the answer: {message or first[:200].decode(errors='replace')}",
                 kind="server_error",
             )
-        return self.first.rewriter()
+        return self.first.rewriter() if continues else self.first.remover()
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End the answer with an error, as an event if part of a stream was sent.

@@ -199,14 +199,15 @@ class _Part(Reply):
         return rest
 
     async def copy(
-        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes
+        self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
     ) -> web.StreamResponse:
         """Pass a stream's events on, or return a whole answer. If the node is lost in the middle, the answer fails.
 
         Raises:
             ApiError: the stream broke, or an event of it is an error.
+            OtherTokenError: See `Reply.copy`.
         """
-        rewritten = self._continued(upstream, first)
+        rewritten = self._continued(upstream, first, continues=continues)
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         if not is_stream(upstream):
             headers.setdefault("Content-Type", "application/json")
