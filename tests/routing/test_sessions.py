@@ -115,8 +115,10 @@ async def test_the_router_asks_for_the_offer_of_a_streamed_answer() -> None:
     async with routed([prefill], [decode], asks_for_answers=True) as client:
         headers = {**SESSION, "X-Request-Id": "id7"}
         await say(client, "one", headers=headers, stream=True)
-        await asyncio.wait_for(decode.was_asked.wait(), 10)
-        await client.get("/health")  # meanwhile the router reads the answer to its question
+        async with asyncio.timeout(10):
+            await decode.was_asked.wait()
+            while "kvferry_router_kept_answers 1.0" not in await (await client.get("/metrics")).text():
+                pass  # the router still reads the answer to its question
         await say(client, "two", headers=headers, stream=True)
     assert answer_params().items() <= {**prefill.asked[1], "do_remote_decode": False}.items()
 
@@ -167,9 +169,11 @@ class TestWhichConversation:
         sessions = Sessions()
         self.end(self.turn(sessions, "a"), 1)
         self.end(self.turn(sessions, "a", "b", "c"), 2)
+        assert sessions.num_answers == 2
         longer = self.turn(sessions, "a", "b", "c", "d", "e")
         assert (longer.prefill_url, longer.take_answer().params["remote_request_id"]) == ("http://p2", "r2")
         assert longer.take_answer() is None
+        assert sessions.num_answers == 1
         edited = self.turn(sessions, "a", "x", "c", "d", "e")
         assert edited.take_answer().params["remote_request_id"] == "r1"
         assert self.turn(sessions, "z", "b").take_answer() is None
@@ -184,6 +188,7 @@ class TestWhichConversation:
         sessions = Sessions()
         turn = self.turn(sessions, "a")
         turn.end(Answer.of(UpstreamNode("decode", "http://d"), {**answer_params(), "answer_lease_s": 0.0}))
+        assert sessions.num_answers == 0
         assert self.turn(sessions, "a", "b").take_answer() is None
 
     def test_only_so_many_are_remembered(self) -> None:

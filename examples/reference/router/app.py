@@ -107,6 +107,7 @@ class Router:
         for pool in (prefill_pool, decode_pool):
             pool.on_forgotten = self._handoffs.forget
         self._metrics = RouterMetrics(lambda: self._nodes, self._handoffs)
+        self._metrics.kept_answers.set_function(lambda: self._sessions.num_answers)
         kind = OverlappedPrefill if overlap else WholePrefill
         self._prefill: Prefill = kind(prefill_pool, self._metrics, first_token=first_token)
         if rendezvous:

@@ -106,6 +106,11 @@ class RouterMetrics:
         )
         for result in ANSWER_RESULTS:
             self.answers.labels(result)
+        self.kept_answers = Gauge(
+            "kvferry_router_kept_answers",
+            "Offers of answers that the router keeps for the next turn of their conversations",
+            registry=self._registry,
+        )
         self.lost_prefills = Counter(
             "kvferry_router_lost_prefills_total",
             "Prefills that failed after their decode had begun",

@@ -120,6 +120,12 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._conversations)
 
+    @property
+    def num_answers(self) -> int:
+        """Offers of answers that a next turn could load now."""
+        answers = (conversation.answer for conversation in self._conversations.values())
+        return sum(answer is not None and answer.is_usable for answer in answers)
+
     def begin(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Turn:
         """Find the conversation that a request continues."""
         if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
