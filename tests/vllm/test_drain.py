@@ -11,7 +11,8 @@ import pytest
 
 from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import children_of, wait_until
-from tests.vllm.test_servers import ARGUMENTS, LOADS, OPTIONS, Server, _wait_until_ready
+from tests.support.vllm_servers import LOADS, Server
+from tests.vllm.test_servers import ARGUMENTS, OPTIONS, _wait_until_ready
 from vllm_pair.cluster import KVFERRY, start_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import signal
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +13,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
-from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
+from kvferry.reference.demo.launcher import Launcher
 from tests.support.metrics_page import assert_promtool_is_content
+from tests.support.vllm_servers import FAILURES, LOADS, Reply, Server
 from vllm_pair.cluster import KVFERRY, start_vllm
-from vllm_pair.run import ASK_FOR_LOGITS, top_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_S = 400.0
-ANSWER_S = 120.0
 #: Seconds within which a request must end if its prompt's cache cannot be loaded.
 SOON_S = 10.0
 OPTIONS = {
@@ -40,93 +33,6 @@ ARGUMENTS = (
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "1536", "--max-num-seqs", "4"),
     *("--enforce-eager", "--skip-tokenizer-init", "--num-gpu-blocks-override", "128"),
 )
-USAGE = "vllm:kv_cache_usage_perc"
-LOADS, FAILURES = "kvferry_load_seconds_count", "kvferry_load_failures_total"
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A server's answer.
-
-    Attributes:
-        seconds: Time until the answer.
-        content: The JSON object. Empty for an error.
-    """
-
-    status: int
-    seconds: float
-    content: dict[str, Any]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each sample."""
-        return [choice["token_ids"] for choice in self.content["choices"]]
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.content["kv_transfer_params"]
-
-
-@dataclass(frozen=True)
-class Server:
-    """One `vllm serve`."""
-
-    process: LaunchedProcess
-
-    def complete(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Reply:
-        body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-        body |= {"temperature": 0, "ignore_eos": True, **more}
-        request = urllib.request.Request(
-            f"{self.process.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        started = time.monotonic()
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
-                return Reply(response.status, time.monotonic() - started, json.load(response))
-        except urllib.error.HTTPError as error:
-            with error:
-                return Reply(error.code, time.monotonic() - started, {})
-
-    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
-        """Return the server's answer without cached blocks."""
-        content = self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).content
-        choice: dict[str, Any] = content["choices"][0]
-        return choice
-
-    def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
-        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits."""
-
-        def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
-            tokens = [int(token) for token in prompt]
-            choice = self.alone(tokens, max_tokens, **ASK_FOR_LOGITS)
-            return Expectation(tokens, choice["token_ids"], top_logits(choice))
-
-        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
-        # A near-tie at the last token must not hide that the answer ends too early.
-        assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
-
-    def offer(self, prompt: list[int]) -> dict[str, Any]:
-        """Compute a prompt for another server. Returns the params for that server."""
-        return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
-
-    def metrics_page(self) -> str:
-        with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
-            return response.read().decode()
-
-    def metric(self, name: str) -> float:
-        found = re.findall(rf"^{name}{{.*}} (\S+)$", self.metrics_page(), re.MULTILINE)
-        return sum(float(value) for value in found)
-
-    def wait_for(self, name: str, is_so: Callable[[float], bool]) -> None:
-        deadline = time.monotonic() + ANSWER_S
-        while not is_so(value := self.metric(name)):
-            assert time.monotonic() < deadline, f"{name} is still {value}"
-            time.sleep(0.02)
-
-    def assert_no_block_is_in_use(self) -> None:
-        self.wait_for(USAGE, lambda usage: usage == 0.0)
 
 
 @dataclass(frozen=True)

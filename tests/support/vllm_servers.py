@@ -1,0 +1,111 @@
+"""Clients of servers that run as processes of their own: `vllm serve`, and a router in front of such servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.reference.demo.launcher import LaunchedProcess
+from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
+from vllm_pair.run import ASK_FOR_LOGITS, top_logits
+
+ANSWER_S = 120.0
+USAGE = "vllm:kv_cache_usage_perc"
+LOADS, FAILURES = "kvferry_load_seconds_count", "kvferry_load_failures_total"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer.
+
+    Attributes:
+        seconds: Time until the answer.
+        content: The JSON object. Empty for an error.
+    """
+
+    status: int
+    seconds: float
+    content: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each sample."""
+        return [choice["token_ids"] for choice in self.content["choices"]]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.content["kv_transfer_params"]
+        return found
+
+
+@dataclass(frozen=True)
+class Server:
+    """One `vllm serve`. Of a router, only the metrics are of use."""
+
+    process: LaunchedProcess
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Reply:
+        body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+        body |= {"temperature": 0, "ignore_eos": True, **more}
+        request = urllib.request.Request(
+            f"{self.process.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        started = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                return Reply(response.status, time.monotonic() - started, json.load(response))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, time.monotonic() - started, {})
+
+    def alone(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """Return the server's answer without cached blocks."""
+        content = self.complete(prompt, max_tokens, cache_salt=os.urandom(8).hex(), **more).content
+        choice: dict[str, Any] = content["choices"][0]
+        return choice
+
+    def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
+        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits."""
+
+        def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
+            tokens = [int(token) for token in prompt]
+            choice = self.alone(tokens, max_tokens, **ASK_FOR_LOGITS)
+            return Expectation(tokens, choice["token_ids"], top_logits(choice))
+
+        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
+        # A near-tie at the last token must not hide that the answer ends too early.
+        assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
+
+    def offer(self, prompt: list[int]) -> dict[str, Any]:
+        """Compute a prompt for another server. Returns the params for that server."""
+        return self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}).params
+
+    def metrics_page(self) -> str:
+        with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
+            page: str = response.read().decode()
+            return page
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's values that have these labels."""
+        families = text_string_to_metric_families(self.metrics_page())
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def wait_for(self, name: str, is_so: Callable[[float], bool]) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while not is_so(value := self.metric(name)):
+            assert time.monotonic() < deadline, f"{name} is still {value}"
+            time.sleep(0.02)
+
+    def assert_no_block_is_in_use(self) -> None:
+        self.wait_for(USAGE, lambda usage: usage == 0.0)
