@@ -185,8 +185,7 @@ def test_in_five_turns_the_prefill_server_computes_only_new_messages(form, serve
     (opening, *later) = MESSAGES.items()
     first = chat.say(*opening)
     assert (first.num_computed, first.num_cached, first.num_loaded) == (len(first.prompt), 0, 0)
-    for number, message in enumerate(later, start=1):
-        served.wait_until_kept()
+    for number, message in enumerate(later, start=1):  # each at once: the router waits for the offer
         before, turn = chat.turns[-1], chat.say(*message)
         # The last token of an answer was sampled, and nothing followed it, so no node has computed it. In an answer that was not
         # cut off, that is the end token.

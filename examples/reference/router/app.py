@@ -344,7 +344,7 @@ class Router:
         call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
         calls = calls_of(call)
         if len(calls) == 1:
-            call = replace(calls[0], turn=self._sessions.begin(body, request.headers))
+            call = replace(calls[0], turn=await self._sessions.begin_informed(body, request.headers))
             return await followed(call, Reply(request, self._metrics.begin_stream()))
         merged = MergedReply(request, call)
         return await self._within_limit(merged, merged.answer(calls, followed))
@@ -485,15 +485,21 @@ class Router:
             call.timeline.decode_ended(response.status, reply.tail)
             handoff.read_tail(reply.tail)
             if reply.taker.params is None:
-                self._end_turn(call, node, None)
-                if self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered:
-                    self._handoffs.ask(call, node, reply.taker.note)
+                asks = self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered
+                question = self._handoffs.ask(call, node, reply.taker.note) if asks else None
+                self._end_turn(call, node, None, question)
             return response
 
-    def _end_turn(self, call: Call, node: UpstreamNode, offered: Mapping[str, Any] | None) -> None:
+    def _end_turn(
+        self,
+        call: Call,
+        node: UpstreamNode,
+        offered: Mapping[str, Any] | None,
+        question: asyncio.Task[None] | None = None,
+    ) -> None:
         """Keep the offer of an answer for the next turn, and release one that no turn can use."""
         node.offers_answers = node.offers_answers or offered is not None
-        unused = call.turn.end(None if offered is None else Answer.of(node, offered))
+        unused = call.turn.end(None if offered is None else Answer.of(node, offered), question)
         if unused is not None and unused.is_usable:
             self._metrics.answers.labels("unused").inc()
             self._handoffs.release(call, Offer(unused.node, unused.params))

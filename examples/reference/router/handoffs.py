@@ -176,12 +176,18 @@ class Handoffs:
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
 
-    def ask(self, call: Call, node: UpstreamNode, note: NoteParams) -> None:
-        """Ask a decode node in the background for the offer of an answer that it has just streamed."""
-        if len(self._releases) < MAX_RELEASES:
-            question = asyncio.create_task(_asked(call, node, note))
-            self._releases.add(question)
-            question.add_done_callback(self._releases.discard)
+    def ask(self, call: Call, node: UpstreamNode, note: NoteParams) -> asyncio.Task[None] | None:
+        """Ask a decode node in the background for the offer of an answer that it has just streamed.
+
+        Returns:
+            None if too many such questions are in flight.
+        """
+        if len(self._releases) >= MAX_RELEASES:
+            return None
+        question = asyncio.create_task(_asked(call, node, note))
+        self._releases.add(question)
+        question.add_done_callback(self._releases.discard)
+        return question
 
     async def close(self) -> None:
         """Wait up to `LAST_RELEASES_S` for the releases in flight, then cancel them."""

@@ -10,6 +10,7 @@ node that cannot load an answer computes it.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import hashlib
 import json
@@ -24,6 +25,8 @@ from .states import USABLE
 SESSION_HEADER = "X-Session-ID"
 #: Conversations that are remembered. The ones that were idle for longest are forgotten.
 MAX_CONVERSATIONS = 4096
+#: How long a turn waits for a decode node that was asked for the offer of the latest answer. Programs take turns at once.
+QUESTION_WAIT_S = 1.0
 _PARAMS_KEY = b'"kv_transfer_params":'
 #: A longer event is passed on as it comes. An offer lists the blocks of a prompt, so it may be large.
 MAX_EVENT_BYTES = 16 << 20
@@ -58,10 +61,17 @@ class Answer:
 
 @dataclass
 class _Conversation:
-    """What the latest turn left: the URL of its prefill node, and the offer of its answer, which can be loaded once."""
+    """What the latest turn left.
+
+    Attributes:
+        prefill_url: Of its prefill node.
+        answer: The offer of its answer, which can be loaded once.
+        question: Ends when the decode node has been asked for that offer. None if it is not asked.
+    """
 
     prefill_url: str = ""
     answer: Answer | None = None
+    question: asyncio.Task[None] | None = None
 
 
 class Turn:
@@ -84,6 +94,11 @@ class Turn:
         return self._sessions is not None
 
     @property
+    def question(self) -> asyncio.Task[None] | None:
+        """Ends when the decode node of the latest turn has been asked for the offer of its answer."""
+        return self._before.question
+
+    @property
     def has_answer(self) -> bool:
         """Whether `take_answer` would return one."""
         answer = self._before.answer
@@ -94,15 +109,18 @@ class Turn:
         answer, self._before.answer = self._before.answer, None
         return answer if answer is not None and answer.is_usable else None
 
-    def end(self, answer: Answer | None) -> Answer | None:
+    def end(self, answer: Answer | None, question: asyncio.Task[None] | None = None) -> Answer | None:
         """Remember what this turn leaves.
+
+        Args:
+            question: Calls this again if it finds an offer.
 
         Returns:
             An offer that no turn can use any more.
         """
         if self._sessions is None:
             return answer
-        return self._sessions.remember(self._key, _Conversation(self.prefill_url, answer))
+        return self._sessions.remember(self._key, _Conversation(self.prefill_url, answer, question))
 
 
 def no_turn() -> Turn:
@@ -126,8 +144,15 @@ class Sessions:
         answers = (conversation.answer for conversation in self._conversations.values())
         return sum(answer is not None and answer.is_usable for answer in answers)
 
+    async def begin_informed(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Turn:
+        """Do the same as `begin`, but wait first if a decode node is just being asked for the offer of the latest answer."""
+        turn = self.begin(body, headers)
+        if turn.question is None:
+            return turn
+        await asyncio.wait({turn.question}, timeout=QUESTION_WAIT_S)
+        return self.begin(body, headers)  # an offer replaces what was known of the conversation
+
     def begin(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Turn:
-        """Find the conversation that a request continues."""
         if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
             return no_turn()  # which of the answers the conversation goes on with is not known
         named = [
