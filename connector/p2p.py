@@ -49,7 +49,10 @@ class PeerToPeerConnector(KVConnectorBase):
         super().__init__(config, role, kv_cache_config)
 
     def make_scheduler_half(self) -> HandoffScheduler:
-        return HandoffScheduler(self.kv_transfer_config, self.kv_cache_config, self._options)
+        chunk_tokens = self.config.scheduler.max_num_batched_tokens
+        return HandoffScheduler(
+            self.kv_transfer_config, self.kv_cache_config, self._options, chunk_tokens=chunk_tokens
+        )
 
     def make_worker_half(self) -> HandoffWorker:
         options = self._options

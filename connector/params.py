@@ -17,7 +17,8 @@ write them.
 
 In a *rendezvous* the router asks both nodes at once. It draws a name, 32 hexadecimal digits that nothing can guess, and sends
 it to both: `{"do_remote_decode": true, "rendezvous": NAME}` to the prefill node, and what `meeting_params` makes to the
-decode node. A prefill node that can do this says so in each answer, by `"rendezvous_supported": true`.
+decode node. A prefill node that can do this says so in each answer, by `"rendezvous_supported": true`. It also says how many
+tokens of a prompt it computes in one step (`prefill_chunk_tokens`): a shorter prompt has nothing to offer early.
 
 The key `traceparent` is the context of the request's trace (W3C Trace Context), for nodes that a router reaches without
 HTTP headers. A value that is not one is ignored, as the standard demands: a trace must not fail a request.
@@ -53,6 +54,8 @@ TRACEPARENT = "traceparent"
 
 #: Key of the name of a rendezvous, and of a node's answer that it can do this.
 RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
+#: Key of the most tokens of a prompt that a prefill node computes in one step.
+PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 
 _MAX_INT32 = 2**31 - 1
 _RENDEZVOUS_NAME = re.compile("(?!0{16})[0-9a-f]{32}")
@@ -239,12 +242,15 @@ def traceparent_of(params: Mapping[str, Any] | None) -> str:
     return value if isinstance(value, str) and is_traceparent(value) else ""
 
 
-def offer_params(offer: RemoteOffer, traceparent: str = "", *, can_meet: bool = True) -> dict[str, Any]:
+def offer_params(
+    offer: RemoteOffer, traceparent: str = "", *, can_meet: bool = True, chunk_tokens: int = 0
+) -> dict[str, Any]:
     """Return what a consumer needs to load `offer`, in JSON's types. `parse_transfer_params` reads it back.
 
     Args:
         traceparent: Of the producer's request, so that the consumer's spans join its trace under a router without traces.
         can_meet: Whether a router may name the node's next offers in advance.
+        chunk_tokens: The most tokens of a prompt that the node computes in one step; 0: unknown.
     """
     return {
         **({TRACEPARENT: traceparent} if traceparent else {}),
@@ -259,6 +265,7 @@ def offer_params(offer: RemoteOffer, traceparent: str = "", *, can_meet: bool = 
         "remote_block_ids": [list(table) for table in offer.block_ids],
         "tp_size": len(offer.addresses),
         **({RENDEZVOUS_SUPPORTED: True} if can_meet else {}),
+        **({PREFILL_CHUNK_TOKENS: chunk_tokens} if chunk_tokens else {}),
     }
 
 
@@ -281,6 +288,12 @@ def meeting_params(name: str, answer: Mapping[str, Any]) -> dict[str, Any] | Non
     except InvalidTransferParamsError:
         return None
     return params
+
+
+def prefill_chunk_of(answer: Mapping[str, Any]) -> int:
+    """Return the most tokens of a prompt that a prefill node computes in one step, by the params of its answer; 0: unknown."""
+    chunk = answer.get(PREFILL_CHUNK_TOKENS)
+    return chunk if type(chunk) is int else 0
 
 
 def draw_rendezvous_name() -> str:

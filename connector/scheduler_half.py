@@ -157,6 +157,7 @@ class HandoffScheduler(SchedulerHalf):
 
     Args:
         options: Its `offer_answer` and `answer_pool_percent` count here.
+        chunk_tokens: The most tokens of a prompt that the engine computes in one step, for routers; 0: unknown.
     """
 
     def __init__(
@@ -164,9 +165,12 @@ class HandoffScheduler(SchedulerHalf):
         config: KVTransferConfig,
         kv_cache_config: KVCacheConfig,
         options: ConnectorOptions | None = None,
+        *,
+        chunk_tokens: int = 0,
     ) -> None:
         options = options or ConnectorOptions()
         self._config = config
+        self._chunk_tokens = chunk_tokens
         self._offers_answers = options.offer_answer
         self._answer_lease_s = options.handoff.answer_lease_s
         self._max_answer_blocks = kv_cache_config.num_blocks * options.answer_pool_percent // 100
@@ -596,7 +600,9 @@ class HandoffScheduler(SchedulerHalf):
 
     def _params(self, offer: RemoteOffer, record: _Request) -> dict[str, Any]:
         # A consumer of a state must know how many tokens it stands for before it claims, which only an answer tells.
-        return offer_params(offer, record.traceparent, can_meet=not self._has_state)
+        return offer_params(
+            offer, record.traceparent, can_meet=not self._has_state, chunk_tokens=self._chunk_tokens
+        )
 
     def _name_offer(self, request: ConnectorRequest, lease: int, tables: BlockTables) -> RemoteOffer:
         if not self._workers:

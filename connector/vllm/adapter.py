@@ -239,7 +239,8 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     has_own_address = getattr(parallel, "data_parallel_size", 1) == 1 or getattr(
         parallel, "data_parallel_external_lb", False
     )
-    half = HandoffScheduler(transfer, pool, options)
+    chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    half = HandoffScheduler(transfer, pool, options, chunk_tokens=chunk_tokens)
     return SchedulerSide(half, shared, tuple(served_groups(config, vllm_config)), can_meet=has_own_address)
 
 

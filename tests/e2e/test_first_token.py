@@ -14,13 +14,13 @@ from tests.support.client import Client, wait_until
 
 pytestmark = pytest.mark.slow
 
-LONG = "A ferry carries a box from one quay to the other, and nobody opens it on board. " * 2
+LONG = "A ferry carries a box from one quay to the other, and nobody opens it on board. " * 4
 USAGE = {"stream_options": {"include_usage": True}}
 #: Requests whose first token the prefill node passes on. The tiny model's answers are random bytes, of which many are parts
 #: of characters, so several prompts cover what a first token can be.
 PASSED: dict[str, dict[str, Any]] = {
     **{f"greedy {number}": {"prompt": f"{number}: {LONG}", "temperature": 0} for number in range(5)},
-    "token ids and usage": {"prompt": [7, 200, 31] * 20, "temperature": 0, "return_token_ids": True, **USAGE},
+    "token ids and usage": {"prompt": [7, 200, 31] * 30, "temperature": 0, "return_token_ids": True, **USAGE},
     "default length": {"prompt": "d" + LONG, "temperature": 0, "max_tokens": None},
     "seeded": {"prompt": "s" + LONG, "seed": 7, "temperature": 0.9, "top_p": 0.9},
     "seeded with penalties": {
@@ -75,8 +75,8 @@ def num_met(fleet: Fleet) -> float:
 
 
 WHOLE = ("greedy 0", "one token", "chat of one token", "seeded")
-#: Answers that need no decode node, so that it is not asked at once.
-SHORT = ("one token", "chat of one token")
+#: Streams whose nodes are not asked at once: of one token, or of a prompt that one step computes.
+SHORT = ("one token", "chat of one token", "one token as the prompt")
 
 
 @pytest.fixture(scope="module")

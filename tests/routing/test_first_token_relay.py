@@ -17,10 +17,11 @@ DEADLINE_S = 20.0
 PARAMS = {"do_remote_prefill": True, "remote_lease": "1"}
 #: What the nodes say that can be asked at once.
 WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
-MEETING = {**PARAMS, **WHERE, "rendezvous_supported": True}
+MEETING = {**PARAMS, **WHERE, "rendezvous_supported": True, "prefill_chunk_tokens": 8}
 REST = b'data: {"choices": [{"text": "rest"}]}\n\ndata: [DONE]\n\n'
 MODEL = "0123456789abcdef"
-STREAM = {"prompt": "p", "stream": True, "temperature": 0}
+#: Of nine tokens, by the router's estimate.
+STREAM = {"prompt": "p" * 34, "stream": True, "temperature": 0}
 
 
 def event(text: str, **fields: Any) -> bytes:
@@ -226,6 +227,16 @@ async def test_a_decode_node_that_was_asked_at_once_begins_with_the_same_token()
     assert (decode.given, decode.met) == ([None], [True])
     assert len(prefill.asked) == 1
     assert not prefill.released.is_set()
+
+
+@pytest.mark.parametrize("prompt", ["p" * 33, "", [7] * 8])
+async def test_for_a_prompt_of_one_chunk_the_decode_node_is_asked_to_continue(prompt: Any) -> None:
+    prefill, decode = Prefill(params=MEETING), Decode(stream_rest)
+    async with routed([prefill], [decode]) as client:
+        await introduce(client, prefill, decode)
+        assert await ask(client, prompt=prompt) == (200, event("t1") + REST)
+        assert await ask(client, prompt=prompt, n=2) == (200, REST)  # has no token to continue after
+    assert (decode.given, decode.met) == ([{"token_id": 1, "created": 5}, None], [False, True])
 
 
 async def test_a_decode_node_that_answers_first_begins_the_answer() -> None:

@@ -117,6 +117,7 @@ class TestHeads:
             parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks),
             model_config=model,
             cache_config=SimpleNamespace(block_size=16),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8),
             kv_transfer_config=KVTransferConfig("KvferryConnector", "kv_both"),
         )
         return engine_config(vllm_config, KVCacheConfig(8, (), groups)).model.num_kv_heads

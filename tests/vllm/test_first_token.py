@@ -20,9 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 START_S = 400.0
 ARGUMENTS = (
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "4"),
-    *("--enforce-eager", "--num-gpu-blocks-override", "128"),
+    *("--enforce-eager", "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "64"),
 )
-LONG = "A ferry carries a box from one quay to the other. " * 3
+#: More than one chunk, also by the router's estimate.
+LONG = "A ferry carries a box from one quay to the other. " * 7
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTER = "kvferry_router_first_tokens_total"
 MET, OTHER = "kvferry_router_rendezvous_total", "kvferry_router_other_first_tokens_total"

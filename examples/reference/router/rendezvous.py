@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connector.params import RENDEZVOUS, draw_rendezvous_name, meeting_params
+from kvferry.connector.params import RENDEZVOUS, draw_rendezvous_name, meeting_params, prefill_chunk_of
 
 from ..web.errors import ApiError
 from ..web.json_body import object_of
@@ -31,6 +32,8 @@ LAST_ANSWER_S = 0.5
 #: Rendezvous at one prefill node at a time. More prompts would wait in a queue there, and decode nodes would hold blocks
 #: meanwhile.
 MAX_AT_PREFILL_NODE = 8
+#: Of text in most languages.
+BYTES_PER_TOKEN = 4
 
 
 class LostPrefillError(Exception):
@@ -127,8 +130,12 @@ class RendezvousPrefill(Prefill):
             return None
         if call.turn.has_answer:
             return None  # the prefill node loads the last turn's answer, and params have room for one name
-        if is_single_token(call.body) and self.passes_first(call, decode_node):
-            return None  # the prefill node alone can answer it
+        if self.passes_first(call, decode_node) and (
+            is_single_token(call.body)  # the prefill node alone can answer it
+            # There is nothing to offer early, and a decode node that continues after the token needs one step less.
+            or _size_in_tokens(call.body) <= prefill_chunk_of(node.meeting_place)
+        ):
+            return None
         return meeting_params(name, node.meeting_place)
 
     async def _follow(self, call: Call, node: UpstreamNode, name: str, meeting: _Meeting) -> None:
@@ -156,6 +163,14 @@ class RendezvousPrefill(Prefill):
                 return
             logger.warning("%s: the prefill was lost after its decode had begun: %s", call.request_id, error)
             self._metrics.lost_prefills.inc()
+
+
+def _size_in_tokens(body: Mapping[str, Any]) -> int:
+    """Return about how many tokens a prompt has."""
+    prompt = body.get("messages") or body.get("prompt") or ""
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return len(prompt)
+    return len(json.dumps(prompt, ensure_ascii=False).encode()) // BYTES_PER_TOKEN
 
 
 def _needs_answer(body: Mapping[str, Any]) -> bool:
