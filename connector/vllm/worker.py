@@ -51,6 +51,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._half = half
         self._carried_out: StepMetadata | None = None
+        self._may_wait = False  # the last step computed and reported nothing
         # vLLM makes an offer when a request has ended. By then its last token is on the host, so the pass that wrote its
         # blocks is over, on all ranks, since they exchange results in each layer. An asynchronous scheduler has already
         # launched the next pass, and no peer should wait for that one. But a drafting model writes after sampling.
@@ -172,9 +173,13 @@ class WorkerSide:
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
-        if self._carried_out is not None and self._carried_out.is_idle:
+        is_idle = self._carried_out is not None and self._carried_out.is_idle
+        # vLLM begins a step before it takes in what the last one computed or reported, so that must not wait here.
+        if is_idle and self._may_wait:
             self._half.wait_finished(_IDLE_STEP_S)
-        return self._half.get_finished()
+        sent, received = self._half.get_finished()
+        self._may_wait = is_idle and not sent and not received
+        return sent, received
 
     def take_failed_blocks(self) -> set[int]:
         return self._half.get_block_ids_with_load_errors()

@@ -766,13 +766,22 @@ class TestOneStep:
         """vLLM repeats such steps at once, and each of them takes processor time from what copies the cache."""
         waits = []
         side._half.wait_finished = waits.append
-        side._half.get_finished = lambda: (set(), {"d"})
-        for num_tokens, num_waits in ((1, 0), (0, 1)):
-            side.carry_out(
-                _side().build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
-            )
-            assert side.get_finished() == (set(), {"d"})
-            assert len(waits) == num_waits
+
+        def waits_in_a_step(num_tokens, received=()):
+            before = len(waits)
+            side._half.get_finished = lambda: (set(), set(received))
+            output = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+            side.carry_out(_side().build_connector_meta(output))
+            assert side.get_finished() == (set(), set(received))
+            return len(waits) > before
+
+        assert not waits_in_a_step(1)
+        # Only after this step does vLLM, which schedules a step ahead, take in the token of the last one.
+        assert not waits_in_a_step(0)
+        assert waits_in_a_step(0)
+        assert waits_in_a_step(0, received={"d"})
+        assert not waits_in_a_step(0)  # likewise the end of this load
+        assert waits_in_a_step(0)
         assert 0 < waits[0] <= 0.005  # a request that arrives meanwhile waits as long
 
     def test_each_step_is_carried_out(self, side, submitted):
