@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,8 @@ ALWAYS = {
     "several prompts": {"prompt": ["1" + LONG, "2" + LONG], "max_tokens": 1},
 }
 NEVER = {
-    "seeded": {"prompt": "s" + LONG, "temperature": 0.9, "seed": 4},
+    # One chunk: vLLM 0.32 on the CPU dies of a seeded request with several ("CPU Generator does not use offset").
+    "seeded": {"prompt": "s" + LONG[:40], "temperature": 0.9, "seed": 4},
     "stop texts": {"prompt": "t" + LONG, "stop": ["qq"]},
     "longer than the model": {"prompt": [66] * 500, "max_tokens": 12},
     "penalties": {"prompt": "p" + LONG, "presence_penalty": 1.0},
@@ -92,13 +94,19 @@ def ask(client, body, name):
 
 
 def unmerged(answer):
-    """Return a stream as its texts together, and its events without them. A busy server joins events as it likes."""
+    """Return a stream as its texts and its token ids together, and its events without them.
+
+    A busy server joins events as it likes.
+    """
     status, payload = answer
     *events, end, nothing = payload.decode().split("\n\n")
     assert (status, end, nothing) == (200, "data: [DONE]", "")
-    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events if '"text"' in event)
+    choices = [json.loads(event[6:])["choices"][0] for event in events if '"text"' in event]
+    text = "".join(choice["text"] for choice in choices)
+    token_ids = [token for choice in choices for token in choice["token_ids"] or ()]
     blank = [re.sub(r'"text":"([^"\\]|\\.)*"', '"text":""', event) for event in events]
-    return text, list(dict.fromkeys(blank))
+    blank = [re.sub(r'"token_ids":\[[\d,]*\]', '"token_ids":[]', event) for event in blank]
+    return text, token_ids, list(dict.fromkeys(blank))
 
 
 def test_greedy_streams_are_one_servers_byte_for_byte(pair):
@@ -173,15 +181,20 @@ class Substitute(BaseHTTPRequestHandler):
 def test_a_decode_server_that_chose_another_token_continues_after_the_clients(servers):
     _, (prefill, decode) = servers
     handler = type("Handler", (Substitute,), {"port": prefill.port})
-    with Launcher() as launcher, ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
-        Thread(target=proxy.serve_forever, daemon=True).start()
+    with (
+        Launcher() as launcher,
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy,
+        ThreadPoolExecutor() as serving,
+        closing(SimpleNamespace(close=proxy.shutdown)),
+    ):
+        serving.submit(proxy.serve_forever)
         in_front = SimpleNamespace(url=f"http://127.0.0.1:{proxy.server_port}")
         router = launcher.start_router("router with a substitute", [in_front], [decode])
         launcher.wait_ready([router], START_S)
         client, alone = Client(router), Client(decode)
 
         def has_met():
-            ask(client, {"prompt": [66] * 40, "max_tokens": 2}, "warm-up")
+            ask(client, {"prompt": [66] * 100, "max_tokens": 2}, "warm-up")
             return client.metric(OTHER) > 0
 
         wait_until(has_met)
@@ -191,12 +204,11 @@ def test_a_decode_server_that_chose_another_token_continues_after_the_clients(se
             found = ask(client, {"prompt": prompt, "max_tokens": 9, **USAGE}, f"other-{number}")
             begun = {"prompt": [*prompt, Substitute.token_id], "max_tokens": 8}
             expected = unmerged(ask(alone, begun, f"begun-{number}"))[0]
-            text, events = unmerged(found)
+            text, _, events = unmerged(found)
             assert text == Substitute.text + expected
             assert '"completion_tokens":9' in events[-1]
         assert client.metric(COUNTER) - passed == 5
         assert client.metric(OTHER) - other == 5
-        proxy.shutdown()
 
 
 def test_every_offer_ends(pair):
