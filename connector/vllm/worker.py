@@ -174,7 +174,7 @@ class WorkerSide:
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
         is_idle = self._carried_out is not None and self._carried_out.is_idle
-        # vLLM begins a step before it takes in what the last one computed or reported, so that must not wait here.
+        # vLLM begins a step before it takes in the result of the last one. If that is a token or a handoff's end, do not delay it.
         if is_idle and self._may_wait:
             self._half.wait_finished(_IDLE_STEP_S)
         sent, received = self._half.get_finished()

@@ -14,7 +14,7 @@ from tests.support.client import Client, wait_until
 
 pytestmark = pytest.mark.slow
 
-LONG = "A ferry carries a box from one quay to the other, and nobody opens it on board. " * 4
+LONG = "A ferry carries a box from one quay to the other, and it stays shut on board. " * 4
 USAGE = {"stream_options": {"include_usage": True}}
 #: Requests whose first token the prefill node passes on. The tiny model's answers are random bytes, of which many are parts
 #: of characters, so several prompts cover what a first token can be.
