@@ -139,6 +139,7 @@ class HandoffLoop:
         self._driver = _Driver(
             transport.guards, endpoint, protocol, outcomes, address, self._unexpected, trace
         )
+        self._is_traced = trace is not None
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
         self._orders: deque[_Order] = deque()
@@ -168,7 +169,10 @@ class HandoffLoop:
         self._outcomes.expect(orders, _now())
         carry_out, refuse = partial(self._driver.carry_out, orders), partial(self._driver.refuse, orders)
         self._orders.append(_Order(carry_out, is_computed, refuse))
-        self._wake()
+        # An announcement is carried out before the next message is dealt with, and that is early enough. A thread that woke up
+        # for it would take the interpreter's lock, and often the core, from the step that computes the prompt.
+        if self._is_traced or not orders.only_announces():
+            self._wake()
         # The thread sets this before it ends all that is expected. So whichever of the two comes later ends these orders.
         if self._has_ended.is_set():
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))

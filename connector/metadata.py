@@ -109,7 +109,12 @@ class HandoffMetadata(KVConnectorMetadata):
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to do."""
-        return all(not getattr(self, order.name) for order in fields(self))
+        return not any(getattr(self, order.name) for order in fields(self))
+
+    def only_announces(self) -> bool:
+        """Say whether there is nothing but announcements, which change nothing until a peer claims."""
+        others = (order.name for order in fields(self) if order.name not in ("announcements", "traceparents"))
+        return not any(getattr(self, name) for name in others)
 
 
 @dataclass(frozen=True)
