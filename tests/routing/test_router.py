@@ -100,6 +100,23 @@ async def ask(
     return answers
 
 
+async def test_a_nodes_cookie_for_one_client_is_not_sent_for_another() -> None:
+    cookies = []
+
+    async def set_cookie(request: web.Request) -> web.StreamResponse:
+        cookies.append(request.headers.get("Cookie"))
+        response = web.json_response({"choices": [{"text": "one two"}]})
+        response.set_cookie("name", "first client's")
+        return response
+
+    # By its name, because a browser's rules keep no cookies of addresses.
+    async with routed([FakeNode(offer)], [FakeNode(set_cookie)], host="localhost") as client:
+        for _ in range(2):
+            async with client.post("/v1/completions", json={"prompt": "p"}) as response:
+                assert response.status == 200
+    assert cookies == [None, None]
+
+
 async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() -> None:
     prefill, decode = FakeNode(offer), FakeNode(answer_whole)
     await ask(

@@ -42,10 +42,12 @@ async def routed(
     check_timeout_s: float = 5.0,
     decode_alone: DecodeAlone = "auto",
     asks_for_answers: bool = False,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    """Yield a client of a router that has found all these nodes ready."""
+    """Yield a client of a router that has found all these nodes ready, on this host."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
+        served = [await stack.enter_async_context(serving(node)) for node in (*prefill, *decode)]
+        urls = [url.replace("127.0.0.1", host) for url in served]
         pools = NodePool("prefill", urls[: len(prefill)]), NodePool("decode", urls[len(prefill) :])
         router = Router(
             *pools,

@@ -205,6 +205,7 @@ class Router:
         async with aiohttp.ClientSession(
             timeout=timeout,
             connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),  # a node's cookie for one client is not for the others
             middlewares=(self._node_access.present, self._verify_by_name),
         ) as self._session:
             pools = self._prefill_pool, self._decode_pool
