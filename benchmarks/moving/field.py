@@ -92,6 +92,7 @@ def all_contenders(secret_file: Path, certificates: Path, congestion_control: st
         Contender(SOCKETS, own_sockets, SocketReader, plain),
         ours("kvferry shm", "shm", {}, twin="NIXL, cma"),
         ours("kvferry shm, no arena", "shm", {}, in_arena=False),
+        ours("kvferry shm, 1 thread", "shm", {"copy_threads": 1}),
         ours("kvferry tcp, unchecked", "tcp", {**plain, "checksums": False}, twin=SOCKETS),
         ours("kvferry tcp", "tcp", plain, twin=SOCKETS),
         ours("kvferry tcp, staged", "tcp", plain, staged=True, twin="kvferry tcp"),

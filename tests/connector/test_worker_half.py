@@ -16,7 +16,7 @@ from kvferry.connector import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.connector.config import ParallelConfig
 from kvferry.connector.handoff.events import GroupBlocks
 from kvferry.connector.kv_cache_specs import FullAttentionSpec
-from kvferry.connector.metadata import HandoffMetadata, OfferOrder
+from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.params import parse_transfer_params
 from kvferry.connector.planning.compatibility import DESCRIPTION_VERSION
@@ -43,9 +43,10 @@ def names(config: KVCacheConfig) -> tuple[str, ...]:
 
 
 class FaultyEndpoint(WrappedEndpoint):
-    """Works until `break_down`, then raises an exception that no endpoint should raise."""
+    """Counts its wakes. Works until `break_down`, then raises an exception that no endpoint should raise."""
 
     num_failures_left = 0.0
+    num_wakes = 0
 
     @property
     def is_broken(self) -> bool:
@@ -56,6 +57,10 @@ class FaultyEndpoint(WrappedEndpoint):
             self.num_failures_left -= 1
             raise ZeroDivisionError("a bug")
         return super().wait_events(timeout_s)
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+        super().wake()
 
     def break_down(self, for_calls: float = math.inf) -> None:
         self.num_failures_left = for_calls
@@ -169,6 +174,16 @@ class TestLife:
         assert worker.get_block_ids_with_load_errors() == set()
         assert "has ended" in worker.take_load_errors()["d"]
         assert worker.take_load_errors() == {}
+
+
+class TestWaking:
+    def test_an_announcement_does_not_disturb_the_step_that_begins(
+        self, worker: HandoffWorker, transport: FaultyTransport
+    ) -> None:
+        worker.submit(HandoffMetadata(announcements={"p": Announcement(1)}, traceparents={"p": "00-1-1-01"}))
+        assert transport.endpoint.num_wakes == 0
+        worker.submit(HandoffMetadata(offers={"p": OfferOrder(1, ((1, 2),), 8, "of p")}))
+        assert transport.endpoint.num_wakes == 1
 
 
 class TestThreadThatDies:

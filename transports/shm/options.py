@@ -24,7 +24,8 @@ class SharedMemoryOptions(HandshakeOptions):
     """Options of the transport, in addition to those of `HandshakeOptions`.
 
     Attributes:
-        copy_threads: Threads that copy. One saturates the memory bus of most machines; two may be faster on large ones.
+        copy_threads: Threads that copy, because one core does not saturate the memory bus of most machines. A read of at most
+            8 MiB is copied by one of them.
         inline_bytes: A read of at most this many bytes is copied within `start_read`, which takes less time than to wake
             a copying thread; 0 turns this off.
         handshake_timeout_s: Any positive number of seconds.
@@ -33,7 +34,7 @@ class SharedMemoryOptions(HandshakeOptions):
         allowed_uids: Users, in addition to our own, whose processes are accepted as peers.
     """
 
-    copy_threads: Annotated[int, integer(1, 64)] = 1
+    copy_threads: Annotated[int, integer(1, 64)] = 2
     inline_bytes: Annotated[int, integer(0, PIECE_BYTES)] = 2 << 20
     handshake_timeout_s: Annotated[float, seconds()] = 5.0
     socket_dir: Annotated[str, _folder] = ""
