@@ -124,6 +124,7 @@ def test_an_answer_ends_before_a_stop_text(server: Any) -> None:
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),

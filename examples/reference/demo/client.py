@@ -74,8 +74,9 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
-        "cache_salt": cache_salt,
     }
+    if cache_salt:
+        body["cache_salt"] = cache_salt  # vLLM refuses an empty one
     answer = Answer()
     started = time.monotonic()
     try:

@@ -83,7 +83,7 @@ class ClientRequest:
         only_echo: Answers have nothing but the prompt. The engine makes one token all the same.
         include_usage: Whether a stream ends with a chunk that has the usage.
         return_token_ids: Whether answers have `token_ids` in addition to the text.
-        cache_salt: The request shares the prefix cache only with requests that have the same salt, which may be empty.
+        cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
         items: The parts of the prompt that are vectors rather than tokens.
         wish: Answer with the first token only, for another node that continues the answer. None: answer as usual.
         known: The answer's first token, after which this node continues. None: this node chooses it.
@@ -202,6 +202,11 @@ def _client_request(
             "kv_transfer_params.first_token needs one answer to one prompt, temperature 0 or a seed, and neither echo "
             "nor log probabilities: leave it out",
             "kv_transfer_params",
+        )
+    # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing it.
+    if body.get("cache_salt") == "":
+        raise bad_request(
+            "'cache_salt' must not be empty: leave it out to share cached prompts", "cache_salt"
         )
     request = ClientRequest(
         model=fields.text("model", ""),

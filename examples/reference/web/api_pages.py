@@ -38,7 +38,7 @@ _COMMON: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
     ),
     "return_token_ids": (_FLAG, False, "choices have token_ids"),
     "return_top_logits": (_INTEGER, 0, "the largest logits for the first token, 0 to 20; not in streams"),
-    "cache_salt": (_TEXT, "", "share cached prompts only with requests that have the same salt"),
+    "cache_salt": ({**_TEXT, "minLength": 1}, None, "share cached prompts only with requests that have the same salt"),
     "kv_transfer_params": ({"type": "object"}, None, "what a router carries between two nodes; not for clients"),
 }  # fmt: skip
 _COMPLETION: Mapping[str, tuple[Mapping[str, Any], object, str]] = {
