@@ -1,7 +1,7 @@
 """The library: the one module that knows `ucxx`.
 
-Two things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has loaded: what an endpoint really uses, and
-the end of a worker. `ucxx` keeps a worker alive while one of its requests is pending, and a receive whose sender died
+Some things that `ucxx` does not offer are asked of UCX itself, which `ucxx` has loaded, above all what an endpoint really
+uses, and the end of a worker. `ucxx` keeps a worker alive while one of its requests is pending, and a receive whose sender died
 in the middle is pending forever. `Worker.close` ends such a worker all the same, and with it every later write into
 our memory.
 """
@@ -13,6 +13,7 @@ import functools
 import os
 import select
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final
@@ -35,9 +36,13 @@ _INSTALL = "`pip install ucxx-cu12`, or `ucxx-cu13` beside PyTorch for CUDA 13; 
 _MAX_PROGRESS = 64
 
 _CLOSE_PERIOD_NS = 10**8
+#: How long UCX may take to end what a forced close left behind. That needs no answer of the peer, so it is short.
+_FLUSH_S = 0.1
 _MAX_LANES = 64
 _EP_ATTR_FIELD_TRANSPORTS = 1 << 3
+_STATUS_IN_PROGRESS = 1
 _STATUS_TRUNCATED = -9
+_MAX_STATUSES = 100  # a pointer that is an error is above `-_MAX_STATUSES`
 
 #: Descriptors: for a context and its first worker, with UCX's own thread; and for a worker with its endpoint.
 _PER_CONTEXT = 20
@@ -85,6 +90,10 @@ class _MessageInfo(ctypes.Structure):
     _fields_ = [("sender_tag", ctypes.c_uint64), ("length", ctypes.c_size_t)]
 
 
+#: `ucp_request_param_t`, or more, of zeros: no attribute is set.
+_NoParameters = ctypes.c_char * 256
+
+
 class _Library:
     """`ucxx`'s core, its array type, and UCX below it."""
 
@@ -97,9 +106,12 @@ class _Library:
             ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.POINTER(_MessageInfo)
         )  # fmt: skip
         self.ucp.ucp_tag_probe_nb.restype = ctypes.c_void_p
-        for destroy in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup):
-            destroy.argtypes = (ctypes.c_void_p,)
-            destroy.restype = None
+        self.ucp.ucp_worker_flush_nbx.argtypes = (ctypes.c_void_p, ctypes.POINTER(_NoParameters))
+        self.ucp.ucp_worker_flush_nbx.restype = ctypes.c_void_p
+        self.ucp.ucp_request_check_status.argtypes = (ctypes.c_void_p,)
+        for free in (self.ucp.ucp_worker_destroy, self.ucp.ucp_cleanup, self.ucp.ucp_request_free):
+            free.argtypes = (ctypes.c_void_p,)
+            free.restype = None
         # These two are in libucs, whose file has another name in NIXL's wheel. The loader finds them through libucp.
         self.ucp.ucs_status_string.restype = ctypes.c_char_p
         if "UCX_LOG_LEVEL" not in os.environ:
@@ -348,12 +360,27 @@ class Worker:
                 self._endpoint = None
         for operation in self._operations:
             operation.forget()
-        self._worker.progress()
+        self._flush()
         # `ucxx` ends a worker only after it has received every message that came unasked, and waits without a deadline:
         # for ever if the peer froze, or closed in the middle of one. So take them away, unread; UCX frees them with the
         # worker. There is no end of them only if UCX works in between, and from here on nothing lets it.
         while self._library.ucp.ucp_tag_probe_nb(self._handle, 0, 0, True, ctypes.byref(_MessageInfo())):
             pass
+
+    def _flush(self) -> None:
+        """Let UCX end what the forced close of an endpoint left behind.
+
+        `ucp_worker_destroy` ends it too, but crashes in `ibv_modify_qp` if the endpoint was still being connected over
+        `rc_verbs` (seen with the UCX of NIXL's wheel, 1.5.1).
+        """
+        ucp, deadline = self._library.ucp, time.monotonic() + _FLUSH_S
+        self._worker.progress_once()
+        request = ucp.ucp_worker_flush_nbx(self._handle, ctypes.byref(_NoParameters())) or 0
+        if not 0 < request < 2**64 - _MAX_STATUSES:
+            return
+        while ucp.ucp_request_check_status(request) == _STATUS_IN_PROGRESS and time.monotonic() < deadline:
+            self._worker.progress_once()
+        ucp.ucp_request_free(request)
 
     def _is_open(self) -> bool:
         """Whether UCX's own worker still exists: then its descriptor is still the file that was registered."""
