@@ -147,6 +147,22 @@ def test_if_a_peer_is_killed_during_reads_each_of_them_ends_once(
         assert isinstance(reader.ended()[-1].error, PeerLostError)
 
 
+def test_many_threads_read_the_memory_of_one_process_at_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, address = start("serve", "foreign")
+    reader = Reader(SharedMemoryTransport({"copy_threads": 8}))
+    try:
+        peer_id = reader.connect(address)
+        with caplog.at_level(logging.WARNING):
+            started = [reader.start(peer_id, 1) for _ in range(2000)]
+            reader.until(lambda: len(reader.ended()) == len(started))
+        assert [end.error for end in reader.ended() if end.error is not None] == []
+        assert len(caplog.records) == 1
+    finally:
+        reader.transport.close()
+
+
 @pytest.mark.parametrize("kind", ["arena", "foreign"])
 def test_a_stopped_peer_can_still_be_read(start: Start, reader: Reader, kind: str) -> None:
     process, address = start("serve", kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from pathlib import Path
 
 from .._cuda import gpu_name
@@ -19,6 +18,7 @@ from .copier import AddressArray, Piece, cut
 from .cuda import CudaDevice
 from .guards import PeerGuards
 from .hello import MAX_ALLOCATIONS, Allocation, Hello, SharedSegment
+from .process import has_ended
 
 #: Milliseconds of copying over PCIe.
 _PIECE_BYTES = 256 << 20
@@ -145,14 +145,12 @@ class _Process:
                 local="this one",
                 remote="another one: CUDA maps memory between processes that see each other (`docker run --pid`)",
             ) from error
-        self._ended = select.poll()
-        self._ended.register(self._descriptor, select.POLLIN)
 
     def require_alive(self) -> None:
         """Raises PeerLostError: the process ended, or is about to."""
         # A process that ends gives up its address space first, then its files, among them the GPU's, and is reported as
         # ended last. As long as it is not reported, the pid is still its own, so `/proc` shows the right process.
-        if not self._has_memory() or self._ended.poll(0):
+        if not self._has_memory() or has_ended(self._descriptor):
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 
     def _has_memory(self) -> bool:

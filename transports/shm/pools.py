@@ -6,7 +6,6 @@ import errno
 import logging
 import mmap
 import os
-import select
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +29,7 @@ from .cuda import CudaDevice
 from .cuda_pools import RemoteCudaMemory, describe_cuda_pool
 from .guards import PeerGuards
 from .hello import FOREIGN, MAX_FILES, MAX_SEGMENTS, Hello, SharedSegment
+from .process import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,8 @@ class RemoteMemory:
             return cut(dst_addresses, src, lengths, MAPPED)
         foreign = self._is_foreign[self.pool.segment_indices(pairs.remote_offsets)]
         mapped = ~foreign
+        if foreign.any():
+            self._process.warn_once()
         return [
             *cut(dst_addresses[mapped], src[mapped], lengths[mapped], MAPPED),
             *cut(dst_addresses[foreign], src[foreign], lengths[foreign], _FOREIGN_MECHANISM),
@@ -220,13 +222,10 @@ class _ForeignProcess:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._has_warned = False
-        self._alive = select.poll()
         try:
             self._descriptor = os.pidfd_open(pid)
         except OSError:  # gone, or in another pid namespace: that matters only to a read
             self._descriptor = -1
-        else:
-            self._alive.register(self._descriptor, select.POLLIN)
 
     def read(self, piece: Piece) -> None:
         if self._descriptor < 0:
@@ -234,17 +233,17 @@ class _ForeignProcess:
                 f"memory of process {self._pid} that is in no arena cannot be read from here: the process has ended, "
                 "or runs in another pid namespace; let the transport allocate its pool"
             )
-        self._warn_once()
         try:
             read_regions_of(self._pid, piece.dst_addresses, piece.src_addresses, piece.lengths)
         except OSError as error:
             raise self._translated(error) from error
-        if self._alive.poll(0):
+        if has_ended(self._descriptor):
             # After the copy: the pid may belong to another process by now, and then these are that one's bytes.
             raise PeerLostError(f"process {self._pid} ended while its memory was read")
 
-    def _warn_once(self) -> None:
-        if not self._has_warned:
+    def warn_once(self) -> None:
+        """Say how slow this is. The owner's thread calls it: of several that copy, two could warn at once."""
+        if self._descriptor >= 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the pool of process %d is not in an arena: it is read with process_vm_readv, at a fraction of the speed; "
