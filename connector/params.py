@@ -12,6 +12,12 @@ prompt and answer. A router keeps them and sends them with the conversation's ne
 asks for one although the request loads nothing. vLLM cannot put params into a stream. So a router may send another request to
 the same node, with `"answer_of"` and the request id of the streamed one; its params are those of that answer.
 
+Likewise `"describe": true` asks a node what it is. Its answer's params have its `kv_role`, `load_failure_policy` and
+`protocol`, and inside vLLM `remote_identity`, a digest of what decides its answers, and `identity_fields`, of which that is the
+digest. Each offer of such a node has the digest as well, unless the request has an adapter. If the prompt for a decode node
+ends with the first token of the answer, the router sends the digest of the node that chose this token, as
+`"first_token": {"model": DIGEST}`. A node with another digest refuses to continue the answer, whatever its load failure policy.
+
 Keys that are not ours are ignored, because proxies add some. Ours are checked strictly, because any client can
 write them.
 
@@ -54,6 +60,12 @@ TRACEPARENT = "traceparent"
 
 #: Key of the name of a rendezvous, and of a node's answer that it can do this.
 RENDEZVOUS, RENDEZVOUS_SUPPORTED = "rendezvous", "rendezvous_supported"
+#: Key of the digest of what decides a node's answers, and of the fields that it was made from.
+IDENTITY, IDENTITY_FIELDS = "remote_identity", "identity_fields"
+#: Key of the first token of an answer, after which a decode node is to continue.
+FIRST_TOKEN = "first_token"
+#: A node's answer begins with this as its `stop_reason` if the node refused to continue after another node's first token.
+REFUSED_TO_CONTINUE = "kvferry refused to continue"
 #: Key of the most tokens of a prompt that a prefill node computes in one step.
 PREFILL_CHUNK_TOKENS = "prefill_chunk_tokens"
 
@@ -76,6 +88,12 @@ def _rendezvous_name(value: object) -> str:
     if not isinstance(value, str) or not _RENDEZVOUS_NAME.fullmatch(value):
         refuse("32 hexadecimal digits in lower case, of which not all of the first 16 are 0", value)
     return value
+
+
+def _identity(value: object) -> str:
+    if not isinstance(value, Mapping):
+        refuse("an object", value)
+    return _text(value.get("model"))
 
 
 def _hexadecimal(high: int) -> Callable[[object], int]:
@@ -164,6 +182,8 @@ class _Flags:
     overlap: bool = False
     offer_answer: Annotated[bool | None, boolean] = None
     answer_of: Annotated[str | None, _name] = None
+    describe: bool = False
+    first_token: Annotated[str | None, _identity] = None
 
 
 _OFFER, _MEETING, _NAME, _FLAGS = Record(_OfferParams), Record(_Meeting), Record(_Name), Record(_Flags)
@@ -186,6 +206,9 @@ class TransferWish:
         offer_answer: Offer the blocks of prompt and answer when the request has finished, where the node does that. None: if
             the request has an offer to load.
         answer_of: The request whose answer's offer is to be named in the params of this one; empty: none.
+        describe: Describe the node in the params of the answer.
+        continues: The prompt ends with the first token of the answer; this is the identity of the node that chose it. Empty:
+            the answer begins here.
     """
 
     offer_result: bool = False
@@ -195,6 +218,8 @@ class TransferWish:
     rendezvous: str = ""
     offer_answer: bool | None = None
     answer_of: str = ""
+    describe: bool = False
+    continues: str = ""
 
 
 def rendezvous_lease(name: str) -> int:
@@ -233,6 +258,8 @@ def parse_transfer_params(params: Mapping[str, Any] | None) -> TransferWish:
         release=offer if flags.do_release else None,
         offer_answer=flags.offer_answer,
         answer_of=flags.answer_of or "",
+        describe=flags.describe,
+        continues=flags.first_token or "",
     )
 
 

@@ -15,6 +15,7 @@ from .base import KVConnectorHandshakeMetadata, SchedulerHalf
 from .content import content_digest
 from .errors import ConnectorError, RendezvousError
 from .handoff.events import BlockTables, GroupBlocks, LocalBlocks, RemoteOffer
+from .handoff.messages import PROTOCOL_VERSION
 from .handoff.numbers import GuardNumbers
 from .kv_cache_specs import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from .metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder, WorkerAddress
@@ -189,8 +190,8 @@ class HandoffScheduler(SchedulerHalf):
         self._used_names: OrderedDict[str, None] = OrderedDict()
         # By request, oldest first; without the offers that were ended to free blocks.
         self._answers: dict[str, _Answer] = {}
-        # Requests that only ask for the params of another one's answer.
-        self._questions: dict[str, str] = {}
+        # Requests that only ask for the params of another one's answer, or what this node is.
+        self._questions: dict[str, TransferWish] = {}
         # Requests that the engine asked about in this step, and has not given blocks to yet.
         self._without_blocks: set[str] = set()
         # Any client can cause these lines, so they are limited.
@@ -226,7 +227,9 @@ class HandoffScheduler(SchedulerHalf):
             RendezvousError: another request has used this name of a rendezvous.
         """
         request_id = request.request_id
-        wish = self._within_role(request_id, parse_transfer_params(request.kv_transfer_params))
+        # Whether the node may continue another one's answer is its host's concern, and no handoff.
+        asked = replace(parse_transfer_params(request.kv_transfer_params), continues="")
+        wish = self._within_role(request_id, asked)
         if wish == TransferWish():
             return
         if (known := self._requests.get(request_id)) is not None:
@@ -234,8 +237,8 @@ class HandoffScheduler(SchedulerHalf):
                 f"request id {request_id!r} is in use: the worker halves are not done with the earlier request, which is "
                 f"{known.state.value!r}; use another id"
             )
-        if wish.answer_of:
-            self._questions[request_id] = wish.answer_of
+        if wish.answer_of or wish.describe:
+            self._questions[request_id] = wish
             return
         if wish.release is not None:
             if self._is_ours(wish.release):
@@ -407,8 +410,10 @@ class HandoffScheduler(SchedulerHalf):
                 is forgotten.
         """
         self._without_blocks.discard(request.request_id)
-        if (answered := self._questions.pop(request.request_id, None)) is not None:
-            return False, self._params_of_answer(answered)
+        if (question := self._questions.pop(request.request_id, None)) is not None:
+            return False, self._describe() if question.describe else self._params_of_answer(
+                question.answer_of
+            )
         record = self._requests.get(request.request_id)
         if record is None:
             return False, None
@@ -506,6 +511,16 @@ class HandoffScheduler(SchedulerHalf):
             if f"-{answered}-" in f"-{request_id}-":
                 return answer.params
         return None
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what a router should know of this start of the node."""
+        return {
+            "kv_role": self._config.kv_role,
+            "load_failure_policy": self._config.kv_load_failure_policy,
+            "protocol": PROTOCOL_VERSION,
+            "remote_engine_id": self._config.engine_id,
+            **({"remote_epoch": f"{self._workers[0].epoch:x}"} if self._workers else {}),
+        }
 
     def _yield_answers(self, num_waiting: int) -> None:
         """End an offer of an answer for each request that waits for blocks. If that is too little, the next step ends more."""
@@ -633,6 +648,7 @@ class HandoffScheduler(SchedulerHalf):
             rendezvous=wish.rendezvous if self._config.is_kv_producer else "",
             offer_answer=wish.offer_answer,
             answer_of=wish.answer_of,
+            describe=wish.describe,
         )
         if allowed != wish:
             key = "do_release" if wish.release is not None else "do_remote_decode"

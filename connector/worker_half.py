@@ -96,6 +96,7 @@ class RunningHandoffs:
         )
         max_connecting = min(options.handoff.max_connecting, _affordable_connections())
         handoff = replace(options.handoff, max_connecting=max_connecting)
+        self.fields = registration.fields
         endpoint = transport.register(registration.pool)
         self.address = WorkerAddress(endpoint.listen(options.address), identity.epoch, parallel.rank)
         self.outcomes = Outcomes(transport.scheme, layout_name(registration.layout))
@@ -175,6 +176,11 @@ class HandoffWorker(WorkerHalf):
     def warning(self) -> str:
         # What kept a handoff from working within the last minute.
         return self._running.warning if self._running is not None else ""
+
+    @property
+    def fields(self) -> Mapping[str, str | int]:
+        """What this node describes of its model and its cache to peers; see `Registration.fields`."""
+        return self._handoffs().fields
 
     # -- memory --------------------------------------------------------------------------------------
 

@@ -43,6 +43,18 @@ def digest(fields: Mapping[str, str | int]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def answers_digest(fields: Mapping[str, str | int], *, of_one_start: str) -> str:
+    """Return a fingerprint of everything that decides which tokens a node answers with, in any order: 64 hexadecimal digits.
+
+    Args:
+        of_one_start: Names this start of this node. It stands for a tokenizer that is not known, so that no other node has it.
+    """
+    return digest(
+        {f"answers {field}": value for field, value in fields.items()}
+        | {"answers tokenizer": fields.get("tokenizer") or f"not known, of {of_one_start}"}
+    )
+
+
 def require_compatible(local: Mapping[str, str | int], remote: Mapping[str, str | int]) -> None:
     """Compare two nodes field by field, except for advisory fields.
 

@@ -18,7 +18,14 @@ from ...transports.errors import KVTransferStateError
 from ...transports.registry import create_transport
 from ..scheduler_half import HandoffScheduler
 from ..worker_half import HandoffWorker, new_epoch
-from .config import connector_options, engine_config, kv_cache_config, require_role, served_groups
+from .config import (
+    answer_fields,
+    connector_options,
+    engine_config,
+    kv_cache_config,
+    require_role,
+    served_groups,
+)
 from .identity import model_identity
 from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
@@ -241,7 +248,13 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     )
     chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     half = HandoffScheduler(transfer, pool, options, chunk_tokens=chunk_tokens)
-    return SchedulerSide(half, shared, tuple(served_groups(config, vllm_config)), can_meet=has_own_address)
+    return SchedulerSide(
+        half,
+        shared,
+        tuple(served_groups(config, vllm_config)),
+        can_meet=has_own_address,
+        answer_fields=answer_fields(vllm_config),
+    )
 
 
 def _worker_side(vllm_config: Any, config: Any) -> WorkerSide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +233,15 @@ def host_fields(vllm_config: Any, layer_names: list[str]) -> dict[str, str]:
         "attention_backend": ", ".join(sorted(backends)),
         "packing": ", ".join(sorted(set(map(_packing, known)))),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+
+
+def answer_fields(vllm_config: Any) -> dict[str, str]:
+    """Return what decides an answer but not the cache of its prompt: how a token is chosen if the request does not say it."""
+    model = vllm_config.model_config
+    return {
+        "sampling": json.dumps(model.get_diff_sampling_param(), sort_keys=True),
+        "logits_processors": str(getattr(model, "logits_processors", None) or ""),
     }
 
 

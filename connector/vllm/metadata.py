@@ -45,6 +45,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where one rank can be reached."""
+    """Where one rank can be reached, and what it describes of its model and its cache to peers.
+
+    Attributes:
+        fields: See `Registration.fields`.
+    """
 
     address: WorkerAddress
+    fields: Mapping[str, str | int] = field(default_factory=dict)

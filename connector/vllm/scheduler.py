@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -11,7 +12,17 @@ from ...transports.errors import ConfigurationError, KVTransferError
 from ..errors import ConnectorError
 from ..handoff.events import GroupBlocks
 from ..output import KVConnectorOutput
-from ..params import RENDEZVOUS_SUPPORTED, TRACEPARENT, TransferWish, parse_transfer_params
+from ..params import (
+    IDENTITY,
+    IDENTITY_FIELDS,
+    REFUSED_TO_CONTINUE,
+    RENDEZVOUS_SUPPORTED,
+    TRACEPARENT,
+    TransferWish,
+    parse_transfer_params,
+)
+from ..planning.compatibility import answers_digest
+from ..registration import NO_FIELDS
 from ..scheduler_half import HandoffScheduler
 from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
@@ -96,6 +107,23 @@ def _leave_out_last_token(request: Any) -> None:
     request.num_prompt_tokens -= 1
 
 
+def _end_at_once(request: Any, identity: str) -> None:
+    """End a request with its first token, and say so in its stop reason, where also a stream shows it.
+
+    vLLM gives a connector no way to fail a request under the policy `recompute`, and a recomputed prompt does not help here: its
+    last token is another model's. No client receives the token that this leaves, because only a router sends such requests.
+    """
+    request.max_tokens = 1
+    # One of these tokens would replace the reason. A copy, because vLLM's front end may hold the same object.
+    request.sampling_params = copy(request.sampling_params)
+    request.sampling_params.stop_token_ids = []
+    request.stop_reason = (
+        f"{REFUSED_TO_CONTINUE}: the answer's first token is that of a node with another model; this node is "
+        f"{identity[:16] or 'not known'}"
+    )
+    logger.warning("request %s: %s", request.request_id, request.stop_reason)
+
+
 def _traced_params(request: Any) -> Mapping[str, Any] | None:
     """Return a request's params with the trace context that vLLM took from the HTTP headers, if it traces."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
@@ -137,6 +165,7 @@ class SchedulerSide:
         shared: Empty; it belongs to this object from now on.
         served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of; empty: all of them.
         can_meet: Whether a router can name an offer of this node in advance: it cannot where several engines share an address.
+        answer_fields: What decides this node's answers, besides the fields of its worker halves.
     """
 
     def __init__(
@@ -146,8 +175,12 @@ class SchedulerSide:
         served_groups: Sequence[int] = (),
         *,
         can_meet: bool = True,
+        answer_fields: Mapping[str, str] = NO_FIELDS,
     ) -> None:
         self._can_meet = can_meet
+        self._answer_fields = answer_fields
+        self._fields: Mapping[str, str | int] = NO_FIELDS  # of the worker halves; empty: not known now
+        self._start = ""
         self._early: dict[str, _Early] = {}
         self._half = half
         self._shared = shared
@@ -159,6 +192,16 @@ class SchedulerSide:
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early)
         return self._half.num_requests + self._shared.num_requests + num_own
+
+    @property
+    def identity(self) -> str:
+        """Digest of what decides this node's answers now. Empty: it is not known.
+
+        Then the node neither lets a router pass on the first token of an answer, nor continues after another node's.
+        """
+        if not self._fields:
+            return ""
+        return answers_digest({**self._fields, **self._answer_fields}, of_one_start=self._start)
 
     def set_handshake_metadata(self, metadata: Mapping[int, WorkerHandshake]) -> None:
         """Learn where the workers can be reached, by rank.
@@ -174,11 +217,16 @@ class SchedulerSide:
                     f"another connector that hands caches over between nodes"
                 )
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
+        first = metadata[min(metadata)]
+        self._fields, self._start = first.fields, f"{first.address.epoch:x}"
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
         try:
             wish = parse_transfer_params(request.kv_transfer_params)
+            if wish.continues and not self._may_continue(request, wish.continues):
+                _end_at_once(request, self.identity)
+                return
             is_unnamed = bool(request.mm_features) and not self._shared.has_prefix_cache
             if is_unnamed:
                 wish = self._without_unnamed_media(request, wish)
@@ -287,9 +335,24 @@ class SchedulerSide:
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
         keeps, params = self._half.request_finished(VllmRequest.of(request), self._served(block_ids))
-        if params is not None and not self._can_meet:
+        return keeps, None if params is None else self._completed(request, params)
+
+    def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the params of an answer with what only this side knows."""
+        params = dict(params)
+        if not self._can_meet:
             params.pop(RENDEZVOUS_SUPPORTED, None)
-        return keeps, params
+        is_description = "kv_role" in params
+        if is_description:
+            params[IDENTITY_FIELDS] = {**self._fields, **self._answer_fields}
+        # The first token of an adapter's answer is the adapter's, and two nodes may have two adapters of one name.
+        if (identity := self.identity) and (is_description or request.lora_request is None):
+            params[IDENTITY] = identity
+        return params
+
+    def _may_continue(self, request: Any, identity: str) -> bool:
+        """Say whether this node may continue an answer whose first token a node with this identity chose."""
+        return identity == self.identity and request.lora_request is None
 
     def _served(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the block tables of the groups that are handed over."""

@@ -122,7 +122,7 @@ class WorkerSide:
         return "vLLM's memory, which peers cannot map: reads are slower"
 
     def get_handshake_metadata(self) -> WorkerHandshake:
-        return WorkerHandshake(self._half.get_handshake_metadata())
+        return WorkerHandshake(self._half.get_handshake_metadata(), self._half.fields)
 
     # -- one step ------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 from kvferry.connector.config import KVRole
 from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
+from kvferry.connector.handoff.messages import PROTOCOL_VERSION
 from kvferry.connector.metadata import OfferOrder, WorkerAddress
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.output import KVConnectorOutput
@@ -102,6 +103,23 @@ class TestTheOffer:
             question = Request(f"q{number}", 1, {"answer_of": asked}, 1, "length")
             decoder.on_new_request(question)
             assert decoder.request_finished(question, [[5]]) == (False, expected)
+
+    def test_another_request_can_ask_what_the_node_is(self) -> None:
+        for role in ("kv_consumer", "kv_producer"):
+            node = scheduler(role)
+            question = Request("q", 1, {"describe": True}, 1, "length")
+            node.on_new_request(question)
+            assert not node.build_connector_meta().announcements
+            keeps, params = node.request_finished(question, [[5]])
+            assert not keeps
+            assert params == {
+                "kv_role": role,
+                "load_failure_policy": "recompute",
+                "protocol": PROTOCOL_VERSION,
+                "remote_engine_id": role,
+                "remote_epoch": f"{77:x}",
+            }
+            assert node.num_requests == 0
 
     def test_a_request_that_was_aborted_or_failed_makes_none(self) -> None:
         for reason in ("abort", "error"):

@@ -70,6 +70,7 @@ class VllmHost:
                     "finished": request,
                     "tokens": list(answer.token_ids),
                     "reason": answer.finish_reason,
+                    "stop_reason": answer.stop_reason,
                     "params": output.kv_transfer_params,
                     "top_logits": _top_logits(answer.logprobs),
                 }

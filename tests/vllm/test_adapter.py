@@ -541,6 +541,71 @@ class TestEarlyOffers:
         assert "rendezvous_supported" not in params
 
 
+class TestContinuing:
+    """Which nodes may share one answer: those that are known to give the same one."""
+
+    FIELDS: ClassVar = {"weights": "w", "tokenizer": "t"}
+
+    @staticmethod
+    def node(fields, epoch=5, answer_fields=None):
+        config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), ATTENTION),))
+        half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
+        side = SchedulerSide(half, SharedOffers(True), answer_fields=answer_fields or {})
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", epoch, 0), fields)})
+        return side
+
+    @staticmethod
+    def asked(side, params, lora_request=None):
+        request = _request("r", params)
+        request.lora_request, request.num_computed_tokens = lora_request, 40
+        request.get_finished_reason = lambda: "length"
+        side.on_new_request(request)
+        return side.request_finished(request, ([4, 5, 6],))[1]
+
+    def test_each_field_decides_and_an_unknown_tokenizer_is_that_of_one_start(self):
+        known = self.node(self.FIELDS).identity
+        assert known == self.node(dict(self.FIELDS), epoch=6).identity
+        for changed in ({"weights": "x"}, {"tokenizer": "u"}, {"dtype": "half"}):
+            assert self.node({**self.FIELDS, **changed}).identity != known
+        assert self.node(self.FIELDS, answer_fields={"sampling": "{}"}).identity != known
+        unknown = {**self.FIELDS, "tokenizer": ""}
+        assert self.node(unknown).identity != self.node(unknown, epoch=6).identity
+        assert _side().identity == ""
+
+    def test_a_question_and_each_offer_name_the_identity(self):
+        side = self.node(self.FIELDS)
+        told = self.asked(side, {"describe": True})
+        assert told["identity_fields"] == self.FIELDS
+        assert told["remote_identity"] == side.identity
+        assert self.asked(side, {"do_remote_decode": True})["remote_identity"] == side.identity
+
+    def test_an_adapters_first_token_is_not_the_models(self, tmp_path):
+        adapter = SimpleNamespace(lora_name="adapter", lora_path=str(tmp_path))
+        params = self.asked(self.node(self.FIELDS), {"do_remote_decode": True}, adapter)
+        assert params["remote_num_tokens"] == 40
+        assert "remote_identity" not in params
+
+    def test_a_node_that_does_not_know_its_identity_names_none(self):
+        side = self.node({})
+        assert "remote_identity" not in self.asked(side, {"describe": True})
+        assert "remote_identity" not in self.asked(side, {"do_remote_decode": True})
+
+    @pytest.mark.parametrize("fields", [{}, {"weights": "other", "tokenizer": "t"}, FIELDS])
+    def test_it_continues_only_after_a_token_of_its_own_model(self, fields):
+        side, request = self.node(fields), _request("r", {})
+        request.kv_transfer_params = {"first_token": {"model": self.node(self.FIELDS).identity}}
+        request.max_tokens, request.stop_reason = 8, None
+        request.sampling_params = sampling = SimpleNamespace(stop_token_ids=[1])
+        side.on_new_request(request)
+        if fields == self.FIELDS:
+            assert (request.max_tokens, request.stop_reason) == (8, None)
+        else:
+            assert request.max_tokens == 1
+            assert request.stop_reason.startswith("kvferry refused to continue: ")
+            assert (request.sampling_params.stop_token_ids, sampling.stop_token_ids) == ([], [1])
+        assert side.num_remembered_requests == 0
+
+
 class TestContent:
     """What two requests must have in common to use each other's blocks."""
 
