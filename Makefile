@@ -76,6 +76,18 @@ build/prometheus:
 	mv build/prometheus-package/usr/bin/prometheus $@
 	rm -r build/prometheus-package
 
+.PHONY: rdma-libraries
+rdma-libraries: build/rdma-libraries ## get Debian's libraries for RDMA, with which a test loads NIXL (needs Debian's package lists, not root)
+
+# Extract the libraries instead of installing them: every other process of this machine stays without them.
+RDMA_PACKAGES := libibverbs1 librdmacm1 ibverbs-providers libnl-3-200 libnl-route-3-200
+build/rdma-libraries:
+	rm -rf $@.new && mkdir -p $@.new
+	cd $@.new && (apt-get download $(RDMA_PACKAGES) || (apt-get update && apt-get download $(RDMA_PACKAGES)))
+	for package in $@.new/*.deb; do dpkg-deb --extract $$package $@.new || exit 1; done
+	rm $@.new/*.deb
+	mv $@.new $@
+
 .PHONY: control-planes
 control-planes: build/vllm-router build/dynamo ## get the routers of other projects that tests put in front of our nodes (30 MB)
 
@@ -143,7 +155,7 @@ build/nixl: constraints.txt
 
 .PHONY: test-nixl
 test-nixl: $(READY) build/nixl ## run the tests of the transport nixl (downloads 60 MB)
-	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports -m "" -n $(TEST_WORKERS) --dist loadfile \
+	PYTHONPATH=build/nixl $(BIN)/python -m pytest tests/transports tests/e2e/test_exits.py -m "" -n $(TEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder -k "nixl or NIXL" $(TEST_ARGS)
 
 .PHONY: test-rdma

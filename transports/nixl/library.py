@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from .._copy import load_word
 from .._descriptors import Reserve
+from .._host_libraries import keep_libnl_apart
 from .._memory import WORD_BYTES, address_of
 from ..errors import BackendUnavailableError, ConfigurationError, PeerRefusedError, TransportError
 from ..regions import AddressArray, Int64Array, MemoryKind
@@ -97,6 +98,7 @@ def _library() -> Any:
     """Import NIXL, and undo what its import changes in this process."""
     raises = logging.raiseExceptions
     package = _package()
+    keep_libnl_apart()
     try:
         with _environment(_quiet()):
             library = importlib.import_module(package)

@@ -15,6 +15,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._host_libraries import keep_libnl_apart
 from ..errors import BackendUnavailableError, ConfigurationError
 
 #: What `ucxx` is linked with. All other libraries of UCX are found through it.
@@ -41,6 +42,7 @@ def load() -> None:
             value="nixl",
         )
     libucp = _find()
+    keep_libnl_apart()
     try:
         with libucp.open("rb") as file:
             image = stub(SONAME, str(libucp), file.read(_HEADER))
