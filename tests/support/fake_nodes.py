@@ -22,8 +22,8 @@ DEADLINE_S = 10.0
 class NodeHandler(Protocol):
     """Answers the completions of a fake node.
 
-    Methods `health`, `metrics` and `release`, if there are any, answer `/health`, `/metrics` and the router's releases of
-    offers.
+    Methods `health`, `metrics`, `models` and `release`, if there are any, answer `/health`, `/metrics`, `/v1/models` and the
+    router's releases of offers.
     """
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
@@ -87,6 +87,7 @@ async def serving(node: NodeHandler) -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/health", getattr(node, "health", _answer_200))
+    app.router.add_get("/v1/models", getattr(node, "models", _answer_200))
     app.router.add_get("/metrics", getattr(node, "metrics", _answer_200))
     # Cancel a handler when its client disconnects, as a real node does.
     async with TestServer(app, handler_cancellation=True) as server:

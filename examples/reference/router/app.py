@@ -35,6 +35,7 @@ from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, U
 from .page import Page
 from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
+from .reading import read_whole
 from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
 from .sessions import Answer, Sessions
@@ -305,7 +306,7 @@ class Router:
                     )
                     url = URL(node.url + request.raw_path, encoded=True)
                     async with self._session.get(url, headers=headers) as response:
-                        payload = await response.read()
+                        payload = await read_whole(response)
                 return web.Response(body=payload, status=response.status, content_type=response.content_type)
 
     @web.middleware
@@ -432,7 +433,9 @@ class Router:
             known = await self._first_token(call, handoff.offer, node, reply)
             params = handoff.offer.params if handoff.offer else None
             try:
-                return await self._decoded_at(node, call, handoff, reply, known, params, is_alone=is_alone)
+                return await self._decoded_at(
+                    node, call, handoff, reply, known, params, tried, is_alone=is_alone
+                )
             except OtherTokenError:
                 # Two logits were almost equal. What the client has seen stays, and the node has the prompt by now.
                 logger.info(
@@ -441,7 +444,9 @@ class Router:
                 )
                 self._metrics.other_first_tokens.inc()
                 reply.taker.rest()  # of a stream that is over
-            return await self._decoded_at(node, call, handoff, reply, reply.first, None, is_alone=is_alone)
+            return await self._decoded_at(
+                node, call, handoff, reply, reply.first, None, tried, is_alone=is_alone
+            )
 
     async def _decoded_at(
         self,
@@ -451,6 +456,7 @@ class Router:
         reply: Reply,
         known: FirstToken | None,
         params: Mapping[str, Any] | None,
+        tried: Tried,
         *,
         is_alone: bool,
     ) -> web.StreamResponse:
@@ -459,6 +465,7 @@ class Router:
         Args:
             known: The token after which the node is to continue. None: it chooses the first one.
             params: Of the offer.
+            tried: Receives the failure of a node that is lost in the middle of a stream.
 
         Raises:
             OtherTokenError: The client has received another first token than the node has chosen meanwhile.
@@ -482,7 +489,10 @@ class Router:
                 self._metrics.without_handoff.inc()
             # While the answer is copied: a client may take its next turn as soon as it has read the last event.
             reply.taker.note = functools.partial(self._end_turn, call, node)
-            response = await reply.copy(node, upstream, first, continues=known is not None)
+            try:
+                response = await reply.copy(node, upstream, first, continues=known is not None)
+            finally:
+                tried[node] = reply.lost  # the client has part of the answer, so no other node can give it
             call.timeline.decode_ended(response.status, reply.tail)
             handoff.read_tail(reply.tail)
             if reply.taker.params is None:

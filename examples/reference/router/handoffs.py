@@ -17,6 +17,7 @@ from ..web.json_body import object_of
 from .health import reason_of
 from .nodes import UpstreamNode
 from .phases import Call, Offer, is_stream, params_of
+from .reading import read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ async def _released(call: Call, offer: Offer) -> None:
     try:
         url = f"{offer.node.url}/v1/completions"
         async with call.session.post(url, json=body, headers=headers, timeout=timeout) as response:
-            await response.read()
+            await read_whole(response)
             logger.debug(
                 "%s: %s answered the release of its offer: %d",
                 call.request_id,
@@ -235,7 +236,7 @@ async def _asked(call: Call, node: UpstreamNode, note: NoteParams) -> None:
     try:
         url = f"{node.url}/v1/completions"
         async with call.session.post(url, json=body, headers=headers, timeout=timeout) as response:
-            params = params_of(object_of(await response.read()))
+            params = params_of(object_of(await read_whole(response)))
     except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
         logger.debug("%s: cannot ask %s for its answer: %s", call.request_id, node.url, reason_of(error))
         return

@@ -12,9 +12,10 @@ from typing import Any
 
 import aiohttp
 
+from .reading import read_whole
 from .states import Health, NodeState
 
-#: At most this much of a `/health` body is read.
+#: The largest body of `/health`.
 MAX_HEALTH_BYTES = 64 << 10
 #: The router is out of descriptors or memory, which says nothing about the node.
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -26,7 +27,7 @@ _NO_HEALTH = Health(None, f"neither {READY_PATH} nor {HEALTH_PATH} exists")
 #: Answers of a server that does not have a path.
 NOT_FOUND = frozenset({404, 405, 501})
 MAX_VERSION_CHARS = 80
-#: At most this much of a `/metrics` page is read.
+#: The largest page of `/metrics`.
 MAX_METRICS_BYTES = 4 << 20
 _PROTOCOL = re.compile(rb'^kvferry_build_info\{[^}\n]*\bprotocol="(\d{1,9})"', re.MULTILINE)
 
@@ -97,7 +98,7 @@ class Prober:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with session.get(f"{self._url}{path}", timeout=timeout) as response:
-                payload = await response.content.read(MAX_HEALTH_BYTES)
+                payload = await read_whole(response, MAX_HEALTH_BYTES)
                 if response.status == 200:
                     return _object(payload)
         return {}
@@ -108,7 +109,7 @@ async def _ask_protocol(session: aiohttp.ClientSession, url: str, timeout_s: flo
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(f"{url}/metrics", timeout=timeout) as response:
-            page = await response.content.read(MAX_METRICS_BYTES) if response.status == 200 else b""
+            page = await read_whole(response, MAX_METRICS_BYTES) if response.status == 200 else b""
             if found := _PROTOCOL.search(page):
                 return int(found[1])
     return 0
@@ -127,7 +128,7 @@ async def ask_health(
         async with session.get(f"{url}{path}", timeout=timeout) as response:
             if response.status in NOT_FOUND:
                 return None
-            payload = await response.content.read(MAX_HEALTH_BYTES)
+            payload = await read_whole(response, MAX_HEALTH_BYTES)
             return _answered(path, response.status, payload)
     except TimeoutError:
         return Health(None, f"{path} did not answer within {timeout_s:g} s", ends_requests=True)

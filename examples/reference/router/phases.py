@@ -17,6 +17,7 @@ from ..web.json_body import object_of
 from ..web.tracing import NO_SPAN, Span, current_span
 from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
+from .reading import read_whole
 from .sessions import Turn, no_turn
 from .timelines import Timeline
 
@@ -166,7 +167,7 @@ async def open_prefill(
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
             if response.status != 200:
-                _raise_refusal(node, response.status, await response.read())
+                _raise_refusal(node, response.status, await read_whole(response))
         yield response
 
 
@@ -251,7 +252,7 @@ async def open_answer(
         async with node.exchange():
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
-            first = await (response.content.readany() if is_stream(response) else response.read())
+            first = await (response.content.readany() if is_stream(response) else read_whole(response))
             if response.status in (429, 502, 503):
                 raise _failed(node, response.status, first)
             require_not_aborted(node, first)

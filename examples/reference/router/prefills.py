@@ -29,12 +29,11 @@ from .phases import (
     prefill_body,
     require_not_aborted,
 )
+from .reading import EventBuffer, read_whole
 from .sessions import Answer
 
 logger = logging.getLogger(__name__)
 
-#: An event carries the offer, which lists the prompt's blocks, so it may be large.
-MAX_EVENT_BYTES = 16 << 20
 #: After an answer has ended, wait this long for the end of its prefill's stream.
 LAST_EVENTS_S = 5.0
 
@@ -135,7 +134,7 @@ class WholePrefill(Prefill):
                     open_prefill(call, node, self._body(call, node, answer, overlap=False)) as response,
                 ):
                     async with node.exchange():
-                        payload = await response.read()
+                        payload = await read_whole(response)
                     require_not_aborted(node, payload)
                     result = object_of(payload)
                     call.timeline.prefill_ended(result)
@@ -243,24 +242,22 @@ async def _events(call: Call, node: UpstreamNode, response: aiohttp.ClientRespon
     """
     if not is_stream(response):
         async with node.exchange():
-            payload = await response.read()
+            payload = await read_whole(response)
         require_not_aborted(node, payload)
         answer = object_of(payload)
         call.timeline.prefill_ended(answer)
         yield answer
         return
-    rest = b""
+    buffer = EventBuffer()
     parsed: Mapping[str, Any] = {}
     while True:
         # One exchange per wait: an exchange belongs to one task, and different tasks wait for the first events and the rest.
         async with node.exchange():
             chunk = await response.content.readany()
+            events = buffer.add(chunk)
         if not chunk:
             raise NodeGoneError(node, "ended its stream before [DONE]")
-        *whole, rest = (rest + chunk).split(b"\n\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise NodeGoneError(node, f"sent an event of more than {MAX_EVENT_BYTES} bytes")
-        for event in whole:
+        for event in events.split(b"\n\n")[:-1]:
             if event == b"data: [DONE]":
                 call.timeline.prefill_ended(parsed)
                 return
@@ -272,7 +269,7 @@ async def _events(call: Call, node: UpstreamNode, response: aiohttp.ClientRespon
 def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:
     try:
         parsed = json.loads(event.removeprefix(b"data: "))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NodeGoneError(node, "sent an event that is not JSON") from None
     if not isinstance(parsed, dict) or "error" in parsed:
         raise NodeGoneError(node, json.dumps(parsed)[:200])

@@ -24,6 +24,7 @@ from .metrics import RouterMetrics
 from .nodes import NodeGoneError, NodePool, NoNodeError, UpstreamNode
 from .phases import Call, Offer, open_prefill, params_of, require_not_aborted
 from .prefills import Prefill
+from .reading import read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class RendezvousPrefill(Prefill):
                 open_prefill(call, node, body) as response,
             ):
                 async with node.exchange():
-                    payload = await response.read()
+                    payload = await read_whole(response)
                 require_not_aborted(node, payload)
                 answer = object_of(payload)
                 call.timeline.prefill_ended(answer)

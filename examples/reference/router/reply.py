@@ -109,7 +109,9 @@ class Reply:
         chunk = first
         try:
             while chunk:
-                if events := rewritten(self.taker.events(chunk)):
+                async with node.exchange():
+                    events = rewritten(self.taker.events(chunk))
+                if events:
                     self._note_piece()
                     await self._write(events)
                 async with node.exchange():

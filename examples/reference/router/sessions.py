@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .nodes import UpstreamNode
+from .reading import EventBuffer
 from .states import USABLE
 
 SESSION_HEADER = "X-Session-ID"
@@ -28,8 +29,6 @@ MAX_CONVERSATIONS = 4096
 #: How long a turn waits for a decode node that was asked for the offer of the latest answer. Programs take turns at once.
 QUESTION_WAIT_S = 1.0
 _PARAMS_KEY = b'"kv_transfer_params":'
-#: A longer event is passed on as it comes. An offer lists the blocks of a prompt, so it may be large.
-MAX_EVENT_BYTES = 16 << 20
 
 Params = Mapping[str, Any]
 
@@ -210,7 +209,7 @@ class AnswerTaker:
     def __init__(self) -> None:
         self.params: Params | None = None
         self.note: Callable[[Params], object] = lambda params: None
-        self._rest = b""
+        self._buffer = EventBuffer()
 
     def whole(self, payload: bytes) -> bytes:
         """Return a whole answer without the offer."""
@@ -222,7 +221,7 @@ class AnswerTaker:
         text = tail.decode(errors="surrogateescape").lstrip()
         try:
             params, end = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return payload
         if not isinstance(params, dict) or "answer_lease_s" not in params:
             return payload
@@ -231,15 +230,16 @@ class AnswerTaker:
         return head + b" null" + text[end:].encode(errors="surrogateescape")
 
     def events(self, chunk: bytes) -> bytes:
-        """Return the events of a stream that are complete, without the offer. The rest of the chunk waits for the next one."""
-        ready, separator, self._rest = (self._rest + chunk).rpartition(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            return ready + separator + self.rest()
+        """Return the events of a stream that are complete, without the offer. The rest of the chunk waits for the next one.
+
+        Raises:
+            TooLongError: See `EventBuffer.add`.
+        """
+        ready = self._buffer.add(chunk)
         if _PARAMS_KEY in ready:
             ready = b"\n\n".join(map(self.whole, ready.split(b"\n\n")))
-        return ready + separator
+        return ready
 
     def rest(self) -> bytes:
         """Return what follows the last complete event."""
-        rest, self._rest = self._rest, b""
-        return rest
+        return self._buffer.rest()

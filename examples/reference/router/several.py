@@ -17,12 +17,15 @@ from ..web.json_body import object_of
 from .first_tokens import FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import Call, is_stream
+from .reading import MAX_ANSWER_BYTES
 from .reply import PASSED_HEADERS, TAIL_BYTES, Reply, stream_headers
 
 #: Most prompts per request.
 MAX_PROMPTS = 256
 #: Most prompts of one request that are in flight at a time.
 MAX_AT_ONCE = 16
+#: The most bytes of all whole answers to the prompts of one request.
+MAX_MERGED_BYTES = 4 * MAX_ANSWER_BYTES
 #: Token counts that add up.
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -69,6 +72,7 @@ class MergedReply(Reply):
         self._id = f"cmpl-{call.request_id}"
         self._headers = {"X-Request-Id": call.request_id}
         self._num_answers = Fields(call.body).integer("n", 1)
+        self._num_bytes = 0
         self._usage: dict[str, Any] = {}
         self._closing: Mapping[str, Any] | None = None
         self._begun: asyncio.Future[Any]
@@ -86,6 +90,10 @@ class MergedReply(Reply):
                 response = await routed(call, _Part(self, number))
             if response.status != 200:
                 raise _RefusedError(response)
+            self._num_bytes += len(_body_of(response))
+            if self._num_bytes > MAX_MERGED_BYTES:
+                message = f"the answers have more than {MAX_MERGED_BYTES} bytes together: send fewer prompts per request"
+                raise ApiError(502, message, kind="server_error")
             return response
 
         tasks = [asyncio.create_task(answer_one(number, call)) for number, call in enumerate(calls)]
@@ -191,12 +199,9 @@ class _Part(Reply):
         """End an answer that had nothing but the first token."""
         return web.Response()
 
-    async def _pass_on(self, piece: bytes, headers: Mapping[str, str]) -> bytes:
-        """Pass on the whole events of a piece, and return the rest."""
-        *events, rest = piece.split(b"\n\n")
-        for event in events:
+    async def _pass_on(self, events: bytes, headers: Mapping[str, str]) -> None:
+        for event in events.split(b"\n\n"):
             await self._merged_reply.add_event(event, self._number, headers)
-        return rest
 
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
@@ -211,16 +216,18 @@ class _Part(Reply):
         headers = {name: upstream.headers[name] for name in PASSED_HEADERS if name in upstream.headers}
         if not is_stream(upstream):
             headers.setdefault("Content-Type", "application/json")
-            return web.Response(body=first, status=upstream.status, headers=headers)
-        chunk, rest = first, b""
+            return web.Response(body=self.taker.whole(first), status=upstream.status, headers=headers)
+        chunk = first
         try:
             while chunk:
-                piece = rewritten(chunk)
-                self.tail = (self.tail + piece)[-TAIL_BYTES:]
-                rest = await self._pass_on(rest + piece, headers)
+                async with node.exchange():
+                    events = rewritten(self.taker.events(chunk))
+                self.tail = (self.tail + events)[-TAIL_BYTES:]
+                await self._pass_on(events, headers)
                 async with node.exchange():
                     chunk = await upstream.content.readany()
         except NodeGoneError as error:
+            self.lost = error
             lost = f"the answer was lost in the middle: {await error.explained()}"
             raise ApiError(502, lost, kind="server_error") from error
         return web.Response()

@@ -15,6 +15,8 @@ from .errors import ApiError, bad_request
 #: The application's limit on the size of a body, in bytes.
 MAX_BODY = web.AppKey("max_body_bytes", int)
 MAX_BODY_BYTES = 8 << 20
+#: The most values that another server's JSON may have. Small ones need twenty times their text in memory.
+MAX_VALUES = 4 << 20
 #: The application's limit on the time of a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout_s", float)
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -86,7 +88,9 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def object_of(payload: bytes) -> Mapping[str, Any]:
-    """Parse a JSON object that another server sent. Anything else becomes an empty one."""
+    """Parse a JSON object that another server sent. Anything else becomes an empty one, and so does one of too many values."""
+    if len(payload) > MAX_VALUES and sum(map(payload.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        return {}
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError):

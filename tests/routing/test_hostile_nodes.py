@@ -1,0 +1,317 @@
+"""What a node may send: whatever a broken or hostile one does costs its own requests, and neither the router nor a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvferry.reference.router.health import MAX_HEALTH_BYTES, Prober, ask_health
+from kvferry.reference.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError
+from kvferry.reference.router.states import NodeState
+from kvferry.reference.web.json_body import MAX_VALUES, object_of
+from tests.support.fake_nodes import routed, serving
+
+DEADLINE_S = 60.0
+MIB = 1 << 20
+#: What the sockets between the two may hold when the router stops reading, and more.
+IN_FLIGHT_BYTES = 32 * MIB
+STREAM = {"Content-Type": "text/event-stream"}
+OFFER = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_block_ids": [[3]],
+    "remote_host": "h",
+    "remote_port": 1,
+}
+#: With these, a later request asks both nodes at once.
+MEETING = {
+    **OFFER,
+    "remote_epoch": "5",
+    "remote_addresses": ["shm:x"],
+    "tp_size": 1,
+    "rendezvous_supported": True,
+}
+PROTOCOL = 'kvferry_build_info{protocol="7",version="0"} 1.0\n'
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def answer_200(request: web.Request) -> web.StreamResponse:
+    return web.Response()
+
+
+@dataclass
+class Node:
+    """Answers as the test says."""
+
+    answer: Answer
+    release: Answer = answer_200
+    models: Answer = answer_200
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        return await self.answer(request)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=PROTOCOL)
+
+
+@dataclass
+class Endless:
+    """Sends four times what an answer may have, unless the connection closes before.
+
+    Attributes:
+        num_bytes: Sent in one answer.
+    """
+
+    status: int = 200
+    content_type: str = "application/json"
+    prefix: bytes = b'{"text": "'
+    num_bytes: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=self.status, headers={"Content-Type": self.content_type})
+        await response.prepare(request)
+        try:
+            await response.write(self.prefix)
+            for number in range(1, 4 * MAX_ANSWER_BYTES // MIB):
+                await response.write(b"x" * MIB)
+                self.num_bytes = max(self.num_bytes, number * MIB)
+        finally:
+            self.ended.set()
+        return response
+
+    async def was_cut_off(self) -> bool:
+        await asyncio.wait_for(self.ended.wait(), DEADLINE_S)
+        return self.num_bytes < MAX_ANSWER_BYTES + IN_FLIGHT_BYTES
+
+
+async def offer(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": OFFER})
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "one two"}]})
+
+
+async def post(client: Any, **body: Any) -> tuple[int, bytes]:
+    async with client.post("/v1/completions", json={"prompt": "p", "max_tokens": 5, **body}) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_prefill_node_whose_answer_does_not_end_has_failed(status: int, overlap: bool) -> None:
+    endless = Endless(status)
+    async with routed([Node(endless), Node(offer)], [Node(answer)], overlap=overlap) as client:
+        answered, _ = await post(client)
+        assert await endless.was_cut_off()
+    assert answered == 200
+
+
+@pytest.mark.parametrize("status", [200, 400, 429, 500])
+async def test_a_decode_node_whose_answer_does_not_end_has_failed(status: int) -> None:
+    endless = Endless(status)
+    async with routed([Node(offer)], [Node(endless), Node(answer)]) as client:
+        answered, _ = await post(client)
+        assert await endless.was_cut_off()
+    assert answered == 200
+
+
+@pytest.mark.parametrize("prompt", ["p", ["p", "q"]], ids=["one prompt", "several prompts"])
+async def test_a_stream_with_an_event_that_does_not_end_ends_with_an_error(prompt: object) -> None:
+    endless = Endless(content_type="text/event-stream", prefix=b'data: {"choices": []}\n\ndata: {"text": "')
+    async with routed([Node(offer)], [Node(endless)]) as client:
+        status, payload = await post(client, prompt=prompt, stream=True)
+        assert await endless.was_cut_off()
+    assert status in (200, 502)
+    assert f"of more than {MAX_ANSWER_BYTES} bytes".encode() in payload
+    assert len(payload) < MIB
+
+
+async def test_an_offer_in_an_event_that_does_not_end_is_a_failure_of_the_prefill_node() -> None:
+    endless = Endless(content_type="text/event-stream", prefix=b'data: {"text": "')
+    async with routed([Node(endless), Node(offer)], [Node(answer)], overlap=True) as client:
+        status, _ = await post(client)
+        assert await endless.was_cut_off()
+    assert status == 200
+
+
+async def test_in_a_rendezvous_a_prefill_answer_that_does_not_end_is_a_failure() -> None:
+    endless = Endless()
+
+    async def first_offer(request: web.Request) -> web.StreamResponse:
+        if len(prefill.asked) == 2:
+            assert prefill.asked[1]["kv_transfer_params"]["rendezvous"]
+            return await endless(request)
+        return web.json_response({"kv_transfer_params": MEETING})
+
+    async def after_the_offer(request: web.Request) -> web.StreamResponse:
+        if len(decode.asked) == 2:
+            await endless.ended.wait()
+            await asyncio.sleep(DEADLINE_S)  # until the router hangs up
+        return await answer(request)
+
+    prefill, decode = Node(first_offer), Node(after_the_offer)
+    async with routed([prefill], [decode]) as client:
+        assert [(await post(client))[0] for _ in range(2)] == [200, 200]
+        assert await endless.was_cut_off()
+    assert len(prefill.asked) == 3
+
+
+async def test_a_release_is_not_read_for_ever() -> None:
+    endless = Endless()
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=400)
+
+    async with routed([Node(offer, release=endless)], [Node(refuse)]) as client:
+        assert (await post(client))[0] == 400
+        assert await endless.was_cut_off()
+
+
+async def test_models_that_do_not_end_are_asked_of_another_node() -> None:
+    endless = Endless()
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": []})
+
+    async with routed(
+        [Node(offer)], [Node(answer, models=endless.__call__), Node(answer, models=models)]
+    ) as client:
+        async with client.get("/v1/models") as response:
+            assert await response.json() == {"data": []}
+        assert await endless.was_cut_off()
+
+
+async def test_a_large_answer_passes_unchanged() -> None:
+    whole = b'{"choices": [{"text": "' + b"x" * (MAX_ANSWER_BYTES // 2) + b'"}]}'
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=whole, content_type="application/json")
+
+    async with routed([Node(offer)], [Node(large)]) as client:
+        assert await post(client) == (200, whole)
+
+
+async def test_a_node_that_is_lost_in_the_middle_of_streams_is_ejected() -> None:
+    async def lose(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers=STREAM)
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with routed([Node(offer)], [Node(lose), Node(answer)], check_interval_s=0.05) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            while not await _num_ejections(client):
+                await post(client, stream=True)
+
+
+async def _num_ejections(client: Any) -> int:
+    async with client.get("/nodes") as response:
+        return sum(node["ejections"] for node in (await response.json())["nodes"])
+
+
+# -- health checks ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Healthy(Node):
+    """Answers `/health` and `/metrics` as the test says."""
+
+    health: Answer = answer
+    metrics: Answer = answer  # type: ignore[assignment]
+
+
+async def test_a_health_check_reads_an_answer_that_comes_in_pieces() -> None:
+    async def in_pieces(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"load_failure_policy": ')
+        await asyncio.wait_for(first_has_arrived.wait(), DEADLINE_S)
+        await response.write(b'"recompute"}')
+        return response
+
+    first_has_arrived = asyncio.Event()
+    async with serving(Healthy(answer, health=in_pieces)) as url, _session(first_has_arrived) as session:
+        health = await ask_health(session, url, DEADLINE_S)
+    assert health is not None
+    assert (health.state, health.load_failure_policy) == (NodeState.READY, "recompute")
+
+
+async def test_the_protocol_is_found_on_a_page_that_comes_in_pieces() -> None:
+    async def in_pieces(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"# HELP\n")
+        await asyncio.wait_for(first_has_arrived.wait(), DEADLINE_S)
+        await response.write(PROTOCOL.encode())
+        return response
+
+    first_has_arrived = asyncio.Event()
+    async with (
+        serving(Healthy(answer, metrics=in_pieces)) as url,
+        _session(first_has_arrived) as session,
+    ):
+        prober = Prober(url)
+        await prober.learn_version(session, DEADLINE_S)
+    assert prober.protocol == 7
+
+
+def _session(first_has_arrived: asyncio.Event) -> aiohttp.ClientSession:
+    """Return a session that says when it has read something."""
+
+    async def arrived(*_: object) -> None:
+        first_has_arrived.set()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_response_chunk_received.append(arrived)
+    trace.on_request_end.append(arrived)
+    return aiohttp.ClientSession(trace_configs=[trace])
+
+
+async def test_a_health_check_whose_answer_is_too_long_has_failed() -> None:
+    async def long(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b" " * (MAX_HEALTH_BYTES + 1))
+
+    async with serving(Healthy(answer, health=long)) as url, aiohttp.ClientSession() as session:
+        health = await ask_health(session, url, DEADLINE_S)
+    assert health is not None
+    assert health.state is None
+    assert f"more than {MAX_HEALTH_BYTES} bytes" in health.error
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def test_events_are_complete_in_whatever_pieces_they_arrive() -> None:
+    stream = b"data: a\n\ndata: b\n\n\n\ndata: [DONE]\n\ndata: c"
+    for size in range(1, len(stream)):
+        buffer = EventBuffer()
+        added = [buffer.add(stream[at : at + size]) for at in range(0, len(stream), size)]
+        assert all(events == b"" or events.endswith(b"\n\n") for events in added)
+        assert b"".join(added) + buffer.rest() == stream
+
+
+def test_an_event_has_a_longest_length() -> None:
+    buffer = EventBuffer()
+    assert buffer.add(b"a" * MAX_ANSWER_BYTES) == b""
+    with pytest.raises(TooLongError, match=f"sent an event of more than {MAX_ANSWER_BYTES} bytes"):
+        buffer.add(b"a")
+    assert buffer.rest() == b""
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b"0"])
+def test_json_with_too_many_values_is_none(value: bytes) -> None:
+    assert object_of(b'{"a":[' + b",".join([value] * (MAX_VALUES // 64)) + b"]}")
+    assert object_of(b'{"a":[' + b",".join([value] * (MAX_VALUES + 1)) + b"]}") == {}
