@@ -8,7 +8,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from .errors import CommandError, UsageError
 
@@ -90,18 +90,25 @@ def _context(path: str) -> ssl.SSLContext:
         raise UsageError(f"--ca-certs={path!r} cannot be used: {error.strerror or error}") from error
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error. It could lead to any server that the command's host can reach."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def fetch(url: str, timeout_s: float, key: str = "", context: ssl.SSLContext | None = None) -> str:
     """Return the text at a URL.
 
     Raises:
-        CommandError: there is none within the time, or it is too long. The message names neither the URL nor the key.
+        CommandError: there is none within the time, it is too long, or the server redirects. The message names neither the URL nor the key.
     """
     try:
         request = urllib.request.Request(url)
         if key:
-            # Not a usual header, because those go to any server to which this one redirects.
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
-        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as response:
+            request.add_header("Authorization", f"Bearer {key}")
+        opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
+        with opener.open(request, timeout=timeout_s) as response:
             data: bytes = response.read(MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
         with error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.reference.router.health import MAX_HEALTH_BYTES, Prober, ask_health
-from kvferry.reference.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError
+from kvferry.reference.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError, refuse_no_answers
 from kvferry.reference.router.states import NodeState
 from kvferry.reference.web.json_body import MAX_VALUES, object_of
 from tests.support.fake_nodes import routed, serving
@@ -220,6 +221,96 @@ async def test_a_node_that_is_lost_in_the_middle_of_streams_is_ejected() -> None
 async def _num_ejections(client: Any) -> int:
     async with client.get("/nodes") as response:
         return sum(node["ejections"] for node in (await response.json())["nodes"])
+
+
+# -- redirects and encodings -----------------------------------------------------------------------
+
+
+@dataclass
+class Inner:
+    """A service that only the router can reach."""
+
+    num_requests: int = 0
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        return await self.health(request)
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        self.num_requests += 1
+        return web.json_response({"choices": [{"text": "inner secret"}], "data": "inner secret"})
+
+    metrics = models = release = health
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 304, 307, 308])
+@pytest.mark.parametrize("role", ["prefill", "decode", "models", "release"])
+async def test_a_node_that_redirects_has_failed_and_nothing_goes_to_the_target(
+    status: int, role: str
+) -> None:
+    inner = Inner()
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        target = "/health" if role == "models" else "/v1/completions"
+        asked.set()
+        return web.Response(status=status, headers={"Location": url + target})
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=400)
+
+    asked = asyncio.Event()
+    good_prefill, good_decode = Node(offer), Node(answer, models=answer)
+    prefill = {"prefill": Node(redirect), "release": Node(offer, release=redirect)}.get(role, good_prefill)
+    decode = {
+        "decode": Node(redirect),
+        "models": Node(answer, models=redirect),
+        "release": Node(refuse),
+    }.get(role, good_decode)
+    async with serving(inner) as url, routed([prefill], [decode]) as client:
+        if role == "models":
+            async with client.get("/v1/models") as response:
+                answered, payload = response.status, await response.read()
+        else:
+            answered, payload = await post(client)
+        await asyncio.wait_for(asked.wait(), DEADLINE_S)
+    assert inner.num_requests == 0
+    assert b"secret" not in payload
+    if role == "release":
+        assert answered == 400
+    else:
+        assert answered == 503
+        assert f"answered {status}" in payload.decode()
+
+
+async def test_a_health_check_follows_no_redirect() -> None:
+    inner = Inner()
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound(url + "/health")
+
+    bad = Healthy(answer, health=redirect)
+    async with serving(inner) as url, serving(bad) as bad_url:
+        async with aiohttp.ClientSession(middlewares=[refuse_no_answers]) as session:
+            health = await ask_health(session, bad_url, DEADLINE_S)
+    assert health is not None
+    assert health.state is None
+    assert "answered 302" in health.error
+    assert inner.num_requests == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_that_compresses_its_answer_has_failed(role: str) -> None:
+    async def compress(request: web.Request) -> web.StreamResponse:
+        encodings.append(request.headers["Accept-Encoding"])
+        raw = gzip.compress(b'{"text": "' + bytes(8 * MIB) + b'"}')
+        return web.Response(body=raw, headers={"Content-Encoding": "gzip"})
+
+    encodings: list[str] = []
+    prefill = [Node(compress), Node(offer)] if role == "prefill" else [Node(offer)]
+    decode = [Node(compress), Node(answer)] if role == "decode" else [Node(answer)]
+    async with routed(prefill, decode) as client:
+        assert [(await post(client))[0] for _ in range(2)] == [200, 200]
+    assert set(encodings) == {"identity"}
 
 
 # -- health checks ---------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, U
 from .page import Page
 from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
-from .reading import read_whole
+from .reading import ASKED_ENCODING, read_whole, refuse_no_answers
 from .rendezvous import LostPrefillError, RendezvousPrefill
 from .reply import Reply
 from .sessions import Answer, Sessions
@@ -47,6 +47,8 @@ from .timelines import RecentRequests
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+#: For a node's list of models, which it has at hand.
+MODELS_TIMEOUT_S = 30.0
 #: If the peer's host vanishes, the connection breaks after IDLE + COUNT * INTERVAL seconds without a byte. Health checks do
 #: not notice a host that restarted meanwhile, so they cannot replace this.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 15, 5, 3
@@ -207,7 +209,9 @@ class Router:
             timeout=timeout,
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),  # a node's cookie for one client is not for the others
-            middlewares=(self._node_access.present, self._verify_by_name),
+            headers=ASKED_ENCODING,
+            auto_decompress=False,
+            middlewares=(self._node_access.present, self._verify_by_name, refuse_no_answers),
         ) as self._session:
             pools = self._prefill_pool, self._decode_pool
             async with contextlib.AsyncExitStack() as stack:
@@ -305,9 +309,11 @@ class Router:
                         request, request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
                     )
                     url = URL(node.url + request.raw_path, encoded=True)
-                    async with self._session.get(url, headers=headers) as response:
+                    timeout = aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S)
+                    async with self._session.get(url, headers=headers, timeout=timeout) as response:
                         payload = await read_whole(response)
-                return web.Response(body=payload, status=response.status, content_type=response.content_type)
+                # Never another type: a browser would run a node's page as one of the router's.
+                return web.Response(body=payload, status=response.status, content_type="application/json")
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:

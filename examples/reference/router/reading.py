@@ -5,7 +5,10 @@ Every failure is an error of aiohttp's client, as a broken connection is, so tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import aiohttp
+from aiohttp import ClientHandlerType
 
 #: The largest whole answer, and the largest event of a stream. The largest legitimate ones have log probabilities: this is
 #: enough for about 25,000 tokens with 20 alternatives each. An answer without them has a few bytes per token.
@@ -17,6 +20,40 @@ class TooLongError(aiohttp.ClientPayloadError):
 
     def __init__(self, what: str, max_bytes: int) -> None:
         super().__init__(f"sent {what} of more than {max_bytes} bytes")
+
+
+class NoAnswerError(aiohttp.ClientError):
+    """A node has answered with something that no node of ours answers."""
+
+
+#: What every request to a node says. A node could answer a few bytes that become gigabytes when they are decompressed.
+ASKED_ENCODING: Mapping[str, str] = {"Accept-Encoding": "identity"}
+
+
+async def refuse_no_answers(
+    request: aiohttp.ClientRequest, handler: ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Fail if a node redirects, or compresses its answer. This is a middleware of the client session.
+
+    To follow a redirect would send the prompt and the router's key to any address that the node names, and that address's answer
+    to the client.
+
+    Raises:
+        NoAnswerError: The node does one of these.
+    """
+    response = await handler(request)
+    why = ""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if 300 <= response.status < 400:
+        why = f"answered {response.status}: the router follows no redirects; give the node's own URL"
+    elif not 200 <= response.status < 600:
+        why = f"answered {response.status}, which is no status of an answer"
+    elif encoding.lower() != "identity":
+        why = f"compressed its answer ({encoding[:40]!r}), for which the router did not ask"
+    if why:
+        response.close()
+        raise NoAnswerError(why)
+    return response
 
 
 async def read_whole(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
