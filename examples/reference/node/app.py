@@ -23,7 +23,7 @@ from ..engine.types import GenerationRequest, Logprobs, RequestOutput
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
-from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, unavailable
+from ..web.errors import RETRY_AFTER_S, ApiError, bad_request, error_middleware, note_answered, unavailable
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed, span_of_work
@@ -491,6 +491,7 @@ class NodeServer:
             failed = ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
             await response.write(_event(failed.body()))
         await response.write(b"data: [DONE]\n\n")
+        note_answered(request, response.status)
         await response.write_eof()
         return response
 

@@ -22,7 +22,7 @@ from ..web.access import NodeAccess
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
-from ..web.errors import ApiError, error_middleware
+from ..web.errors import CLIENT_LEFT, ApiError, answered_status, error_middleware
 from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
@@ -321,18 +321,22 @@ class Router:
             return await handler(request)
         self._num_under_way += 1
         began = time.monotonic()
+        status = CLIENT_LEFT
         try:
             response = await handler(request)
+            status = response.status
             if not response.prepared:
                 # aiohttp would write the response after this middleware. Write it here, so that a drain waits for its last byte.
                 with contextlib.suppress(ConnectionError):
                     await response.prepare(request)
                     await response.write_eof()
+            return response
         finally:
             self._num_under_way -= 1
-        self._metrics.requests.labels(str(response.status)).inc()
-        self._metrics.request_duration.observe(time.monotonic() - began)
-        return response
+            status = answered_status(request) or status
+            self._metrics.requests.labels(str(status)).inc()
+            if status != CLIENT_LEFT:
+                self._metrics.request_duration.observe(time.monotonic() - began)
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -363,7 +367,12 @@ class Router:
         """Answer one prompt, and record where its time goes."""
         with self._recent.following(call.request_id, call.path, arrived_s, admitted_s) as timeline:
             call = replace(call, timeline=timeline)
-            response = await self._within_limit(reply, self._routed(call, reply))
+            try:
+                response = await self._within_limit(reply, self._routed(call, reply))
+            except (asyncio.CancelledError, ConnectionError):
+                if reply.is_complete:
+                    timeline.ended(200)
+                raise
             if reply.error is not None:
                 timeline.failed(reply.error.status, str(reply.error))
             timeline.ended(response.status)
@@ -497,15 +506,30 @@ class Router:
             reply.taker.note = functools.partial(self._end_turn, call, node)
             try:
                 response = await reply.copy(node, upstream, first, continues=known is not None)
+            except (asyncio.CancelledError, ConnectionError):
+                if reply.is_complete:  # the client has left after the end of its answer
+                    self._note_end(call, node, handoff, reply, upstream)
+                raise
             finally:
                 tried[node] = reply.lost  # the client has part of the answer, so no other node can give it
-            call.timeline.decode_ended(response.status, reply.tail)
-            handoff.read_tail(reply.tail)
-            if reply.taker.params is None:
-                asks = self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered
-                question = self._handoffs.ask(call, node, reply.taker.note) if asks else None
-                self._end_turn(call, node, None, question)
+            self._note_end(call, node, handoff, reply, upstream)
             return response
+
+    def _note_end(
+        self,
+        call: Call,
+        node: UpstreamNode,
+        handoff: Handoff,
+        reply: Reply,
+        upstream: aiohttp.ClientResponse,
+    ) -> None:
+        """Note a decode node's answer that has been copied."""
+        call.timeline.decode_ended(upstream.status, reply.tail)
+        handoff.read_tail(reply.tail)
+        if reply.taker.params is None:
+            asks = self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered
+            question = self._handoffs.ask(call, node, reply.taker.note) if asks else None
+            self._end_turn(call, node, None, question)
 
     def _end_turn(
         self,

@@ -44,7 +44,7 @@ class RouterMetrics:
         self._registry.register(_HandoffCollector(handoffs))
         self.requests = Counter(
             "kvferry_router_requests_total",
-            "Requests answered, by HTTP status",
+            "Requests answered, by HTTP status; 499: the client left before its answer was complete",
             ["status"],
             registry=self._registry,
         )

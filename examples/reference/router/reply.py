@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import aiohttp
 from aiohttp import web
 
-from ..web.errors import ApiError
+from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from .first_tokens import DONE, FirstToken
 from .nodes import NodeGoneError, UpstreamNode
@@ -59,6 +59,11 @@ class Reply:
         self.error: ApiError | None = None
         self.first: FirstToken | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has been sent the end of a stream, so that it may leave."""
+        return self.tail.endswith(DONE)
+
     async def begin(self, first: FirstToken, upstream: Mapping[str, str]) -> None:
         """Begin a stream with the answer's first token.
 
@@ -85,6 +90,8 @@ class Reply:
         assert self._stream is not None, "begun before"
         await self._stream.write(piece)
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        if self.is_complete:
+            note_answered(self._request, self._stream.status)
 
     async def copy(
         self, node: UpstreamNode, upstream: aiohttp.ClientResponse, first: bytes, *, continues: bool
@@ -160,5 +167,6 @@ class Reply:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ERROR_SEND_S):
                 await self._stream.write(event)
+                note_answered(self._request, self._stream.status)
                 await self._stream.write_eof()
         return self._stream

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from ..web.errors import ApiError, bad_request
+from ..web.errors import ApiError, bad_request, note_answered
 from ..web.fields import Fields
 from ..web.json_body import object_of
-from .first_tokens import FirstToken
+from .first_tokens import DONE, FirstToken
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import Call, is_stream
 from .reading import MAX_ANSWER_BYTES
@@ -112,7 +112,8 @@ class MergedReply(Reply):
                 return self._merged([object_of(_body_of(task.result())) for task in tasks])
             if self._closing is not None:
                 await self._send({**self._closing, "id": self._id, "usage": self._usage})
-            await self._stream.write(b"data: [DONE]\n\n")
+            await self._stream.write(DONE)
+            note_answered(self._request, self._stream.status)
             await self._stream.write_eof()
             return self._stream
         finally:

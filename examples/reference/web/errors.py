@@ -18,6 +18,26 @@ RETRY_AFTER_S = 1
 #: Status for a client that left before its answer was complete. Other servers use the same number.
 CLIENT_LEFT = 499
 
+# aiohttp before 3.14 knows no typed keys, and later versions warn of others.
+_ANSWERED_STATUS: Any = (
+    web.RequestKey("answered_status", int) if hasattr(web, "RequestKey") else "answered_status"
+)
+
+
+def note_answered(request: web.Request, status: int) -> None:
+    """Note that a client has all of its answer, although the handler has not returned.
+
+    A client may close its connection as soon as it has read the end of a stream. This cancels the handler, or fails its next
+    write, and the request has been answered all the same.
+    """
+    request[_ANSWERED_STATUS] = status
+
+
+def answered_status(request: web.Request) -> int | None:
+    """Return the status that `note_answered` has noted. None if it has noted nothing."""
+    status: int | None = request.get(_ANSWERED_STATUS)
+    return status
+
 
 class ApiError(Exception):
     """An error that becomes the answer to a request.

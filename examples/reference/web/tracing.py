@@ -28,6 +28,7 @@ from kvferry.connector.spans import (
     traceparent_of_span,
 )
 
+from .errors import answered_status
 from .serving import StartupError
 
 #: OpenTelemetry's own variables. vLLM reads the first one as well.
@@ -239,12 +240,17 @@ def observed(name: str) -> Middleware:
             try:
                 response = await handler(request)
             except asyncio.CancelledError:
-                seconds = time.monotonic() - began
-                logger.info("the client of %s disconnected after %.3f s", request.path, seconds)
+                log_end(answered_status(request))
                 raise
-            seconds = time.monotonic() - began
-            logger.info("answered %s with %d in %.3f s", request.path, response.status, seconds)
+            log_end(answered_status(request) or response.status)
             return response
+
+        def log_end(status: int | None) -> None:
+            seconds = time.monotonic() - began
+            if status is None:
+                logger.info("the client of %s disconnected after %.3f s", request.path, seconds)
+            else:
+                logger.info("answered %s with %d in %.3f s", request.path, status, seconds)
 
         tracer = active_tracer()
         if tracer is None:
