@@ -3,7 +3,8 @@
 `StreamBackend` is a `Backend` for them: it accepts, waits, receives and sends. A subclass connects, handles
 frames and moves the bytes of reads. `FrameSocket` is one connection, and `Poller` waits for all of them.
 
-A frame is `length: u32, kind: u8`, then `length` bytes; little-endian.
+A frame is `length: u32, kind: u8`, then `length` bytes; little-endian. The last eight of these are the sum of all bytes
+before them (`sums`), except over connections within one machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ._outside import survived, typed
 from .endpoint import Backend, C, Peer, PeerEndpoint, PeerState, PeerTable
 from .errors import (
     BackpressureError,
+    ChecksumError,
     KVTransferError,
     PeerLostError,
     PeerRefusedError,
@@ -36,6 +38,7 @@ from .errors import (
     TransportClosedError,
     VersionMismatchError,
 )
+from .sums import SUM_BYTES, require_sum, sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +160,46 @@ class Poller:
 # == frames ========================================================================================
 
 
-def encode_frame(kind: int, body: bytes) -> bytes:
+def encode_frame(kind: int, body: bytes, *, has_sum: bool = True) -> bytes:
     """Return one frame. The caller has checked the length."""
-    return _HEAD.pack(len(body), kind) + body
+    if not has_sum:
+        return _HEAD.pack(len(body), kind) + body
+    frame = _HEAD.pack(len(body) + SUM_BYTES, kind) + body
+    return frame + sum_of(frame)
+
+
+#: Checks the version in the body of a hello, given with its kind; other frames have none.
+VersionCheck = Callable[[int, bytes], object]
+
+
+def any_version(kind: int, body: bytes) -> None:
+    """Check nothing: a protocol that has had one version only."""
+
+
+def require_length(limits: Mapping[int, int], kind: int, num_bytes: int, *, has_sum: bool = True) -> None:
+    """Check the head of a frame, before its body is awaited: a peer must not be able to make us buffer any number of bytes.
+
+    Raises:
+        ProtocolError: it is of an unknown kind, or longer than its kind allows. The stream cannot be used any more.
+    """
+    if kind not in limits or num_bytes > limits[kind] + (SUM_BYTES if has_sum else 0):
+        raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
+
+
+def open_frame(frame: bytes, require_version: VersionCheck) -> bytes:
+    """Return the body of a whole frame with a sum.
+
+    Raises:
+        ChecksumError: it was changed on its way.
+        VersionMismatchError: it is a hello of another version, whose frames may have no sums.
+    """
+    body = frame[_HEAD.size : -SUM_BYTES]
+    try:
+        require_sum(frame[:-SUM_BYTES], frame[-SUM_BYTES:])
+    except ChecksumError:
+        require_version(frame[_HEAD.size - 1], frame[_HEAD.size :])
+        raise
+    return body
 
 
 def decode_frame(decoders: Mapping[int, Callable[[bytes], T]], kind: int, body: bytes) -> T:
@@ -189,12 +229,13 @@ def require_preface(body: bytes, magic: bytes, version: int, scheme: str) -> int
         ProtocolError: it is not the hello of a node with this transport.
         VersionMismatchError: the node has another version of the protocol.
     """
-    if not body.startswith(magic):
+    num_bytes = len(magic) + _VERSION.size
+    if not body.startswith(magic) or len(body) < num_bytes:
         raise ProtocolError(f"malformed hello: the peer is not a kvferry node with transport {scheme!r}")
     (remote,) = _VERSION.unpack_from(body, len(magic))
     if remote != version:
         raise VersionMismatchError(local=version, remote=remote)
-    return len(magic) + _VERSION.size
+    return num_bytes
 
 
 class FrameReader:
@@ -202,30 +243,36 @@ class FrameReader:
 
     Args:
         limits: Largest body in bytes, by kind of frame. Other kinds are refused.
+        require_version: See `open_frame`. None if the frames have no sums.
     """
 
-    def __init__(self, limits: Mapping[int, int]) -> None:
+    def __init__(self, limits: Mapping[int, int], require_version: VersionCheck | None = any_version) -> None:
         self._limits = limits
+        self._require_version = require_version
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
         """Add bytes and return the frames that they complete, as (kind, body).
 
         Raises:
-            ProtocolError: a frame of an unknown kind, or longer than its kind allows. The stream cannot be used any more.
+            ProtocolError: see `require_length`.
+            ChecksumError, VersionMismatchError: see `open_frame`.
         """
+        has_sums = self._require_version is not None
         self._buffer += data
         frames = []
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             num_bytes, kind = _HEAD.unpack_from(self._buffer, at)
-            # Checked before the body is awaited: a peer must not be able to make us buffer any number of bytes.
-            if num_bytes > self._limits.get(kind, -1):
-                raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
+            require_length(self._limits, kind, num_bytes, has_sum=has_sums)
             end = at + _HEAD.size + num_bytes
             if len(self._buffer) < end:
                 break
-            frames.append((kind, bytes(self._buffer[at + _HEAD.size : end])))
+            frame = bytes(self._buffer[at:end])
+            if self._require_version is None:
+                frames.append((kind, frame[_HEAD.size :]))
+            else:
+                frames.append((kind, open_frame(frame, self._require_version)))
             at = end
         del self._buffer[:at]
         return frames
@@ -243,7 +290,7 @@ class FrameSocket:
     """One connection to a peer, over which frames go both ways.
 
     Args:
-        limits: See `FrameReader`.
+        limits, require_version: See `FrameReader`.
         max_queued_bytes: Unsent bytes above which messages are refused.
 
     Attributes:
@@ -253,11 +300,18 @@ class FrameSocket:
         awaits_room: The poller was asked to report room to send; None while it does not know this socket.
     """
 
-    def __init__(self, sock: socket.socket, limits: Mapping[int, int], max_queued_bytes: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Mapping[int, int],
+        max_queued_bytes: int,
+        require_version: VersionCheck | None = any_version,
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._max_queued_bytes = max_queued_bytes
-        self._reader = FrameReader(limits)
+        self._has_sums = require_version is not None
+        self._reader = FrameReader(limits, require_version)
         self._unsent = bytearray()
         self._is_writable = True
         self._reason = "the peer closed the connection"
@@ -271,6 +325,10 @@ class FrameSocket:
     def num_unsent(self) -> int:
         """Bytes that `flush` will send when the socket is writable."""
         return len(self._unsent)
+
+    def frame(self, kind: int, body: bytes = b"") -> bytes:
+        """Return one frame for this connection. The caller has checked the length."""
+        return encode_frame(kind, body, has_sum=self._has_sums)
 
     def send_message(self, frame: bytes) -> None:
         """Send or queue a frame that holds a control message.
@@ -325,7 +383,7 @@ class FrameSocket:
 
         Raises:
             PeerLostError: the peer closed, and every complete frame was returned before.
-            ProtocolError: the peer sent a malformed frame.
+            ProtocolError, ChecksumError, VersionMismatchError: see `FrameReader.feed`.
         """
         frames: list[tuple[int, bytes]] = []
         for _ in range(_MAX_RECEIVES):
@@ -500,7 +558,7 @@ class StreamBackend(Backend[C]):
     def post(self, peer: Peer[C], kind: int, *parts: bytes) -> None:
         """Send or queue a frame of our own."""
         stream = self.stream(peer)
-        stream.send(encode_frame(kind, b"".join(parts)))
+        stream.send(stream.frame(kind, b"".join(parts)))
         self.watch_room(peer, stream)
 
     def refuse(self, stream: FrameSocket, error: KVTransferError) -> None:
@@ -510,7 +568,7 @@ class StreamBackend(Backend[C]):
         """
         if not isinstance(error, PeerLostError | VersionMismatchError | TransportClosedError):
             assert self.refused_kind is not None, "the subclass sets it"
-            stream.send(encode_frame(self.refused_kind, str(error).encode()[:MAX_REASON_BYTES]))
+            stream.send(stream.frame(self.refused_kind, str(error).encode()[:MAX_REASON_BYTES]))
 
     def watch_room(self, peer: Peer[C], stream: FrameSocket) -> None:
         """Have the poller report room to send for as long as something waits for it. If it reported room always, the loop would spin."""
@@ -563,7 +621,7 @@ class StreamBackend(Backend[C]):
 
     def send(self, peer: Peer[C], message: bytes) -> None:
         stream = self.stream(peer)
-        stream.send_message(encode_frame(self.message_kind, message))
+        stream.send_message(stream.frame(self.message_kind, message))
         try:
             self.watch_room(peer, stream)
         except Exception as error:  # noqa: BLE001 - the message may have left, so the call has not failed
@@ -625,7 +683,7 @@ class KeepAlive(Generic[C]):
         self._links = links
         self._timeout_s = timeout_s
         self._interval_s = timeout_s / _TICKS
-        self._ping = encode_frame(backend.ping_kind, b"")
+        self._ping_kind = backend.ping_kind
         self._last = backend.peers.clock()
         backend.peers.call_at(self._last + self._interval_s, self._tick)
 
@@ -650,5 +708,5 @@ class KeepAlive(Generic[C]):
         # After half an interval, because the next chance is a whole one later: so a peer never hears nothing for longer
         # than half of the timeout.
         if now - stream.last_said >= self._interval_s / 2 and not stream.num_unsent:
-            stream.send(self._ping)
+            stream.send(stream.frame(self._ping_kind))
             self._backend.watch_room(peer, stream)

@@ -76,7 +76,7 @@ def test_a_fetch_survives_the_wire() -> None:
 @given(st.integers(0, 255), st.binary(max_size=200))
 def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
     try:
-        for found, content in FrameReader(FRAME_LIMITS).feed(struct.pack("<IB", len(body), kind) + body):
+        for found, content in FrameReader(FRAME_LIMITS).feed(encode_frame(kind, body)):
             if found != Kind.MESSAGE:
                 decode(found, content)
     except (ProtocolError, VersionMismatchError):
@@ -145,7 +145,8 @@ class Peer:
         size = struct.unpack_from("<I", self.hear(lambda heard: len(heard) >= 5))[0] + 5
         whole = self.hear(lambda heard: len(heard) >= size)
         self._heard = whole[size:]
-        return decode(whole[4], whole[5:size])
+        ((kind, body),) = FrameReader(FRAME_LIMITS).feed(whole[:size])
+        return decode(kind, body)
 
     def close(self) -> None:
         self._socket.close()

@@ -61,7 +61,7 @@ def test_a_fetch_survives_the_wire() -> None:
 @given(st.integers(0, 255), st.binary(max_size=200))
 def test_garbage_is_a_typed_error(kind: int, body: bytes) -> None:
     try:
-        for found, content in FrameReader(FRAME_LIMITS).feed(struct.pack("<IB", len(body), kind) + body):
+        for found, content in FrameReader(FRAME_LIMITS).feed(encode_frame(kind, body)):
             decode(found, content)
     except (ProtocolError, VersionMismatchError):
         pass

@@ -23,6 +23,7 @@ from kvferry.connector.testing import CacheShape, ModelFreeNode, Request, engine
 from kvferry.connector.testing.harness import load
 from kvferry.transports import Connected, Guard, PeerLost, ServedPool, Transport, registry
 from kvferry.transports.errors import ProtocolError, StaleRegionError, TransferTimeoutError
+from kvferry.transports.sums import SUM_BYTES
 from kvferry.transports.testing import Link, Node, TransportConformance, World, pairs_of
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "writing-a-transport.md").read_text()
@@ -165,7 +166,7 @@ def test_the_page_bounds_every_kind_of_frame(world: World, kind: int) -> None:
     link = world.pair(POOL_BYTES)
     backend = _backend(link.consumer)
     peer = backend.peers.peer(link.producer_id)
-    too_long = plain_tcp.FRAME_LIMITS.get(kind, -1) + 1
+    too_long = plain_tcp.FRAME_LIMITS.get(kind, -SUM_BYTES) + SUM_BYTES + 1
     peer.connection.stream.send(struct.pack("<IB", too_long, kind))
     world.serve(lambda: bool(link.producer.of_type(PeerLost)))
     assert isinstance(link.producer.of_type(PeerLost)[0].error, ProtocolError)

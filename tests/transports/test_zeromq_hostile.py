@@ -47,6 +47,11 @@ def next_version() -> Parts:
     return [bytes(head), HELLO.body()]
 
 
+def fetch(rows: list[tuple[int, int]], guard: Guard = HELD) -> Parts:
+    asked = Fetch(1, 0, guard, True, np.array(rows, dtype=np.int64))
+    return [asked.head(), asked.body()]
+
+
 def still_serves(world: World, address: str) -> None:
     """Check that a well-behaved peer can connect and read."""
     server, node = world.nodes[0], world.node(POOL_BYTES)
@@ -155,15 +160,15 @@ class TestReaders:
         "parts",
         [
             greeting(),
-            [Fetch(1, 0, HELD, True, np.array([(POOL_BYTES, 1)], dtype=np.int64)).head(), b"x"],
-            [Fetch(1, 0, HELD, True, ROWS).head(), np.array([(POOL_BYTES - 1, 2)], dtype="<i8").tobytes()],
-            [Fetch(1, 0, HELD, True, ROWS).head(), np.array([(-1, 2)], dtype="<i8").tobytes()],
-            [Fetch(1, 0, Guard(1 << 30, 1), True, ROWS).head(), ROWS.tobytes()],
-            [Fetch(1, 0, Guard(0, -1), True, ROWS).head(), ROWS.tobytes()],
+            fetch([(POOL_BYTES, 1)]),
+            fetch([(POOL_BYTES - 1, 2)]),
+            fetch([(-1, 2)]),
+            fetch([(0, POOL_BYTES)], Guard(1 << 30, 1)),
+            fetch([(0, POOL_BYTES)], Guard(0, -1)),
             [Slice(1, 0, True, 0, ()).head(), b"unasked"],
             [Stale(1, 0).head(), b""],
             [b"\x99", b""],
-            [Message.head()],
+            [Message(b"").head()],
         ],
     )
     def test_what_the_protocol_forbids(self, world: World, raw: Any, parts: Parts) -> None:
@@ -183,7 +188,7 @@ class TestReaders:
         client = raw.dial(address)
         client.send_multipart(greeting())
         world.serve(lambda: bool(server.of_type(Connected)))
-        client.send_multipart([Message.head(), bytes(64 << 20)])
+        client.send_multipart([Message(b"").head(), bytes(64 << 20)])
         world.serve(lambda: bool(server.of_type(PeerLost)))
         still_serves(world, address)
 
@@ -191,8 +196,7 @@ class TestReaders:
         server = world.node(POOL_BYTES)
         client = raw.dial(server.endpoint.listen(""))
         client.send_multipart(greeting())
-        fetch = Fetch(1, 0, HELD, True, ROWS)
-        client.send_multipart([fetch.head(), fetch.body()])
+        client.send_multipart(fetch([(0, POOL_BYTES)]))
         assert isinstance(decode([Frame.copy_of(part) for part in raw.receive(world, client)]), Hello)
         assert decode([Frame.copy_of(part) for part in raw.receive(world, client)]) == Stale(1, 0)
 
@@ -203,9 +207,9 @@ class TestReaders:
         address = server.endpoint.listen("")
         client = raw.dial(address, rcvhwm=1)
         client.send_multipart(greeting())
-        fetch = Fetch(1, 0, HELD, False, ROWS)
+        asked = Fetch(1, 0, HELD, False, ROWS)
         for _ in range(400):
-            client.send_multipart([fetch.head(), fetch.body()])
+            client.send_multipart([asked.head(), asked.body()])
         world.serve(lambda: bool(server.of_type(PeerLost)))
         still_serves(world, address)
 
@@ -233,9 +237,9 @@ def test_a_stalled_reader_does_not_starve_others(raw: Any, world: World) -> None
     address = server.endpoint.listen("")
     client = raw.dial(address)
     client.send_multipart(greeting())
-    fetch = Fetch(1, 0, HELD, False, ROWS)
+    asked = Fetch(1, 0, HELD, False, ROWS)
     for _ in range(8):
-        client.send_multipart([fetch.head(), fetch.body()])
+        client.send_multipart([asked.head(), asked.body()])
     still_serves(world, address)
 
 

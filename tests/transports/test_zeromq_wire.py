@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.transports import Guard
-from kvferry.transports.errors import ProtocolError, VersionMismatchError
+from kvferry.transports.errors import ChecksumError, ProtocolError, VersionMismatchError
+from kvferry.transports.sums import sum_of
 from kvferry.transports.zeromq.frames import Frame
-from kvferry.transports.zeromq.wire import Fetch, Hello, Slice, Stale, decode
+from kvferry.transports.zeromq.wire import Fetch, Hello, Message, Slice, Stale, decode
 
 HELD = Guard(5, 77)
 HELLO = Hello(64, (4 << 20,))
@@ -54,10 +55,26 @@ def test_what_was_encoded_is_decoded(message: Any) -> None:
     st.sampled_from([b"", b"\x01", b"\x03", b"\x04", b"\x05"]),
 )
 def test_garbage_is_refused_and_nothing_else(parts: list[bytes], kind: bytes) -> None:
-    try:
-        decode(frames(*(kind + part if index == 0 else part for index, part in enumerate(parts))))
-    except (ProtocolError, VersionMismatchError):
-        pass
+    head, body = kind + b"".join(parts[:1]), parts[1:]
+    for garbage in (head, head + sum_of(head), head + sum_of(head + b"".join(body))):
+        try:
+            decode(frames(garbage, *body))
+        except (ProtocolError, ChecksumError, VersionMismatchError):
+            pass
+
+
+@pytest.mark.parametrize(
+    "message",
+    [HELLO, Fetch(1, 0, HELD, True, ROWS), Message(b"a message"), Stale(7, 8), Slice(1, 2, True, 3, ())],
+)
+def test_a_flipped_bit_anywhere_is_refused(message: Any) -> None:
+    body = message.body if isinstance(message, Message) else getattr(message, "body", bytes)()
+    whole = bytearray(message.head() + body)
+    for at in range(8 * len(whole)):
+        whole[at // 8] ^= 1 << at % 8
+        with pytest.raises((ProtocolError, ChecksumError, VersionMismatchError)):
+            decode(frames(bytes(whole[: -len(body) or None]), body and bytes(whole[-len(body) :])))
+        whole[at // 8] ^= 1 << at % 8
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from ..streams import FrameSocket, KeepAlive, PollableEndpoint, StreamBackend
 from .library import NIXL, NUM_HELD, PER_CONNECTION, Agent, Memory, Transfer, descriptors
 from .options import REMEDY, SCHEME, Address, NIXLOptions
 from .reads import Reader, Remote
-from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, decode
+from .wire import FRAME_LIMITS, Hello, Incoming, Kind, Preface, Reading, Ready, decode, require_version
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class NIXLBackend(StreamBackend[Connection]):
         self.begin(peer)
 
     def _handshake(self, sock: socket.socket) -> Handshake:
-        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
 
     def greet(self, peer: Peer[Connection]) -> None:
         self.stream(peer).send(Preface().encode())

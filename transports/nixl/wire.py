@@ -1,11 +1,12 @@
 """The frames of the control connection, and their strict decoder. Pure.
 
-Frames are those of `streams`; everything is little-endian.
+Frames are those of `streams`; everything is little-endian. NIXL aborts the process if the metadata of an agent is damaged,
+and the sum of a frame keeps that from it.
 
 | kind | body |
 |---|---|
 | hello, as a preface | magic, version: u32 |
-| hello | magic, version: u32, num_guards: u32, guard table: u64, memory: u8, device: u32, num_segments: u32, digest: 16 bytes; segment addresses: u64 each; segment sizes: i64 each; metadata of the NIXL agent |
+| hello | magic, version: u32, num_guards: u32, guard table: u64, memory: u8, device: u32, num_segments: u32; segment addresses: u64 each; segment sizes: i64 each; metadata of the NIXL agent |
 | ready | empty |
 | refused | the reason, as text |
 | message | one control message |
@@ -23,7 +24,6 @@ as TCP, the owner's agent moves the bytes only when the owner's process asks it 
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from ..regions import AddressArray, MemoryKind
 from ..serving import MAX_SIZES_BYTES, decode_sizes, encode_sizes
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, encode_preface, require_preface
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _MAGIC = b"kvferry-nixl"
 _MAX_METADATA_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     PING = 6
 
 
-_HELLO = struct.Struct("<12sIIQBII16s")
+_HELLO = struct.Struct("<12sIIQBII")
 
 #: The most bytes of a frame's body.
 FRAME_LIMITS: Mapping[int, int] = {
@@ -103,7 +103,6 @@ class Hello:
             _KINDS.index(self.kind),
             self.device,
             len(self.num_bytes),
-            _digest(self.metadata),
         )
         addresses = self.addresses.astype("<u8", copy=False).tobytes()
         return encode_frame(Kind.HELLO, head + addresses + encode_sizes(self.num_bytes) + self.metadata)
@@ -128,19 +127,21 @@ class Reading:
 Incoming = Preface | Hello | Ready | Reading
 
 
+def require_version(kind: int, body: bytes) -> None:
+    """Check the version of a hello. Raises: see `require_preface`."""
+    if kind == Kind.HELLO:
+        require_preface(body, _MAGIC, PROTOCOL_VERSION, "nixl")
+
+
 def decode(kind: int, body: bytes) -> Incoming:
     """Decode one frame of this protocol alone. Raises: see `decode_frame`."""
     return decode_frame(_DECODERS, kind, body)
 
 
-def _digest(metadata: bytes) -> bytes:
-    return hashlib.blake2b(metadata, digest_size=16).digest()
-
-
 def _decode_hello(body: bytes) -> Preface | Hello:
     if len(body) == require_preface(body, _MAGIC, PROTOCOL_VERSION, "nixl"):
         return Preface()
-    _, _, num_guards, guard_table, kind, device, num_segments, digest = _HELLO.unpack_from(body)
+    _, _, num_guards, guard_table, kind, device, num_segments = _HELLO.unpack_from(body)
     middle = _HELLO.size + 8 * num_segments
     end = middle + 8 * num_segments
     if 8 * num_segments > MAX_SIZES_BYTES or not end < len(body) <= end + _MAX_METADATA_BYTES:
@@ -150,19 +151,13 @@ def _decode_hello(body: bytes) -> Preface | Hello:
             f"malformed hello: memory {kind}, {num_guards} guards at {guard_table:#x}; expected memory 0 or 1, and at least "
             "one guard at a multiple of 8"
         )
-    metadata = body[end:]
-    # NIXL aborts the process if the metadata of an agent is damaged.
-    if digest != _digest(metadata):
-        raise ProtocolError(
-            "malformed hello: the agent's metadata does not have the digest that the hello names"
-        )
     sizes = decode_sizes(body[middle:end])
     addresses = np.frombuffer(body[_HELLO.size : middle], dtype="<u8").astype(np.uint64, copy=False)
     if any(
         address + num_bytes > 1 << 64 for address, num_bytes in zip(addresses.tolist(), sizes, strict=True)
     ):
         raise ProtocolError("malformed hello: a segment ends past the last address")
-    return Hello(num_guards, guard_table, _KINDS[kind], device, addresses, sizes, metadata)
+    return Hello(num_guards, guard_table, _KINDS[kind], device, addresses, sizes, body[end:])
 
 
 _READY, _READING = Ready(), Reading()

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..streams import encode_frame
 from .hello import FrameKind, Hello, decode_hello, encode_hello, encode_preface, require_preface
 from .pools import PeerMemory, SharedPool
 from .sockets import Connection
@@ -37,7 +36,7 @@ class Handshake:
         """
         self.connection.require_user(allowed_uids)
         if self.incoming:
-            self.connection.send(encode_frame(FrameKind.HELLO, encode_preface(self.address)))
+            self.connection.send(self.connection.frame(FrameKind.HELLO, encode_preface(self.address)))
             self.has_preface = True
 
     def on_frame(self, kind: FrameKind, body: bytes, pool: SharedPool) -> PeerMemory | None:

@@ -21,7 +21,7 @@ from ..errors import (
     PeerRefusedError,
     ProtocolError,
 )
-from ..streams import FrameSocket, encode_frame
+from ..streams import FrameSocket
 from .hello import FRAME_LIMITS, FrameKind
 
 _CREDENTIALS = struct.Struct("3i")
@@ -66,7 +66,8 @@ class Connection(FrameSocket):
     """
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
-        super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
+        # Without sums: the kernel copies what a Unix socket carries, as it copies everything else in this machine's memory.
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes, require_version=None)
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid, self.uid, _ = _CREDENTIALS.unpack(credentials)
         self._is_beginning = True
@@ -84,7 +85,7 @@ class Connection(FrameSocket):
 
     def send_hello(self, body: bytes, descriptors: list[int]) -> None:
         """Send a hello, and the descriptors after it. The caller keeps them open until this connection is closed."""
-        self._unsent += encode_frame(FrameKind.HELLO, body)
+        self._unsent += self.frame(FrameKind.HELLO, body)
         self._outgoing = descriptors
         self.flush()
 
@@ -105,7 +106,7 @@ class Connection(FrameSocket):
             self._send_descriptors()
 
     def _send_descriptors(self) -> None:
-        frame = encode_frame(FrameKind.DESCRIPTORS, b"")
+        frame = self.frame(FrameKind.DESCRIPTORS)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._outgoing))
         try:
             sent = self._socket.sendmsg([frame], [rights])

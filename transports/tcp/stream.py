@@ -17,9 +17,9 @@ from typing import Final, cast
 import numpy as np
 
 from ..errors import KVTransferError, PeerLostError, PeerRefusedError, ProtocolError
-from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket
+from ..streams import RECEIVE_BYTES, SIGN_OF_LIFE_BYTES, FrameSocket, open_frame, require_length
 from .iovec import NO_WAIT, Iovec, Pieces, Wait, address_of
-from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode
+from .wire import ANSWER_BYTES, FRAME_LIMITS, Kind, Slice, decode, require_version
 
 #: System calls per `receive` or `flush`, and bytes of slices, so that one peer cannot keep the loop to itself.
 _MAX_CALLS: Final = 256
@@ -68,7 +68,7 @@ class TcpStream(FrameSocket):
     _is_ready = True
 
     def __init__(self, sock: socket.socket, max_queued_bytes: int) -> None:
-        super().__init__(sock, FRAME_LIMITS, max_queued_bytes)
+        super().__init__(sock, FRAME_LIMITS, max_queued_bytes, require_version)
         self.sink: Callable[[Slice], Iovec] = _refuse
         self.expects_slices: Callable[[], bool] = bool
         self.wait: Callable[[], Wait] = lambda: NO_WAIT
@@ -153,7 +153,7 @@ class TcpStream(FrameSocket):
 
         Raises:
             PeerLostError: the peer closed, and every complete frame was returned before.
-            ProtocolError: the peer sent a malformed frame.
+            ProtocolError, ChecksumError, VersionMismatchError: see `require_length` and `open_frame`.
         """
         total = 0
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -181,7 +181,7 @@ class TcpStream(FrameSocket):
                 num_bytes = len(data)
                 if num_bytes == ANSWER_BYTES and not self._arrived and data.startswith(_SLICE_HEAD):
                     self.last_heard = time.monotonic()
-                    self._begin_slice(data[_HEAD.size :])
+                    self._begin_slice(open_frame(data, require_version))
                     return num_bytes, False
                 self._arrived += data
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, KVTransferError):
@@ -211,14 +211,12 @@ class TcpStream(FrameSocket):
         if len(self._arrived) < _HEAD.size:
             return None
         num_bytes, kind = _HEAD.unpack_from(self._arrived)
-        # Checked before the body is awaited: a peer must not be able to make us buffer any number of bytes.
-        if num_bytes > FRAME_LIMITS.get(kind, -1):
-            raise ProtocolError(f"malformed frame from the peer: kind {kind} with {num_bytes} bytes")
+        require_length(FRAME_LIMITS, kind, num_bytes)
         end = _HEAD.size + num_bytes
         if len(self._arrived) < end:
             return None
         self.last_heard = time.monotonic()
-        body = bytes(self._arrived[_HEAD.size : end])
+        body = open_frame(bytes(self._arrived[:end]), require_version)
         del self._arrived[:end]
         if kind == _SLICE_KIND:
             self._begin_slice(body)

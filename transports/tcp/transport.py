@@ -16,7 +16,7 @@ from .._busy_poll import BusyPoll
 from .._descriptors import warn_if_few
 from .._movers import MAX_WAIT_S, Mover, mover_for
 from .._slices import SliceLimits, SlicePlan
-from ..endpoint import Peer, PeerTable, Read
+from ..endpoint import Peer, PeerState, PeerTable, Read
 from ..errors import (
     KVTransferError,
     PeerLostError,
@@ -211,17 +211,17 @@ class TcpBackend(StreamBackend[Link]):
         return Hello(served.guards.num_guards, served.sizes, self._max_slice_bytes, token).encode()
 
     def on_frame(self, peer: Peer[Link], kind: int, body: bytes) -> None:
-        link = peer.connection
-        try:
-            incoming = decode(kind, body)
-        except VersionMismatchError:
-            if peer.incoming:
-                self.stream(peer).send(self._hello(b""))  # so that the other side learns our version
-            raise
+        link, incoming = peer.connection, decode(kind, body)
         if link.remote is not None:
             self._on_link_frame(peer, link, incoming)
         else:
             self._on_handshake(peer, link, incoming)
+
+    def lose(self, peer: Peer[Link], error: Exception) -> None:
+        is_stranger = peer.incoming and peer.state is PeerState.HANDSHAKING
+        if is_stranger and isinstance(error, VersionMismatchError):
+            self.stream(peer).send(self._hello(b""))  # so that the other side learns our version
+        super().lose(peer, error)
 
     def _on_handshake(self, peer: Peer[Link], link: Link, incoming: Incoming) -> None:
         match incoming:

@@ -43,8 +43,9 @@ from ..serving import (
     encode_sizes,
 )
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, require_preface
+from ..sums import SUM_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -79,7 +80,7 @@ _END = struct.Struct("<QQ?")
 _FRAME_HEAD_BYTES = 5
 
 #: Size of a whole slice frame, and of a whole end frame.
-ANSWER_BYTES = _FRAME_HEAD_BYTES + _SLICE.size
+ANSWER_BYTES = _FRAME_HEAD_BYTES + _SLICE.size + SUM_BYTES
 assert _SLICE.size == _END.size
 
 #: The most bytes of a frame's body.
@@ -185,6 +186,12 @@ class End:
 
 
 Incoming = Hello | Join | Joined | Fetch | Slice | End
+
+
+def require_version(kind: int, body: bytes) -> None:
+    """Check the version of a hello. Raises: see `require_preface`."""
+    if kind in (Kind.HELLO, Kind.JOIN):
+        require_preface(body, _MAGIC, PROTOCOL_VERSION, "tcp")
 
 
 def decode(kind: int, body: bytes) -> Incoming:

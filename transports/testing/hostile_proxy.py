@@ -31,17 +31,21 @@ class HostileProxy:
         faults: The faults that may happen.
         seed: Seed of the random choices.
         rate: The share of received pieces that a fault happens to, 0 to 1.
+        marker: Faults happen only to pieces that contain these bytes, for example the name of a message, and after them.
 
     Attributes:
         port: The port to connect to.
         num_faults: Faults so far.
     """
 
-    def __init__(self, port: int, faults: Sequence[NetworkFault], *, seed: int, rate: float) -> None:
+    def __init__(
+        self, port: int, faults: Sequence[NetworkFault], *, seed: int, rate: float, marker: bytes = b""
+    ) -> None:
         self._target = ("127.0.0.1", port)
         self._faults = faults
         self._random = random.Random(seed)
         self._rate = rate
+        self._marker = marker
         self._other: dict[socket.socket, socket.socket] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._hang_up, self._hung_up = socket.socketpair()
@@ -97,7 +101,7 @@ class HostileProxy:
 
     def _forward(self, source: socket.socket) -> None:
         data = source.recv(1 << 16)
-        if data and self._random.random() < self._rate:
+        if data and self._marker in data and self._random.random() < self._rate:
             self.num_faults += 1
             data = self._harmed(data, self._random.choice(self._faults))
         if data:
@@ -107,7 +111,7 @@ class HostileProxy:
 
     def _harmed(self, data: bytes, fault: NetworkFault) -> bytes:
         """Return what remains of `data` after a fault; empty bytes close the connection."""
-        at = self._random.randrange(len(data))
+        at = self._random.randrange(data.index(self._marker), len(data))
         match fault:
             case "cut":
                 return b""

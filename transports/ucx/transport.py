@@ -46,6 +46,7 @@ from .wire import (
     Preface,
     Ready,
     decode,
+    require_version,
 )
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class UCXBackend(StreamBackend[Connection]):
         self.begin(peer)
 
     def _handshake(self, sock: socket.socket) -> Handshake:
-        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes))
+        return Handshake(FrameSocket(sock, FRAME_LIMITS, self._options.max_queued_bytes, require_version))
 
     def greet(self, peer: Peer[Connection]) -> None:
         self.stream(peer).send(Preface().encode())

@@ -41,7 +41,7 @@ from ..serving import (
 )
 from ..streams import MAX_REASON_BYTES, decode_frame, encode_frame, encode_preface, require_preface
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Limits of one fetch.
 MAX_ROWS = 4096
@@ -151,6 +151,12 @@ class Answer:
 
 
 Incoming = Preface | Hello | Ready | Fetch | Answer
+
+
+def require_version(kind: int, body: bytes) -> None:
+    """Check the version of a hello. Raises: see `require_preface`."""
+    if kind == Kind.HELLO:
+        require_preface(body, _MAGIC, PROTOCOL_VERSION, "ucx")
 
 
 def decode(kind: int, body: bytes) -> Incoming:

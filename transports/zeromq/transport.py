@@ -140,7 +140,7 @@ class ZeroMQBackend(Backend[Connection]):
             raise BackpressureError(
                 f"the peer does not receive its messages: {channel.queued_bytes} bytes are queued"
             )
-        channel.send([Message.head(), message])
+        channel.send([Message(message).head(), message])
 
     # -- what arrives ----------------------------------------------------------------------------------
 

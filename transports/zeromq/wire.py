@@ -1,8 +1,10 @@
 """The messages between two nodes, and a strict decoder for them.
 
-A message has a head and a body, which are one frame each. Only the body of a slice may have several frames.
+A message has a head and a body, which are one frame each. Only the body of a slice may have several frames. The last
+eight bytes of a head are the sum (`sums`) of the bytes before them and of the body. A slice's sum is of the head alone,
+because its body has a checksum.
 
-| kind | head, little-endian | body |
+| kind | head without its sum, little-endian | body |
 |---|---|---|
 | hello | kind, magic, version, num_guards, max_slice_bytes | segment sizes of the pool, int64 |
 | message | kind | one control message |
@@ -26,9 +28,10 @@ from ..base import MAX_MESSAGE_BYTES
 from ..errors import ProtocolError, VersionMismatchError
 from ..regions import Guard, Int64Array
 from ..serving import decode_max_slice_bytes, decode_rows, decode_sizes, encode_rows, encode_sizes
+from ..sums import SUM_BYTES, require_sum, sum_of
 from .frames import Frame
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Limits of one fetch. A slice has fewer than `slice_bytes` (at most 4 MiB) before its last region, which has at most
 #: as many.
@@ -68,7 +71,8 @@ class Hello:
     max_slice_bytes: int = MAX_SLICE_BYTES
 
     def head(self) -> bytes:
-        return _HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, self.num_guards, self.max_slice_bytes)
+        counts = self.num_guards, self.max_slice_bytes
+        return _summed(_HELLO.pack(_Kind.HELLO, _MAGIC, PROTOCOL_VERSION, *counts), self.body())
 
     def body(self) -> bytes:
         return encode_sizes(self.num_bytes)
@@ -80,9 +84,8 @@ class Message:
 
     body: bytes
 
-    @staticmethod
-    def head() -> bytes:
-        return _MESSAGE.pack(_Kind.MESSAGE)
+    def head(self) -> bytes:
+        return _summed(_MESSAGE.pack(_Kind.MESSAGE), self.body)
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,8 @@ class Fetch:
         return int(self.rows[:, 1].sum())
 
     def head(self) -> bytes:
-        wanted = (self.with_checksum, self.is_whole)
-        return _FETCH.pack(
-            _Kind.FETCH, self.transfer_id, self.index, self.guard.index, self.guard.value, *wanted
-        )
+        place = self.transfer_id, self.index, self.guard.index, self.guard.value
+        return _summed(_FETCH.pack(_Kind.FETCH, *place, self.with_checksum, self.is_whole), self.body())
 
     def body(self) -> bytes:
         return encode_rows(self.rows)
@@ -130,7 +131,7 @@ class Slice:
     frames: tuple[Frame, ...]
 
     def head(self) -> bytes:
-        return _SLICE.pack(_Kind.SLICE, self.transfer_id, self.index, self.is_settled, self.checksum)
+        return _summed(_SLICE.pack(_Kind.SLICE, self.transfer_id, self.index, self.is_settled, self.checksum))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,12 @@ class Stale:
     index: int
 
     def head(self) -> bytes:
-        return _STALE.pack(_Kind.STALE, self.transfer_id, self.index)
+        return _summed(_STALE.pack(_Kind.STALE, self.transfer_id, self.index))
+
+
+def _summed(head: bytes, body: bytes = b"") -> bytes:
+    """Return a head with its sum."""
+    return head + sum_of(head + body)
 
 
 Incoming = Hello | Message | Fetch | Slice | Stale
@@ -151,30 +157,40 @@ def decode(frames: Sequence[Frame]) -> Incoming:
     """Decode one message from a peer.
 
     Raises:
-        ProtocolError: it is malformed. Nothing that the same peer sends after it can be trusted.
+        ProtocolError, ChecksumError: it is malformed, or was changed on its way. Nothing that the same peer sends after it
+            can be trusted.
         VersionMismatchError: it is a hello of another version of the protocol.
     """
     if len(frames) < 2 or not len(frames[0]):
         raise ProtocolError(f"malformed message: it has a head and a body, got {len(frames)} frames")
-    head, kind = bytes(frames[0]), bytes(frames[0])[0]
+    summed, kind = bytes(frames[0]), bytes(frames[0])[0]
+    head, found = summed[:-SUM_BYTES], summed[-SUM_BYTES:]
     try:
         if kind == _Kind.SLICE:
+            require_sum(head, found)
             return _decode_slice(head, frames[1:])
         if len(frames) > 2:
             raise ProtocolError(f"malformed message: kind {kind} has 2 frames, got {len(frames)}")
-        return _DECODERS[kind](head, bytes(frames[1]))
+        if kind == _Kind.HELLO:
+            _require_version(summed)  # first, because the heads of other versions may have no sums
+        decoder, body = _DECODERS[kind], bytes(frames[1])
+        require_sum(head + body, found)
+        return decoder(head, body)
     except KeyError:
         raise ProtocolError(f"malformed message: unknown kind {kind}") from None
     except struct.error:
-        raise ProtocolError(f"malformed message: the head of kind {kind} has {len(head)} bytes") from None
+        raise ProtocolError(f"malformed message: the head of kind {kind} has {len(summed)} bytes") from None
 
 
-def _decode_hello(head: bytes, body: bytes) -> Hello:
+def _require_version(head: bytes) -> None:
     _, magic, version = _GREETING.unpack_from(head)
     if magic != _MAGIC:
         raise ProtocolError("malformed hello: the peer is not a kvferry node")
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(local=PROTOCOL_VERSION, remote=version)
+
+
+def _decode_hello(head: bytes, body: bytes) -> Hello:
     *_, num_guards, max_slice_bytes = _HELLO.unpack(head)
     return Hello(num_guards, decode_sizes(body), decode_max_slice_bytes(max_slice_bytes, MAX_SLICE_BYTES))
 
