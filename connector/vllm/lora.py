@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from functools import lru_cache
 from typing import Any
@@ -32,7 +33,9 @@ def adapter_identity(lora_request: Any) -> str | None:
             continue
         contents.update(f"{name} {digest}\n".encode())
         found = True
-    return f"{lora_request.lora_name} {contents.hexdigest() if found else lora_request.lora_path}"
+    name, path = lora_request.lora_name, lora_request.lora_path
+    # Both may contain spaces, so without a hash of known length they are written as JSON.
+    return f"{name} {contents.hexdigest()}" if found else json.dumps([name, path])
 
 
 @lru_cache(maxsize=1024)

@@ -92,6 +92,18 @@ def test_cached_blocks_are_found_by_their_contents(
     assert node.tokens("b") == expected(placed, 6)
 
 
+def test_items_whose_bytes_are_the_same_end_to_end_are_two_items(make_node: Any) -> None:
+    """The last vector of one has the bytes of the other's `is_embed`, which says that the last token has no vector."""
+    is_embed = (*[True] * 255, False)
+    head = vectors(3, 255)
+    node = make_node()
+    node.add("a", [7] * 260, max_tokens=1, items=(PromptItem(2, 256, head + bytes(is_embed)),))
+    node.run()
+    node.add("b", [7] * 260, max_tokens=1, items=(PromptItem(2, 256, head, is_embed),))
+    node.run()
+    assert node.last("b").metrics.num_cached_tokens == 0
+
+
 def test_a_prompt_with_items_is_handed_over(make_node: Any, expected: Any, drive: Any) -> None:
     prefill, decode = (make_node(connector="shm", role=role) for role in ("kv_producer", "kv_consumer"))
     prefill.add("a", PROMPT, max_tokens=1, items=items(), kv_transfer_params={"do_remote_decode": True})

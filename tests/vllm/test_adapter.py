@@ -682,6 +682,11 @@ class TestAdapters:
         fetched = [SimpleNamespace(lora_name="adapter", lora_path=path) for path in ("org/one", "org/two")]
         assert adapter_identity(fetched[0]) != adapter_identity(fetched[1])
 
+    def test_a_space_does_not_move_from_the_name_to_the_repository(self):
+        one = SimpleNamespace(lora_name="polite", lora_path="small org/adapter")
+        another = SimpleNamespace(lora_name="polite small", lora_path="org/adapter")
+        assert adapter_identity(one) != adapter_identity(another)
+
     def test_none(self):
         assert adapter_identity(None) is None
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.stats import TransferRecord
-from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature
+from kvferry.runner_mixin.kv_cache.block_hash import BlockHash, MultiModalFeature, sha256
 
 from .types import FinishReason, GenerationRequest, Logprobs, PromptItem
 
@@ -145,5 +144,6 @@ class Request:
 
 def _feature(item: PromptItem) -> MultiModalFeature:
     """Return the parts of an item that block hashes depend on: its contents and their position."""
-    contents = hashlib.sha256(item.vectors + bytes(item.is_embed))
-    return MultiModalFeature(contents.hexdigest(), item.offset, item.length)
+    # As two values: end to end, the bytes of one item could be those of another.
+    contents = sha256((item.vectors, bytes(item.is_embed)))
+    return MultiModalFeature(contents.hex(), item.offset, item.length)
