@@ -39,7 +39,7 @@ from ..transports.errors import (
     TransportClosedError,
     UnexpectedError,
 )
-from .computed import at_once
+from .computed import AT_ONCE, Mark, Watch
 from .errors import RendezvousError
 from .handoff.events import (
     Action,
@@ -61,6 +61,7 @@ from .handoff.messages import encode
 from .handoff.node import NodeProtocol
 from .handoff_trace import HandoffTrace
 from .metadata import HandoffMetadata, OfferOrder, OpenOrder
+from .offer_guards import OfferGuards
 from .outcomes import Outcomes
 from .unexpected import Unexpected
 
@@ -70,10 +71,6 @@ T = TypeVar("T")
 
 #: Longest single wait for events. `wake` ends every wait, but nothing calls it when the interpreter ends.
 _MAX_WAIT_S = 1.0
-#: How often the thread checks whether a GPU has computed what the next order is about.
-_DUE_POLL_S = 1e-3
-#: How often `retract` checks whether the thread still runs, while it waits for it.
-_RETRACT_POLL_S = 0.1
 #: The thread ends after this many consecutive turns in which the transport or the protocol as a whole failed. It rests
 #: after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and short enough that the
 #: operator learns of it soon.
@@ -89,21 +86,18 @@ class _FatalError(UnexpectedError):
     """Something failed that cannot be ended by itself: only closing the transport makes the blocks safe to reuse."""
 
 
-def _cannot_refuse(error: KVTransferError) -> None:
-    raise error
-
-
 @dataclass(frozen=True)
 class _Order:
-    """Something that the thread is to do. Later orders wait until it is due, so that orders keep their sequence.
+    """One step's orders. Later ones wait until these are due, so that orders keep their sequence.
 
     Attributes:
-        refuse: Called instead of `carry_out` if `is_due` raises.
+        number: Counts the steps with orders.
+        computed: They are due as soon as this is over.
     """
 
-    carry_out: Callable[[], None]
-    is_due: Callable[[], bool] = at_once
-    refuse: Callable[[KVTransferError], None] = _cannot_refuse
+    number: int
+    orders: HandoffMetadata
+    computed: Mark
 
 
 class HandoffLoop:
@@ -142,7 +136,11 @@ class HandoffLoop:
         self._is_traced = trace is not None
         self._failure = ""
         self._is_unsafe = False  # a guard could not be cleared
+        self._num_submitted = 0
         self._orders: deque[_Order] = deque()
+        self._retractions: deque[set[str]] = deque()  # requests whose offers are to end before anything else
+        self._watch = Watch(self._wake)
+        self._watched: _Order | None = None  # the order for which `_watch` wakes the thread
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-handoff")
@@ -158,17 +156,17 @@ class HandoffLoop:
         """What kept a handoff from working within the last minute, although this node can hand over; empty if nothing."""
         return self._driver.warning
 
-    def submit(self, orders: HandoffMetadata, is_computed: Callable[[], bool]) -> None:
+    def submit(self, orders: HandoffMetadata, computed: Mark = AT_ONCE) -> None:
         """Have one step's orders carried out; return at once.
 
         Args:
-            is_computed: Whether all that was launched before the orders has run. Until then the offered blocks may not be
-                written yet, and the blocks that are loaded into may still be in use.
+            computed: All that was launched before the orders. Until it has run, the offered blocks may not be written yet,
+                and the blocks that are loaded into may still be in use.
         """
         # Before the thread can see the orders: otherwise it could report the end of a load that is not expected yet.
         self._outcomes.expect(orders, _now())
-        carry_out, refuse = partial(self._driver.carry_out, orders), partial(self._driver.refuse, orders)
-        self._orders.append(_Order(carry_out, is_computed, refuse))
+        self._num_submitted += 1
+        self._orders.append(_Order(self._num_submitted, orders, computed))
         # An announcement is carried out before the next message is dealt with, and that is early enough. A thread that woke up
         # for it would take the interpreter's lock, and often the core, from the step that computes the prompt.
         if self._is_traced or not orders.only_announces():
@@ -177,35 +175,23 @@ class HandoffLoop:
         if self._has_ended.is_set():
             self._outcomes.fail_all(TransportClosedError("this node's handoff thread has ended"))
 
-    def retract(self, request_ids: set[str], timeout_s: float) -> None:
+    def retract(self, request_ids: set[str]) -> None:
         """End offers now. When this returns, no peer accepts bytes of their blocks any more.
 
+        It waits for nothing. The orders of these offers may still wait for the GPU: they are void from now on, and the
+        thread revokes the offers when it comes to that.
+
         Raises:
-            UnexpectedError: their guards cannot be cleared. The blocks must not be reused.
+            UnexpectedError: these or earlier guards cannot be cleared. The blocks must not be reused.
         """
-        is_done = threading.Event()
-
-        def retract() -> None:
-            self._driver.abort(request_ids)
-            is_done.set()
-
-        # Through the queue, because the open of these offers may still be in it.
-        self._orders.append(_Order(retract))
-        self._wake()
-        deadline = _now() + timeout_s
-        while not is_done.wait(_RETRACT_POLL_S) and not self._has_ended.is_set():
-            if _now() > deadline:
-                # The engine's step cannot wait longer. Guards are plain memory words, so this thread can clear them.
-                logger.error(
-                    "the handoff thread has not ended open offers within %g s; ending every offer of this node",
-                    timeout_s,
-                )
-                self._is_unsafe = not self._driver.clear_guards()
-                break
-        if self._is_unsafe:
+        if request_ids:
+            self._is_unsafe |= not self._driver.retract(request_ids, self._num_submitted)
+            self._retractions.append(request_ids)
+            self._wake()
+        if self._is_unsafe:  # then also later: an engine names the requests again after a step that failed
             raise UnexpectedError(
-                f"the guards of open offers cannot be cleared: peers would accept what is written next into the blocks of "
-                f"{', '.join(sorted(request_ids))}; restart the node"
+                "the guards of open offers cannot be cleared: peers would accept what is written next into the blocks of "
+                "preempted requests; restart the node"
             )
 
     def close(self, timeout_s: float) -> None:
@@ -241,6 +227,7 @@ class HandoffLoop:
             # The transport did not confirm that it stopped writing, so the engine must not reuse the blocks of these loads.
             self._outcomes.forget_loads(self._driver.loads_in_transfer)
         finally:
+            self._watch.close()
             # In this order; see `submit`. After the close, because a failed load's blocks may be reused at once.
             self._has_ended.set()
             self._outcomes.fail_all(error)
@@ -265,21 +252,33 @@ class HandoffLoop:
             self._carry_out_due()
             # A peer can claim only what our engine has answered, and the order for that answer was submitted before the
             # answer. So orders go before events: no claim ever meets an offer that is not known here yet.
-            self._driver.turn(_DUE_POLL_S if self._orders else _MAX_WAIT_S, self._carry_out_due)
+            self._driver.turn(_MAX_WAIT_S, self._carry_out_due)
 
     def _carry_out_due(self) -> None:
-        while self._orders and (carry_out := self._due(self._orders[0])):
+        while True:
+            order = self._orders[0] if self._orders else None
+            # After the look at the order: a request that is preempted and offered again has its old offer ended first.
+            while self._retractions:
+                self._driver.abort(self._retractions.popleft())
+            if order is None or not (carry_out := self._due(order)):
+                return
             # Before it is carried out: an order that ends the thread must not be met again.
             self._orders.popleft()
             carry_out()
 
     def _due(self, order: _Order) -> Callable[[], None] | None:
-        """Return what to do about an order now; None if it is not due."""
+        """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
         try:
             with self._unexpected.typed("asking whether a step has run"):
-                return order.carry_out if order.is_due() else None
+                if order.computed.is_over():
+                    return partial(self._driver.carry_out, order.orders, order.number)
         except KVTransferError as error:
-            return partial(order.refuse, error)
+            return partial(self._driver.refuse, order.orders, order.number, error)
+        # Not by asking again and again: that would take the interpreter's lock from the step that is being computed.
+        if self._watched is not order:
+            self._watched = order
+            self._watch.add(order.computed)
+        return None
 
     def _drain(self) -> None:
         """Drop every peer, and wait for reads: until they have ended, their blocks are not the engine's."""
@@ -308,7 +307,9 @@ class _Driver:
         unexpected: Unexpected,
         trace: HandoffTrace | None,
     ) -> None:
-        self._guards = guards
+        self._guards = OfferGuards(guards)
+        self._num_guards = guards.num_guards
+        self._number = 0  # of the orders that are carried out
         self._endpoint = endpoint
         self._protocol = protocol
         self._outcomes = outcomes
@@ -344,8 +345,13 @@ class _Driver:
 
     # -- orders --------------------------------------------------------------------------------------
 
-    def carry_out(self, orders: HandoffMetadata) -> None:
-        """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone."""
+    def carry_out(self, orders: HandoffMetadata, number: int) -> None:
+        """Turn one step's orders into calls of the protocol. A bug in one of them fails that request alone.
+
+        Args:
+            number: Of the orders; see `OfferGuards`.
+        """
+        self._number = number
         producer, consumer = self._protocol.producer, self._protocol.consumer
         if self._trace is not None:
             with self._unexpected.logged("tracing orders"):
@@ -359,8 +365,13 @@ class _Driver:
                 self._do(producer.announce(request_id, announced.lease, announced.name, _now()))
         for request_id, order in orders.offers.items():
             with self._failing_offer(request_id, order.lease):
-                self._offer(request_id, order)
+                if self._guards.is_void(request_id, number):
+                    self._refuse_offer(request_id, order.lease, "was aborted: its request lost its blocks")
+                else:
+                    self._offer(request_id, order)
         for request_id, extension in orders.extensions.items():
+            if self._guards.is_void(request_id, number):
+                continue
             with self._failing_offer(request_id):
                 self._do(producer.extend(request_id, extension.block_ids, extension.num_ready))
         for request_id, block_ids in orders.completions.items():
@@ -382,21 +393,18 @@ class _Driver:
             with self._failing_load(request_id):
                 self._do(consumer.drop(request_id, _now()))
             self._bugs.pop(request_id, None)  # the load will not be asked for any more
+        self._guards.carried_out(number)
 
-    def refuse(self, orders: HandoffMetadata, error: KVTransferError) -> None:
+    def refuse(self, orders: HandoffMetadata, number: int, error: KVTransferError) -> None:
         """Fail one step's orders that are about memory, because it is not known whether the memory is written or free.
 
         Otherwise offered blocks would be read too early, and blocks that the engine still uses would be loaded into.
         """
-        leases = [order.lease for order in orders.offers.values()]
         aborts = (*orders.aborts, *orders.extensions, *orders.completions)
-        withdrawals = (*orders.withdrawals, *leases)
-        memoryless = replace(
-            orders, offers={}, extensions={}, completions={}, withdrawals=withdrawals, aborts=aborts, loads={}
-        )
-        self.carry_out(memoryless)
-        for request_id in orders.offers:
-            self._end_offer(OfferEnded(request_id, "aborted", str(error)))
+        memoryless = replace(orders, offers={}, extensions={}, completions={}, aborts=aborts, loads={})
+        self.carry_out(memoryless, number)
+        for request_id, order in orders.offers.items():
+            self._refuse_offer(request_id, order.lease, str(error))
         for request_id, blocks in orders.loads.items():
             self._fail_load(request_id, blocks, error)
 
@@ -405,6 +413,23 @@ class _Driver:
         abort = self._protocol.producer.abort
         for request_id in request_ids:
             self._do(self._must("aborting an offer", partial(abort, request_id, _now())))
+
+    def retract(self, request_ids: set[str], last: int) -> bool:
+        """Clear the guards of requests' offers, also of those that orders up to `last` are still to make. Any thread may call it.
+
+        Returns:
+            Whether that worked; False if a guard could not be cleared.
+        """
+        try:
+            self._must("clearing guards", partial(self._guards.retract, request_ids, last))
+        except KVTransferError:
+            return False
+        return True
+
+    def _refuse_offer(self, request_id: str, lease: int, why: str) -> None:
+        """End an offer that was ordered and is not made; deny its claims."""
+        self._do(self._must("withdrawing an offer", partial(self._protocol.producer.withdraw, lease)))
+        self._end_offer(OfferEnded(request_id, "aborted", why))
 
     def shut_down(self) -> None:
         """End every handoff that is not reading, and drop every peer."""
@@ -571,8 +596,8 @@ class _Driver:
             with self._unexpected.logged("tracing an action"):
                 self._trace.performed(action)
         match action:
-            case SetGuard(index, value):
-                return self._set_guard(index, value)
+            case SetGuard():
+                return self._set_guard(action)
             case ClearGuard(index):
                 self._clear_guard(index)
             case Send():
@@ -616,13 +641,14 @@ class _Driver:
         except KVTransferError as error:
             raise _FatalError(f"{error}, twice") from error
 
-    def _set_guard(self, index: int, value: int) -> list[Action]:
+    def _set_guard(self, action: SetGuard) -> list[Action]:
         try:
             with self._unexpected.typed("setting a guard"):
-                self._guards.set(index, value)
+                if self._guards.set(action.index, action.value, action.request_id, self._number):
+                    return []
         except KVTransferError as error:
-            return self._protocol.producer.guard_failed(index, str(error))
-        return []
+            return self._protocol.producer.guard_failed(action.index, str(error))
+        return self._protocol.producer.guard_failed(action.index, "its request lost its blocks")
 
     def _clear_guard(self, index: int) -> None:
         # The next action lets the engine reuse the blocks under this guard, and while the guard holds, peers accept what
@@ -636,7 +662,7 @@ class _Driver:
             Whether that worked; False if a guard could not be cleared.
         """
         is_done = True
-        for index in range(self._guards.num_guards):
+        for index in range(self._num_guards):
             try:
                 self._clear_guard(index)
             except KVTransferError:

@@ -68,6 +68,7 @@ class Outcomes:
         self._has_news = threading.Condition(self._lock)
         self._report = KVConnectorOutput()
         self._offers: dict[str, OfferState] = {}
+        self._retracted: Counter[str] = Counter()  # offers that were taken, whose end has not come
         self._loads: dict[str, _Load] = {}
         self._stats = StatsCollector()
 
@@ -105,6 +106,8 @@ class Outcomes:
                     del self._offers[request_id]
                 if state is OfferState.OPEN:
                     taken.add(request_id)
+            # Each of them still ends once, and that end must not be taken for the end of the request's next offer.
+            self._retracted.update(taken)
         return taken
 
     def offer_completed(self, request_id: str, now: float) -> None:
@@ -185,6 +188,9 @@ class Outcomes:
     def _end_offer(self, ended: OfferEnded) -> None:
         self._stats.count(f"offers_{ended.outcome}_total")
         self._stats.count("live_leases", -1)
+        if self._retracted[ended.request_id]:
+            self._retracted -= Counter([ended.request_id])
+            return
         match self._offers.get(ended.request_id):
             case OfferState.OFFERED:
                 del self._offers[ended.request_id]

@@ -17,7 +17,7 @@ from kvferry import __version__
 from ..transports.base import Arena, Transport
 from ..transports.errors import ConfigurationError, KVTransferError, KVTransferStateError
 from .base import WorkerHalf
-from .computed import at_once, mark_computed
+from .computed import AT_ONCE, Mark, mark_computed
 from .handoff.consumer import ConsumerProtocol
 from .handoff.events import Identity, LoadEnded, LocalBlocks
 from .handoff.messages import MAX_EPOCH
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 #: How much longer than one read, which has a deadline of its own, the handoff thread may take to end.
 _CLOSE_GRACE_S = 5.0
-#: A step waits this long for the handoff thread to end an offer; after that it ends all offers itself.
-_RETRACT_TIMEOUT_S = 1.0
 
 #: Descriptors that are reserved per connection in progress, out of the process's limit.
 _DESCRIPTORS_PER_CONNECTION = 32
@@ -81,7 +79,7 @@ class RunningHandoffs:
         registration: Registration,
         transport: Transport,
         options: ConnectorOptions,
-        mark: Callable[[], Callable[[], bool]],
+        mark: Callable[[], Mark],
     ) -> None:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
@@ -129,12 +127,11 @@ class RunningHandoffs:
             is_computed: Whether the orders are about results that are certainly there, so that they need not wait.
         """
         if not orders.is_empty():
-            self._loop.submit(orders, at_once if is_computed else self._mark())
+            self._loop.submit(orders, AT_ONCE if is_computed else self._mark())
 
     def retract(self, request_ids: set[str]) -> None:
         """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks."""
-        if taken := self.outcomes.take_open(request_ids):
-            self._loop.retract(taken, _RETRACT_TIMEOUT_S)
+        self._loop.retract(self.outcomes.take_open(request_ids))
 
     def close(self) -> None:
         """End every handoff and close the transport. Idempotent.

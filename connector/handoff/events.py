@@ -108,10 +108,11 @@ class Send:
 
 @dataclass(frozen=True)
 class SetGuard:
-    """Make guard `index` hold `value`."""
+    """Make guard `index` hold `value`, for the offer of this request."""
 
     index: int
     value: int
+    request_id: str
 
 
 @dataclass(frozen=True)

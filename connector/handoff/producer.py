@@ -384,7 +384,8 @@ class ProducerProtocol:
         self._lease_of[offer.request_id] = offer.lease
         grants = self._send_to(offer.claimants.peers, offer.granted)
         # A consumer may read as soon as it has a grant, so the guard must be set before the grant is sent.
-        return [SetGuard(offer.granted.guard_index, offer.granted.guard_value or offer.lease), *grants]
+        value = offer.granted.guard_value or offer.lease
+        return [SetGuard(offer.granted.guard_index, value, offer.request_id), *grants]
 
     def _claim(self, peer: ConsumerPeer, claim: Claim, now: float) -> list[Action]:
         offer = self._named(claim)

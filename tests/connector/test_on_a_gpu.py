@@ -6,7 +6,9 @@ A GPU executes work after the program has launched it. Until then no block may b
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.connector.computed import mark_computed
+from kvferry.connector.computed import Mark, mark_computed
 from kvferry.connector.handoff.events import GroupBlocks, RemoteOffer
-from kvferry.connector.metadata import Announcement, HandoffMetadata, OfferOrder
+from kvferry.connector.metadata import Announcement, ExtendOrder, HandoffMetadata, OfferOrder, OpenOrder
 from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.registration import describe_caches
 from kvferry.connector.testing import (
@@ -53,7 +55,8 @@ class Side:
         arena = driver.allocate(SHAPE.num_blocks * SHAPE.spec.page_size_bytes)
         self.cache = torch.frombuffer(arena.buffer, dtype=SHAPE.dtype)
         self.cache = self.cache.view(SHAPE.num_blocks, *SHAPE.logical_page).fill_(value)
-        self.is_behind = True
+        self._has_run = threading.Event()
+        self._is_awaited = threading.Event()
         self.num_asked = 0
         config = engine_config("shm", engine_id=engine_id)
         # To PyTorch this is main memory. The transport is told that it is memory of a GPU.
@@ -67,8 +70,52 @@ class Side:
             engine_id, address.epoch, "p", 1, (address.address,), len(OFFERED) * SHAPE.block_size, (OFFERED,)
         )
 
-    def mark(self) -> Callable[[], bool]:
-        return self.is_computed
+    @property
+    def is_behind(self) -> bool:
+        return not self._has_run.is_set()
+
+    @is_behind.setter
+    def is_behind(self, value: bool) -> None:
+        if value:
+            self._is_awaited.clear()
+            self._has_run.clear()
+        else:
+            self._has_run.set()
+
+    def mark(self) -> Mark:
+        return Mark(lambda: self.is_computed(), self.wait)
+
+    def wait(self) -> None:
+        self._is_awaited.set()
+        assert self._has_run.wait(60)
+
+    def remote(self, request_id: str, lease: int, blocks: tuple[int, ...] = OFFERED) -> RemoteOffer:
+        return replace(
+            self.offer,
+            request_id=request_id,
+            lease=lease,
+            block_ids=(blocks,),
+            num_tokens=len(blocks) * SHAPE.block_size,
+        )
+
+    def announce(self, *offers: RemoteOffer) -> None:
+        announcements = {offer.request_id: Announcement(offer.lease) for offer in offers}
+        self.handoffs.submit(HandoffMetadata(announcements=announcements), is_computed=True)
+
+    def open(self, offer: RemoteOffer, num_ready: int, *, is_computed: bool) -> None:
+        """Offer blocks of a prompt that is still being computed."""
+        order = OpenOrder(offer.lease, offer.block_ids, offer.num_tokens, num_ready, "")
+        self.handoffs.submit(HandoffMetadata(offers={offer.request_id: order}), is_computed=is_computed)
+
+    def until(self, is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not is_true():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.is_behind = False  # otherwise the thread that waits for the GPU would not end
+        self.handoffs.close()
 
     def is_computed(self) -> bool:
         self.num_asked += 1
@@ -78,34 +125,30 @@ class Side:
         # The GPU has finished the step that announces the offer. Otherwise no other node could know about the offer.
         is_behind, self.is_behind = self.is_behind, False
         self.handoffs.submit(HandoffMetadata(announcements={"p": Announcement(self.offer.lease)}))
-        deadline = time.monotonic() + 20
-        while not self.num_asked:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        self.until(lambda: self.num_asked > 0)
         self.is_behind = is_behind
         order = OfferOrder(self.offer.lease, self.offer.block_ids, self.offer.num_tokens, self.offer.content)
         self.handoffs.submit(HandoffMetadata(offers={"p": order}), is_computed=is_computed)
 
-    def start_load(self, offer: RemoteOffer) -> None:
-        orders = HandoffMetadata(claims={"d": offer}, loads={"d": (GroupBlocks(0, LOADED),)})
+    def start_load(self, offer: RemoteOffer, request_id: str = "d", blocks: tuple[int, ...] = LOADED) -> None:
+        orders = HandoffMetadata(claims={request_id: offer}, loads={request_id: (GroupBlocks(0, blocks),)})
         self.handoffs.submit(orders)
 
-    def until_asked_again(self) -> None:
-        """Wait until the handoff thread has seen twice that the GPU is behind."""
-        seen, deadline = self.num_asked, time.monotonic() + 20
-        while self.num_asked < seen + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+    def until_awaited(self) -> None:
+        """Wait until orders wait for the GPU."""
+        assert self._is_awaited.wait(20)
 
-    def until_ended(self) -> dict[str, str]:
-        """Wait for the end of the load. Returns the reason if it failed."""
-        deadline = time.monotonic() + 20
-        while True:
+    def until_ended(self, request_id: str = "d") -> dict[str, str]:
+        """Wait for the end of a load. Returns the reason if it failed."""
+        errors: dict[str, str] = {}
+
+        def has_ended() -> bool:
             report = self.handoffs.outcomes.take_report()
-            if "d" in report.finished_recving:
-                return report.load_errors
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+            errors.update(report.load_errors)
+            return request_id in report.finished_recving
+
+        self.until(has_ended)
+        return errors
 
 
 @pytest.fixture
@@ -121,14 +164,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDriverStandIn]:
 def producer(driver: CudaDriverStandIn) -> Iterator[Side]:
     side = Side(driver, "producer", 1.0)
     yield side
-    side.handoffs.close()
+    side.close()
 
 
 @pytest.fixture
 def consumer(driver: CudaDriverStandIn) -> Iterator[Side]:
     side = Side(driver, "consumer", 2.0)
     yield side
-    side.handoffs.close()
+    side.close()
 
 
 def test_blocks_go_from_pool_to_pool(producer: Side, consumer: Side) -> None:
@@ -147,7 +190,7 @@ def test_blocks_are_offered_when_they_are_computed(producer: Side, consumer: Sid
     consumer.is_behind = False
     producer.start_offer()
     consumer.start_load(producer.offer)
-    producer.until_asked_again()
+    producer.until_awaited()
     producer.cache[list(OFFERED)] = 7.0  # the GPU had not finished this yet
     producer.is_behind = False
     assert consumer.until_ended() == {}
@@ -170,7 +213,7 @@ def test_blocks_are_loaded_once_no_earlier_work_on_the_gpu_writes_them(
     producer.is_behind = False
     producer.start_offer()
     consumer.start_load(producer.offer)
-    consumer.until_asked_again()
+    consumer.until_awaited()
     consumer.cache[list(LOADED)] = 7.0  # written by the last step of the request that had these blocks before
     consumer.is_behind = False
     assert consumer.until_ended() == {}
@@ -188,12 +231,89 @@ def test_a_gpu_that_failed_ends_everything(producer: Side, consumer: Side) -> No
 
 def test_a_node_that_shuts_down_does_not_wait_for_its_gpu(producer: Side, consumer: Side) -> None:
     consumer.start_load(producer.offer)
+    consumer.until_awaited()
     consumer.handoffs.close()
     assert "shuts down" in consumer.until_ended()["d"]
 
 
 def test_a_cpu_is_never_behind() -> None:
-    assert mark_computed(torch.device("cpu"))()
+    assert mark_computed(torch.device("cpu")).is_over()
+
+
+def test_nothing_asks_the_gpu_while_it_computes(producer: Side, consumer: Side) -> None:
+    """Each question takes the interpreter's lock from the step that launches the model's kernels."""
+    consumer.is_behind = False
+    producer.start_offer()
+    producer.until_awaited()
+    num_asked = producer.num_asked
+    time.sleep(0.2)  # the GPU computes
+    assert producer.num_asked == num_asked
+    producer.is_behind = False
+    consumer.start_load(producer.offer)
+    assert consumer.until_ended() == {}
+    assert producer.num_asked == num_asked + 1
+
+
+# -- preemptions while the GPU computes -----------------------------------------------------------------
+
+
+def test_a_preemption_waits_for_no_pass_and_ends_no_other_offer(
+    producer: Side, consumer: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer.is_behind = False
+    preempted, other = producer.remote("preempted", 1), producer.remote("other", 2)
+    producer.announce(preempted, other)
+    producer.open(preempted, SHAPE.block_size, is_computed=True)
+    producer.open(other, other.num_tokens, is_computed=True)
+    consumer.start_load(preempted)
+    producer.handoffs.submit(
+        HandoffMetadata(extensions={"preempted": ExtendOrder(preempted.block_ids, preempted.num_tokens)})
+    )
+    producer.until_awaited()
+    consumer.until(lambda: bool((consumer.cache[LOADED[0]] == 1.0).all()))
+    producer.handoffs.retract({"preempted"})
+    # The GPU has not computed anything meanwhile. What the next step writes must not arrive.
+    producer.cache[list(OFFERED)] = 9.0
+    assert producer.is_behind
+    error = consumer.until_ended()["d"]
+    assert "the offer was aborted" in error or "no longer holds" in error
+    producer.cache[list(OFFERED)] = 1.0
+    consumer.start_load(other, "other", (5, 6))
+    assert consumer.until_ended("other") == {}
+    assert (consumer.cache[[5, 6]] == 1.0).all()
+    assert producer.is_behind
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_an_offer_that_waits_for_the_gpu_is_never_made_after_its_preemption(
+    producer: Side, consumer: Side
+) -> None:
+    consumer.is_behind = False
+    first, again = producer.remote("p", 1), producer.remote("p", 2)
+    producer.announce(first)
+    producer.open(first, SHAPE.block_size, is_computed=False)
+    consumer.start_load(first)
+    producer.until_awaited()
+    producer.handoffs.retract({"p"})
+    # The request is computed and offered again, and only this offer counts.
+    producer.announce(again)
+    producer.open(again, again.num_tokens, is_computed=False)
+    consumer.start_load(again, "again", (5, 6))
+    producer.is_behind = False
+    assert "was never made" in consumer.until_ended()["d"]
+    assert consumer.until_ended("again") == {}
+    assert (consumer.cache[[5, 6]] == 1.0).all()
+    # The end of the first one is not reported: that of the second one is reported once the request has finished.
+    ended: list[str] = []
+    producer.handoffs.submit(HandoffMetadata(completions={"p": again.block_ids}))
+    producer.until(
+        lambda: bool(ended.extend(producer.handoffs.outcomes.take_report().finished_sending) or ended)
+    )
+    assert ended == ["p"]
+    stats = producer.handoffs.outcomes.take_stats()
+    assert stats is not None
+    assert stats.counters["offers_aborted_total"] == 1
+    assert "live_leases" not in stats.counters  # it is as before
 
 
 # -- between nodes, over each transport ---------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvferry.connector import handoff_loop, worker_half
+from kvferry.connector.computed import Mark
 from kvferry.connector.handoff import node as handoff_node
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
@@ -250,7 +251,7 @@ def test_a_gpu_whose_progress_cannot_be_queried(
         return True
 
     with ExitStack() as stack:
-        monkeypatch.setattr(worker_half, "mark_computed", lambda device: has_run)
+        monkeypatch.setattr(worker_half, "mark_computed", lambda device: Mark(has_run, lambda: None))
         middle = make_node(stack)
         monkeypatch.undo()
         others = [make_node(stack) for _ in range(2)]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -77,10 +78,13 @@ def test_a_producer_that_is_killed_during_reads_delivers_only_right_bytes(
     assert np.array_equal(reader.read(), expected)
 
 
-def test_a_mark_is_passed_once_all_earlier_kernels_have_run() -> None:
+def test_a_mark_is_over_once_all_earlier_kernels_have_run() -> None:
     device = torch.device("cuda:0")
     sleep_on(device)
-    is_computed = mark_computed(device)
-    assert not is_computed()
-    torch.cuda.synchronize()
-    assert is_computed()
+    mark = mark_computed(device)
+    assert not mark.is_over()
+    busy_s = time.thread_time()
+    mark.wait()
+    assert mark.is_over()
+    # The thread slept: it did not ask the GPU again and again.
+    assert time.thread_time() - busy_s < 0.01

@@ -182,7 +182,7 @@ class SimulatedWorld(ABC):
                 if peer_id in rank.links:
                     remote, remote_peer_id = rank.links[peer_id]
                     remote.inbox[remote_peer_id].append(data)
-            case SetGuard(index, value):
+            case SetGuard(index, value, _):
                 rank.guards[index] = value
             case ClearGuard(index):
                 rank.guards[index] = 0
