@@ -61,6 +61,20 @@ def test_in_five_turns_the_prefill_node_computes_only_new_messages(fleet: Any, s
     assert 'kvferry_router_answers_total{result="failed"} 0.0' in page
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_several_answers_leave_no_offers(fleet: Any, stream: bool) -> None:
+    """They belong to no conversation. Each offer would hold blocks of the decode node for five minutes."""
+    before = fleet.decode.metric("kvferry_engine_offered_answers")
+    for fields in ({"prompt": ["one two three", "four five six"]}, {"prompt": "seven eight", "n": 2}):
+        body = {"temperature": 0, "max_tokens": 4, "stream": stream, **fields}
+        with fleet.router.requesting("/v1/completions", body, {"X-Session-ID": "several"}) as response:
+            assert response.status == 200
+            raw = response.read().decode()
+        assert "remote_" not in raw
+        assert "answer_lease_s" not in raw
+    assert fleet.decode.metric("kvferry_engine_offered_answers") <= before
+
+
 def test_a_decode_node_that_drains_does_not_wait_for_the_next_turn(fleet: Any) -> None:
     """Its lease would run for minutes. The next turn computes what the node had offered."""
     say(fleet.router, message(99, 30), "last", stream=False)

@@ -100,7 +100,9 @@ async def test_the_decode_begins_while_the_prefill_runs() -> None:
         assert await lost_prefills(client) == 0
     wish = prefill.bodies[0]["kv_transfer_params"]
     assert (wish["do_remote_decode"], wish["overlap"], prefill.bodies[0]["stream"]) == (True, True, True)
-    assert decode.bodies == [{"prompt": "p", "max_tokens": 9, "kv_transfer_params": EARLY}]
+    assert decode.bodies == [
+        {"prompt": "p", "max_tokens": 9, "kv_transfer_params": {**EARLY, "offer_answer": False}}
+    ]
     assert not prefill.hung_up.is_set()
 
 
@@ -109,7 +111,7 @@ async def test_a_prefill_without_an_early_offer_is_waited_for() -> None:
     prefill = Prefill([event(kv_transfer_params=None), event(kv_transfer_params=EARLY, finish=1), DONE])
     async with routed([prefill], [decode], overlap=True) as client:
         await ask(client)
-    assert decode.bodies[0]["kv_transfer_params"] == EARLY
+    assert decode.bodies[0]["kv_transfer_params"] == {**EARLY, "offer_answer": False}
 
 
 async def test_a_node_that_does_not_stream_is_understood() -> None:
@@ -121,7 +123,7 @@ async def test_a_node_that_does_not_stream_is_understood() -> None:
     prefill.handle = handle  # type: ignore[method-assign]
     async with routed([prefill], [decode], overlap=True) as client:
         assert (await ask(client))[0] == 200
-    assert decode.bodies[0]["kv_transfer_params"] == EARLY
+    assert decode.bodies[0]["kv_transfer_params"] == {**EARLY, "offer_answer": False}
 
 
 @pytest.mark.parametrize(

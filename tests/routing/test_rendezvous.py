@@ -100,7 +100,7 @@ async def test_both_nodes_are_asked_at_once_by_a_name() -> None:
     wish = prefill.bodies[0]["kv_transfer_params"]
     assert (wish["do_remote_decode"], len(name or ""), prefill.bodies[0]["stream"]) == (True, 32, False)
     expected = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": name, **WHERE}
-    assert decode.bodies[0]["kv_transfer_params"] == expected
+    assert decode.bodies[0]["kv_transfer_params"] == {**expected, "offer_answer": False}
 
 
 async def test_each_request_has_a_name_of_its_own() -> None:
@@ -129,7 +129,7 @@ async def test_otherwise_they_are_asked_one_after_the_other(
     async with introduced([prefill], [decode], **options) as client:
         assert await ask(client, **fields) == 200
     assert prefill.names() == [None]
-    assert decode.bodies[0]["kv_transfer_params"] == prefill.params
+    assert decode.bodies[0]["kv_transfer_params"] == {**(prefill.params or {}), "offer_answer": False}
 
 
 async def test_a_decode_node_holds_no_blocks_for_a_prompt_in_a_queue() -> None:

@@ -150,7 +150,12 @@ async def test_the_decode_node_gets_the_clients_request_with_the_prefill_nodes_p
     prefill, decode = FakeNode(offer), FakeNode(answer_whole)
     assert await ask([prefill], [decode], temperature=0.5) == [(200, b'{"choices": [{"text": "one two"}]}')]
     assert decode.bodies == [
-        {"prompt": "p", "max_tokens": 9, "temperature": 0.5, "kv_transfer_params": PARAMS}
+        {
+            "prompt": "p",
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "kv_transfer_params": {**PARAMS, "offer_answer": False},
+        }
     ]
     assert prefill.request_ids == decode.request_ids == ["r7"]
 
@@ -287,4 +292,4 @@ async def test_a_request_that_a_stopping_vllm_server_aborts_is_answered_by_anoth
                     assert response.status == 200
                     assert "abort" not in await response.text()
         assert stopping.bodies
-    assert all(body["kv_transfer_params"] == PARAMS for body in decode.bodies)
+    assert all(body["kv_transfer_params"] == {**PARAMS, "offer_answer": False} for body in decode.bodies)

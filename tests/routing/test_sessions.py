@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.reference.router.nodes import UpstreamNode
-from kvferry.reference.router.sessions import Answer, AnswerTaker, Sessions
+from kvferry.reference.router.sessions import MAX_OFFER_CHARS, Answer, AnswerTaker, Sessions
 from tests.support.fake_nodes import routed
 
 PROMPT_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3]]}
@@ -57,6 +58,7 @@ class Decode:
 
     asked: list[dict[str, Any]] = field(default_factory=list)
     has_params_in_streams: bool = True
+    heeds_wish: bool = True
     releases: list[dict[str, Any]] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -66,7 +68,7 @@ class Decode:
             return web.json_response({"kv_transfer_params": answer_params(len(self.asked))})
         self.asked.append(body["kv_transfer_params"])
         answer = {"choices": [{"text": 'a "kv_transfer_params": {} b'}], "kv_transfer_params": None}
-        if body["kv_transfer_params"].get("offer_answer") is not False:
+        if not self.heeds_wish or body["kv_transfer_params"].get("offer_answer") is not False:
             answer["kv_transfer_params"] = answer_params(len(self.asked))  # type: ignore[assignment]
         if not body.get("stream"):
             return web.json_response(answer)
@@ -84,7 +86,7 @@ class Decode:
         return web.json_response({})
 
 
-async def say(client: Any, text: str, *, headers: Any = SESSION, **more: Any) -> bytes:
+async def say(client: Any, text: object, *, headers: Any = SESSION, **more: Any) -> bytes:
     body = {"prompt": text, "max_tokens": 3, **more}
     async with client.post("/v1/completions", json=body, headers=headers) as response:
         assert response.status == 200
@@ -137,9 +139,32 @@ async def test_requests_of_no_conversation_do_not_make_nodes_hold_answers() -> N
         await say(client, "one", headers={})
         await say(client, "two", headers={})
         await say(client, "three", n=2)
-    # The router learned with the first answer that this node makes offers.
-    assert [params.get("offer_answer") for params in decode.asked] == [None, False, False]
-    assert [params["remote_request_id"] for params in decode.releases] == ["r1"]
+    assert [params.get("offer_answer") for params in decode.asked] == [False, False, False]
+    assert decode.releases == []
+
+
+MORE_PROMPTS = [{"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}, {"prompt": "a", "n": 2}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", MORE_PROMPTS)
+async def test_an_offer_that_no_turn_can_use_is_not_asked_for_and_if_made_taken_out_and_released(
+    body: dict[str, Any], stream: bool
+) -> None:
+    prefill, decode = Prefill(), Decode(heeds_wish=False)
+    async with routed([prefill], [decode]) as client:
+        # A session goes on with one answer, so several of them end it.
+        answer = await say(client, body["prompt"], stream=stream, n=body.get("n", 1))
+        num_offers = len(decode.asked)
+        async with asyncio.timeout(10):
+            while len(decode.releases) < num_offers:
+                await asyncio.sleep(0.01)
+    assert all(params["offer_answer"] is False for params in decode.asked)
+    for secret in (b"remote_engine_id", b"answer_lease_s"):
+        assert secret not in answer
+    assert sorted(params["remote_request_id"] for params in decode.releases) == [
+        f"r{number + 1}" for number in range(num_offers)
+    ]
     assert all(params["do_release"] for params in decode.releases)
 
 
@@ -194,6 +219,33 @@ class TestWhichConversation:
             self.end(self.turn(sessions, text))
         assert len(sessions) == 2
         assert self.turn(sessions, "a", "b").take_answer() is None
+
+
+@pytest.mark.parametrize("lease", ["1" + "0" * 400, "-1", "NaN", "Infinity", "true", '"9"', "[]", "1e300"])
+def test_an_answer_with_a_lease_that_is_none_is_not_kept(lease: str) -> None:
+    taker = AnswerTaker()
+    noted: list[Answer] = []
+    taker.note = lambda params: noted.append(Answer.of(UpstreamNode("decode", "http://d"), params))
+    assert taker.whole(b'{"kv_transfer_params": {"answer_lease_s": ' + lease.encode() + b"}}") == (
+        b'{"kv_transfer_params": null}'
+    )
+    (answer,) = noted
+    assert answer.usable_until <= time.monotonic() + 1
+
+
+def test_an_offer_that_is_too_long_is_taken_out_and_not_kept() -> None:
+    taker = AnswerTaker()
+    offer = json.dumps({"answer_lease_s": 60, "remote_block_ids": "x" * MAX_OFFER_CHARS}).encode()
+    assert taker.whole(b'{"kv_transfer_params":' + offer + b', "a": 1}') == (
+        b'{"kv_transfer_params": null, "a": 1}'
+    )
+    assert taker.params is None
+
+
+@pytest.mark.parametrize("depth", [2_000, 200_000])
+def test_params_that_are_nested_deep_are_no_offer(depth: int) -> None:
+    payload = b'{"kv_transfer_params":' + b"[" * depth + b"]" * depth + b"}"
+    assert AnswerTaker().whole(payload) == payload
 
 
 def test_params_of_other_systems_reach_the_client() -> None:

@@ -486,7 +486,8 @@ class Router:
             OtherTokenError: The client has received another first token than the node has chosen meanwhile.
         """
         body = decode_body(call.body, params) if known is None else known.decode_body(call.body, params)
-        if node.offers_answers and not call.turn.is_remembered and "kv_transfer_params" in body:
+        if not call.turn.is_remembered and "kv_transfer_params" in body:
+            # Nothing would load the offer of this answer, which would hold the node's blocks until its lease ends.
             body["kv_transfer_params"] = {**body["kv_transfer_params"], "offer_answer": False}
         call.timeline.decode_sent(node.url, is_alone=is_alone)
         async with (
@@ -539,7 +540,6 @@ class Router:
         question: asyncio.Task[None] | None = None,
     ) -> None:
         """Keep the offer of an answer for the next turn, and release one that no turn can use."""
-        node.offers_answers = node.offers_answers or offered is not None
         unused = call.turn.end(None if offered is None else Answer.of(node, offered), question)
         if unused is not None and unused.is_usable:
             self._metrics.answers.labels("unused").inc()

@@ -85,7 +85,6 @@ class UpstreamNode:
     Attributes:
         in_flight: The router's requests at the node.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
-        offers_answers: It has offered an answer to the next turn of a conversation.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
         meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
             before its first one, and after its process was gone.
@@ -99,7 +98,6 @@ class UpstreamNode:
         self.num_connection_failures = 0
         self.num_offers = 0
         self.last_used = 0
-        self.offers_answers = False
         self.load_failure_policy = ""
         self.meeting_place: Mapping[str, Any] = {}
         self.continues_answers = ""

@@ -28,6 +28,9 @@ SESSION_HEADER = "X-Session-ID"
 MAX_CONVERSATIONS = 4096
 #: How long a turn waits for a decode node that was asked for the offer of the latest answer. Programs take turns at once.
 QUESTION_WAIT_S = 1.0
+#: A longer offer of an answer is not kept, nor one with a longer lease. An offer of a million tokens has half of this.
+MAX_OFFER_CHARS = 1 << 20
+MAX_LEASE_S = 24 * 3600.0
 _PARAMS_KEY = b'"kv_transfer_params":'
 
 Params = Mapping[str, Any]
@@ -50,8 +53,9 @@ class Answer:
     def of(cls, node: UpstreamNode, params: Params) -> Answer:
         """Take in the params of an answer that has just arrived."""
         lease_s = params.get("answer_lease_s")
-        known_s = float(lease_s) if isinstance(lease_s, int | float) else 0.0
-        return cls(node, params, time.monotonic() + known_s)
+        if not isinstance(lease_s, int | float) or not 0 <= lease_s <= MAX_LEASE_S:
+            lease_s = 0.0
+        return cls(node, params, time.monotonic() + lease_s)
 
     @property
     def is_usable(self) -> bool:
@@ -225,8 +229,9 @@ class AnswerTaker:
             return payload
         if not isinstance(params, dict) or "answer_lease_s" not in params:
             return payload
-        self.params = params
-        self.note(params)
+        if end <= MAX_OFFER_CHARS:
+            self.params = params
+            self.note(params)
         return head + b" null" + text[end:].encode(errors="surrogateescape")
 
     def events(self, chunk: bytes) -> bytes:
