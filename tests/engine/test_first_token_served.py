@@ -94,3 +94,5 @@ async def test_what_a_node_does_not_pass_on_or_continue(tiny_model: Callable[[st
         ):
             status, answer = await ask({"first_token": known}, **fields)
             assert status == 400, answer
+        status, answer = await ask({"first_token": {"token_id": 7, "model": "another one"}}, max_tokens=5)
+        assert (status, "another model" in answer["error"]["message"]) == (503, True)

@@ -34,7 +34,8 @@ TEXTS = st.text(
 )
 BODY: dict[str, Any] = {"prompt": "a", "temperature": 0, "max_tokens": 8, "stream": True}
 BUILD = {"system_fingerprint": "vllm-1"}
-OFFER = {"remote_lease": "1"}
+IDENTITY = "fedcba9876543210"
+OFFER = {"remote_lease": "1", "remote_identity": IDENTITY}
 
 
 class Server:
@@ -101,6 +102,7 @@ class Server:
             **BUILD,
             "choices": [choice | ids],
             "usage": self._usage(prompt, 1) | {"extra": None},
+            "kv_transfer_params": OFFER,
         }
 
     def _usage(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def test_a_stitched_stream_is_one_servers_byte_for_byte(
         assert expected == b"".join(first.events) + b"data: [DONE]\n\n"
         return
     asked = first.decode_body(body, OFFER)
-    assert asked["kv_transfer_params"] == OFFER
+    assert asked["kv_transfer_params"] == {**OFFER, "first_token": {"model": IDENTITY}}
     other = Server(tokenizer, created=101)
     rest = other.stream(asked["prompt"], tokens[1:], asked["max_tokens"], usage=usage)
     cut = data.draw(st.integers(0, len(rest)))
@@ -228,12 +230,13 @@ def test_fields_that_a_prefill_node_does_not_receive_prevent_its_token() -> None
 
 
 def test_a_first_token_is_expected_only_where_it_can_be_passed_on() -> None:
-    ours, vllm = Abilities(continues_answers="0123456789abcdef"), Abilities(vllm_max_model_len=100)
+    ours, vllm = Abilities(continues_answers="0123456789abcdef"), Abilities(IDENTITY, vllm_max_model_len=100)
     assert is_expected(BODY, COMPLETIONS, ours)
     assert is_expected({"messages": [], "seed": 1, "stream": True}, "/v1/chat/completions", ours)
     assert is_expected(BODY, COMPLETIONS, vllm)
     assert not is_expected(BODY, "/v1/chat/completions", vllm)
     assert not is_expected(BODY, COMPLETIONS, Abilities())
+    assert not is_expected(BODY, COMPLETIONS, Abilities(vllm_max_model_len=100))
     for change in ({"stream": False}, {"temperature": 1}, {"n": 2}, {"logprobs": 0}, {"echo": True}):
         assert not is_expected({**BODY, **change}, COMPLETIONS, ours)
         assert not is_expected({**BODY, **change}, COMPLETIONS, vllm)
@@ -243,7 +246,8 @@ def test_a_token_that_follows_a_shortened_prompt_is_not_passed_on() -> None:
     """A server with recurrent states offers, and computes, the prompt without its last token."""
     answer = Server(TOKENIZERS["bytes"], created=1).whole([65] * 10, [66, 67, 0])
     for num_tokens, is_passed in ((10, True), (9, False)):
-        first = StitchedToken.of(BODY, {**answer, "kv_transfer_params": {"remote_num_tokens": num_tokens}})
+        params = {**OFFER, "remote_num_tokens": num_tokens}
+        first = StitchedToken.of(BODY, {**answer, "kv_transfer_params": params})
         assert (first is not None) == is_passed
 
 
@@ -251,6 +255,14 @@ def test_an_answer_that_is_too_long_for_a_server_is_not_continued_there() -> Non
     server = Server(TOKENIZERS["bytes"], created=1)
     first = StitchedToken.of(BODY, server.whole([65] * 10, [66, 67, 0]))
     assert first is not None
-    assert not first.can_continue_at(Abilities(vllm_max_model_len=17))
-    assert first.can_continue_at(Abilities(vllm_max_model_len=18))
-    assert not first.can_continue_at(Abilities(continues_answers="0123456789abcdef"))
+    assert not first.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=17))
+    assert first.can_continue_at(Abilities(IDENTITY, vllm_max_model_len=18))
+    assert not first.can_continue_at(Abilities(vllm_max_model_len=18))
+    assert not first.can_continue_at(Abilities("0123456789abcdef", vllm_max_model_len=18))
+
+
+def test_a_token_of_a_server_that_does_not_know_its_model_is_not_passed_on() -> None:
+    answer = Server(TOKENIZERS["bytes"], created=1).whole([65] * 10, [66, 67, 0])
+    assert StitchedToken.of(BODY, answer) is not None
+    for params in ({"remote_lease": "1"}, {"remote_identity": ""}, {"remote_identity": 5}, None):
+        assert StitchedToken.of(BODY, {**answer, "kv_transfer_params": params}) is None

@@ -304,6 +304,8 @@ async def test_the_routers_view_of_a_node_shows_its_probe_and_version() -> None:
             *(
                 "url",
                 "role",
+                "kv_role",
+                "models",
                 "state",
                 "why",
                 "in_flight",

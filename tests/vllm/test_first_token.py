@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,8 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.reference.demo.foreign import free_port
 from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import Client, wait_until
+from tests.support.tiny_models import scale_tensor
+from tests.support.vllm_servers import Server
 from vllm_pair.cluster import KVFERRY, start_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -209,6 +213,66 @@ def test_a_decode_server_that_chose_another_token_continues_after_the_clients(se
             assert '"completion_tokens":9' in events[-1]
         assert client.metric(COUNTER) - passed == 5
         assert client.metric(OTHER) - other == 5
+
+
+@pytest.fixture(scope="module")
+def other(servers, model, tmp_path_factory):
+    """A decode server with other weights, which computes prompts that it cannot load, as after half a rolling update."""
+    launcher, _ = servers
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(model, folder)
+    for layer in range(2):
+        scale_tensor(folder, f"model.layers.{layer}.mlp.up_proj.weight", -1.5)
+    transfer = {**KVFERRY, "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+    server = start_vllm(launcher, "other server", str(folder), ARGUMENTS, transfer)
+    launcher.wait_listening([server], START_S)
+    launcher.wait_ready([server], START_S)
+    return server
+
+
+@pytest.mark.parametrize("rendezvous", ["auto", "off"])
+def test_servers_with_other_weights_share_no_answer(servers, other, rendezvous):
+    launcher, (prefill, _) = servers
+    router = launcher.start_router("unequal", [prefill], [other], "--rendezvous", rendezvous)
+    launcher.wait_ready([router], START_S)
+    client, own, others = Client(router), Client(prefill), Client(other)
+    num_contrary = 0
+    for number in range(6):
+        body = {"prompt": f"{number} unequal: {LONG}", **USAGE}
+        found, expected = (ask(one, body, f"unequal-{number}") for one in (client, others))
+        assert unmerged(found) == unmerged(expected)
+        num_contrary += unmerged(ask(own, body, f"own-{number}"))[0][:1] != unmerged(expected)[0][:1]
+    assert num_contrary, "both models begin each answer with the same text, so this shows nothing"
+    assert client.metric(COUNTER) == 0
+
+
+def test_a_decode_server_is_refused_as_a_prefill_server(servers, other):
+    launcher, (prefill, decode) = servers
+    router = launcher.start_router("of two roles", [prefill, other], [decode])
+    launcher.wait_ready([router], START_S)
+    client = Client(router)
+    nodes = json.loads(client.get("/nodes")[1])["nodes"]
+    assert [(node["state"], node["kv_role"]) for node in nodes] == [
+        ("ready", "kv_both"),
+        ("refused", "kv_consumer"),
+        ("ready", "kv_both"),
+    ]
+    assert all(node["models"] == ["model"] for node in nodes)
+    asked = Server(other).metric("vllm:request_success_total")
+    for number in range(4):
+        assert ask(client, {"prompt": f"{number} of two roles: {LONG}"}, f"roles-{number}")[0] == 200
+    assert Server(other).metric("vllm:request_success_total") == asked
+
+
+def test_a_decode_server_answers_alone_if_it_computes_what_it_cannot_load(servers, other):
+    """The router learns the policy from the server, which has no `/ready`."""
+    launcher, _ = servers
+    gone = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
+    router = launcher.start_router("without a prefill server", [gone], [other])
+    launcher.wait_listening([router], START_S)
+    client = Client(router)
+    wait_until(lambda: client.get("/ready")[0] == 200)
+    assert ask(client, {"prompt": "alone"}, "alone")[0] == 200
 
 
 def test_every_offer_ends(pair):

@@ -28,7 +28,7 @@ from ..web.json_body import MAX_BODY_BYTES, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed, span_of_work
 from .fan_out import Piece, pieces_of
-from .first_token import FIRST_TOKEN, passed_on
+from .first_token import FIRST_TOKEN, KnownToken, passed_on
 from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
 from .metrics import NodeMetrics
 from .openai_request import ClientRequest, parse_chat, parse_completion
@@ -164,7 +164,14 @@ class NodeServer:
         status, error = self._status()
         if status == "ok" and is_overloaded(request):
             status, error = "overloaded", "as many requests wait as --max-queued-requests allows"
-        return self._described(status, error, status == "ok")
+        is_up = status in ("ok", "overloaded")
+        return self._described(status, error, status == "ok", **(self._what_it_is() if is_up else {}))
+
+    def _what_it_is(self) -> dict[str, Any]:
+        """Say which requests fit: a router refuses a node that cannot do what it was named for."""
+        settings = self._engine.settings
+        role = {"kv_role": settings.kv_transfer.kv_role} if settings.kv_transfer else {}
+        return {**role, "models": [self._engine.model_name, *settings.lora_modules]}
 
     def _described(self, status: str, error: str, is_well: bool, **facts: Any) -> web.Response:
         body = {"status": status, **({"error": error} if error else {}), **facts}
@@ -303,6 +310,7 @@ class NodeServer:
         with _refusals_as_api_errors():
             self._prompts.refuse_by_size(body.get("prompt"))
             client = parse(body)
+            self._refuse_another_model(client.known)
             lora_name = self._lora_name(client.model)
             try:
                 prompts = [await self._prompts.read(prompt) for prompt in client.prompts]
@@ -350,6 +358,18 @@ class NodeServer:
                 )  # a load has ended before the first piece arrives
                 return await self._stream(request, pieces, choices, envelope, client, outcome)
             return await self._whole(pieces, choices, envelope, client)
+
+    def _refuse_another_model(self, known: KnownToken | None) -> None:
+        """Check that this node would have chosen the token after which it is to continue.
+
+        Raises:
+            ApiError: it has another model than the router knew (503).
+        """
+        if known is not None and known.model and known.model != self._engine.model_digest:
+            raise unavailable(
+                "the answer's first token is that of another model: this node may have been restarted with other weights; "
+                "send the request to another node"
+            )
 
     def _with_prompt_logprobs(
         self, client: ClientRequest, num_prompt_tokens: int

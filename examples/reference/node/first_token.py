@@ -11,8 +11,9 @@ The prefill node samples this token anyway. Two keys of ours in `kv_transfer_par
       is_all    whether the answer ends with this token
       chunks    what a single node would have streamed so far: one chunk, or the whole stream if `is_all`
 
-- The router sends `{"token_id": ..., "created": ...}` as `first_token` to a decode node, whose answer is then that of a
-  single node: its stream begins with the second token, and everything else counts and contains the first one.
+- The router sends `{"token_id": ..., "created": ..., "model": ...}` as `first_token` to a decode node, whose answer is then that
+  of a single node: its stream begins with the second token, and everything else counts and contains the first one. A node with
+  another digest refuses (503): it may have been restarted with another model since the router has asked it.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ class KnownToken:
 
     Attributes:
         created: Seconds since 1970, for all parts of the answer.
+        model: Digest of the node that chose it. Empty: the router does not say.
     """
 
     token_id: int
     created: int
+    model: str = ""
 
 
 def take_first_token(
@@ -77,7 +80,9 @@ def take_first_token(
         )
     if (given := fields.optional_mapping(FIRST_TOKEN)) is not None:
         inner = Fields(given)
-        known = KnownToken(inner.integer("token_id", -1), inner.integer("created", 0))
+        known = KnownToken(
+            inner.integer("token_id", -1), inner.integer("created", 0), inner.text("model", "")
+        )
     return others, wish, known
 
 

@@ -22,8 +22,8 @@ from ..web.access import NodeAccess
 from ..web.admin import admin_application
 from ..web.api_pages import add_api_pages
 from ..web.connections import is_overloaded, turn_of
-from ..web.errors import CLIENT_LEFT, ApiError, answered_status, error_middleware
-from ..web.json_body import MAX_BODY_BYTES, read_json
+from ..web.errors import CLIENT_LEFT, ApiError, answered_status, bad_request, error_middleware
+from ..web.json_body import MAX_BODY_BYTES, object_of, read_json
 from ..web.serving import close_connections_while
 from ..web.tracing import current_span, name_request, observed
 from .admin import node_routes
@@ -31,7 +31,16 @@ from .first_tokens import FirstToken, OtherTokenError
 from .handoffs import TRANSFER_HEADER, Handoff, Handoffs, has_loaded
 from .membership import Role
 from .metrics import RouterMetrics
-from .nodes import RETRY_AFTER_S, NodeGoneError, NodePool, NoNodeError, Tried, UpstreamNode
+from .nodes import (
+    CAUSE_WAIT_S,
+    MAX_SHOWN_CHARS,
+    RETRY_AFTER_S,
+    NodeGoneError,
+    NodePool,
+    NoNodeError,
+    Tried,
+    UpstreamNode,
+)
 from .page import Page
 from .phases import Call, Offer, check_body, decode_body, is_stream, open_answer
 from .prefills import OverlappedPrefill, Prefill, WholePrefill
@@ -41,7 +50,7 @@ from .reply import Reply
 from .sessions import Answer, Sessions
 from .several import MergedReply, calls_of
 from .sources import NodeSource
-from .states import NodeState
+from .states import USABLE, NodeState
 from .timelines import RecentRequests
 
 logger = logging.getLogger(__name__)
@@ -70,8 +79,8 @@ class Router:
         answer_timeout_s: An answer that takes longer ends with an error. 0 sets no limit.
         check_interval_s: Seconds between two health checks of a node.
         check_timeout_s: Seconds after which a health check has failed.
-        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if its
-            `/ready` or `/health` reports the policy `recompute`.
+        decode_alone: Whether a decode node receives a request that no prefill node can take. `auto` means: if it reports the
+            policy `recompute`.
         node_access: What the router presents to nodes, and how it verifies them. None: nothing, by the CAs of the system.
         passes_keys_on: Pass a client's `Authorization` header on to nodes. The router's own key replaces it.
         asks_for_answers: Ask a decode node for the offer of an answer that it has streamed, as vLLM's nodes need.
@@ -263,6 +272,8 @@ class Router:
             {
                 "role": node.role,
                 "url": node.url,
+                "kv_role": node.kv_role or None,
+                "models": sorted(node.models) or None,
                 "state": node.state.value,
                 "healthy": node.state is NodeState.READY,
                 "error": node.last_error,
@@ -284,9 +295,11 @@ class Router:
         """Return the status, and whether requests can be answered."""
         if self._is_draining:
             return "draining", False
-        problems = list(self._handoffs.problems())
+        refused = [node for node in self._nodes if node.state is NodeState.REFUSED]
+        problems = [f"{node.role} node {node.url} is refused: {node.why}" for node in refused]
+        problems += self._handoffs.problems()
         if not self._has_pair:
-            if self._prefill_pool.has_ready_node or not self._can_decode_alone({}):
+            if self._prefill_pool.has_ready_node or not self._can_decode_alone({}, {}):
                 return "no healthy pair of nodes", False
             problems.append("no prefill node is ready: decode nodes compute prompts themselves")
         return ", but ".join(filter(None, ("ok", "; ".join(problems)))), True
@@ -300,11 +313,34 @@ class Router:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        """Answer as a decode node does."""
+        """Answer as a decode node does. If nodes serve different models, list those of all of them."""
+        if name := request.match_info.get("model"):
+            return await self._got(request, lambda node: node.serves(name))
+        kinds = {node.models for node in self._decode_pool.nodes if node.state in USABLE}
+        if len(kinds) <= 1:
+            return await self._got(request, lambda node: True)
+        listed: dict[object, object] = {}
+        answers = [await self._got_or_none(request, kind) for kind in sorted(kinds, key=sorted)]
+        for answer in filter(None, answers):
+            if answer.status != 200:
+                return answer
+            models = object_of(_bytes(answer.body)).get("data")
+            for model in models if isinstance(models, list) else ():
+                listed.setdefault(str(model.get("id")) if isinstance(model, dict) else None, model)
+        return web.json_response({"object": "list", "data": list(listed.values())})
+
+    async def _got_or_none(self, request: web.Request, models: frozenset[str]) -> web.Response | None:
+        """Return the answer of a node with these models; None if no such node answers any more."""
+        with contextlib.suppress(NoNodeError):
+            return await self._got(request, lambda node: node.models == models)
+        return None
+
+    async def _got(self, request: web.Request, may_use: Callable[[UpstreamNode], bool]) -> web.Response:
+        """Return the answer of a decode node to a GET."""
         tried: Tried = {}
         while True:
             with contextlib.suppress(NodeGoneError):
-                async with self._decode_pool.use_one(tried) as node, node.exchange():
+                async with self._decode_pool.use_one(tried, may_use) as node, node.exchange():
                     headers = self._headers(
                         request, request.headers.get("X-Request-Id", "") or uuid.uuid4().hex
                     )
@@ -351,6 +387,7 @@ class Router:
         followed = functools.partial(self._followed, arrived_s=arrived_s, admitted_s=time.monotonic())
         body = await read_json(request)
         check_body(body)
+        await self._check_model(body.get("model"))
         request_id = name_request(request.headers.get("X-Request-Id", "") or uuid.uuid4().hex)
         queue = current_span().child("kvferry.queue")
         call = Call(self._session, request.path, body, self._headers(request, request_id), queue)
@@ -360,6 +397,25 @@ class Router:
             return await followed(call, Reply(request, self._metrics.begin_stream()))
         merged = MergedReply(request, call)
         return await self._within_limit(merged, merged.answer(calls, followed))
+
+    async def _check_model(self, model: object) -> None:
+        """Check that a node serves the model of a request.
+
+        Raises:
+            ApiError: None does (404), or a request without a model could go to nodes with different ones (400).
+        """
+        known = [node.models for node in self._nodes if node.models]
+        if known and not model and not frozenset.intersection(*known):
+            served = ", ".join(sorted(frozenset().union(*known)))
+            raise bad_request(f"'model' is missing: choose one of {served}", "model")
+        if any(node.serves(model) for node in self._nodes) or not self._nodes:
+            return
+        # An adapter may have been loaded since the last check.
+        ready = [node for node in self._nodes if node.state is NodeState.READY]
+        await asyncio.gather(*(node.await_check(CAUSE_WAIT_S) for node in ready))
+        if not any(node.serves(model) for node in self._nodes):
+            message = f"the model {str(model)[:MAX_SHOWN_CHARS]!r} does not exist; GET /v1/models lists those that do"
+            raise ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
 
     async def _followed(
         self, call: Call, reply: Reply, *, arrived_s: float, admitted_s: float
@@ -400,13 +456,13 @@ class Router:
         tried: Tried = {}
         while True:
             # Check before the prefill: without a decode node its offer would only hold blocks until the lease ends.
-            await self._decode_pool.require_one(tried)
+            await self._decode_pool.require_one(tried, call.body)
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     try:
                         offer = await stack.enter_async_context(self._prefill.prefilled(call))
                     except NoNodeError as error:
-                        if not self._can_decode_alone(tried):
+                        if not self._can_decode_alone(tried, call.body):
                             raise
                         logger.info(
                             "%s: a decode node computes the prompt itself: %s", call.request_id, error
@@ -443,7 +499,7 @@ class Router:
             meets = handoff.offer is None or not handoff.offer.is_rendezvous or node.can_meet
             return continues and meets and (not is_alone or self._computes_alone(node))
 
-        async with self._decode_pool.use_one(tried, may_use) as node:
+        async with self._decode_pool.use_one(tried, may_use, body=call.body) as node:
             handoff.decode_url = node.url
             known = await self._first_token(call, handoff.offer, node, reply)
             params = handoff.offer.params if handoff.offer else None
@@ -616,9 +672,10 @@ class Router:
             headers["Authorization"] = request.headers["Authorization"]
         return headers
 
-    def _can_decode_alone(self, tried: Tried) -> bool:
+    def _can_decode_alone(self, tried: Tried, body: Mapping[str, Any]) -> bool:
         """Whether a ready decode node that was not tried yet would compute a whole prompt itself."""
-        nodes = (node for node in self._decode_pool.nodes if node not in tried)
+        fitting = (node for node in self._decode_pool.nodes if node.serves(body.get("model")))
+        nodes = (node for node in fitting if node not in tried)
         return any(node.state is NodeState.READY and self._computes_alone(node) for node in nodes)
 
     def _computes_alone(self, node: UpstreamNode) -> bool:
@@ -633,6 +690,10 @@ class Router:
 
 async def _nothing() -> None:
     pass
+
+
+def _bytes(body: object) -> bytes:
+    return body if isinstance(body, bytes) else b""
 
 
 def kept_alive_socket(address: tuple[object, ...]) -> socket.socket:

@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.connector.params import FIRST_TOKEN, IDENTITY
+
 from ..web.json_body import object_of
 
-#: Keys of ours in `kv_transfer_params`, for reference nodes.
-WANT_FIRST_TOKEN, FIRST_TOKEN = "want_first_token", "first_token"
+#: A key of ours in `kv_transfer_params`, for reference nodes.
+WANT_FIRST_TOKEN = "want_first_token"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
 
@@ -33,8 +35,8 @@ class Abilities:
     """What a node can do with a first token.
 
     Attributes:
-        continues_answers: It is a reference node that takes the key `first_token` from nodes with this digest of their model:
-            they would have chosen the same token for the same request. Empty: it is none.
+        continues_answers: It takes the key `first_token` from nodes with this digest of their model: they would have chosen the
+            same token for the same request. Empty: it takes it from none.
         vllm_max_model_len: The longest sequence of a vLLM server, prompt and answer together. 0: it is none.
     """
 
@@ -120,7 +122,7 @@ def is_expected(body: Mapping[str, Any], path: str, decode_node: Abilities) -> b
     if not body.get("stream") or not is_possible(body):
         return False
     if decode_node.vllm_max_model_len:
-        return is_stitchable(body, path)
+        return bool(decode_node.continues_answers) and is_stitchable(body, path)
     is_determined = body.get("temperature") == 0 or body.get("seed") is not None
     scores = body.get("logprobs")  # 0 asks for the token's own
     asks_for_scores = (scores is not None and scores is not False) or bool(body.get("return_top_logits"))
@@ -201,7 +203,7 @@ class PassedToken(FirstToken):
     def decode_body(
         self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        known = {"token_id": self.token_id, "created": self.created}
+        known = {"token_id": self.token_id, "created": self.created, "model": self.model}
         return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), FIRST_TOKEN: known}}
 
 
@@ -281,10 +283,12 @@ class StitchedToken(FirstToken):
     Attributes:
         prompt: The token ids of the prompt, and this token.
         max_tokens: Length limit of the whole answer.
+        model: Identity of the server that chose the token.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
+    model: str
     created: int
     events: tuple[bytes, ...]
     is_all: bool
@@ -294,7 +298,7 @@ class StitchedToken(FirstToken):
         """Read the answer of a prefill of one token, of a request that `is_stitchable`.
 
         Returns:
-            None if a server would not send a chunk with this token, or only with a text that later tokens decide: part of a
+            None if the server does not say which model has chosen the token. Nor if a server would not send a chunk with it, or only with a text that later tokens decide: part of a
             character, or a token without text. Nor if the token does not follow the whole prompt: a server whose model has
             recurrent states leaves out the prompt's last token.
         """
@@ -305,7 +309,10 @@ class StitchedToken(FirstToken):
         token_ids, prompt = _ids(choice.get("token_ids")), _ids(choice.get("prompt_token_ids"))
         if len(token_ids) != 1 or not prompt or not isinstance(text := choice.get("text"), str):
             return None
-        if _mapping(answer, "kv_transfer_params").get("remote_num_tokens", len(prompt)) != len(prompt):
+        params = _mapping(answer, "kv_transfer_params")
+        if params.get("remote_num_tokens", len(prompt)) != len(prompt):
+            return None
+        if not isinstance(model := params.get(IDENTITY), str) or not model:
             return None
         reason, max_tokens = choice.get("finish_reason"), int(body["max_tokens"])
         is_all = reason == "stop" or (reason == "length" and max_tokens == 1)
@@ -321,9 +328,11 @@ class StitchedToken(FirstToken):
         else:
             usage = {key: count for key, count in _mapping(answer, "usage").items() if count is not None}
             events = [_event(chunk), _event({**_head(answer), "choices": [], "usage": usage, **last})]
-        return cls((*prompt, *token_ids), max_tokens, created, tuple(events), is_all)
+        return cls((*prompt, *token_ids), max_tokens, model, created, tuple(events), is_all)
 
     def can_continue_at(self, node: Abilities) -> bool:
+        if node.continues_answers != self.model:
+            return False
         # A server refuses a request whose prompt and `max_tokens` are longer than this, which must not happen half-way.
         return len(self.prompt) - 1 + self.max_tokens <= node.vllm_max_model_len
 
@@ -331,8 +340,14 @@ class StitchedToken(FirstToken):
         self, body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         others = {key: value for key, value in body.items() if key != "kv_transfer_params"}
-        params = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else {}
-        return {**others, "prompt": list(self.prompt), "max_tokens": self.max_tokens - 1, **params}
+        # The server compares the identity with its own once more: it may have changed since it was asked.
+        params = {**(kv_transfer_params or {}), FIRST_TOKEN: {"model": self.model}}
+        return {
+            **others,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens - 1,
+            "kv_transfer_params": params,
+        }
 
     def rewriter(self) -> Callable[[bytes], bytes]:
         return _Rewriter(self.created)

@@ -1,16 +1,24 @@
-"""One check of a node: ask `/ready`, or `/health` if the node has no `/ready`, and interpret the answer."""
+"""One check of a node: ask `/ready`, or `/health` if the node has no `/ready`, and interpret the answer.
+
+A node of ours says on `/ready` what it is. A server of vLLM is asked with a request of one token, once per process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
 import re
 import time
-from dataclasses import dataclass
-from typing import Any
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import aiohttp
+
+from kvferry.connector.params import IDENTITY
 
 from .reading import read_whole
 from .states import Health, NodeState
@@ -29,6 +37,8 @@ NOT_FOUND = frozenset({404, 405, 501})
 MAX_VERSION_CHARS = 80
 #: The largest page of `/metrics`.
 MAX_METRICS_BYTES = 4 << 20
+#: How long a busy server of vLLM may take to say what it is. It answers after the requests that wait before this one.
+QUESTION_TIMEOUT_S = 60.0
 _PROTOCOL = re.compile(rb'^kvferry_build_info\{[^}\n]*\bprotocol="(\d{1,9})"', re.MULTILINE)
 
 
@@ -67,6 +77,11 @@ class Prober:
         self.version = ""
         self.protocol = 0
         self.vllm_max_model_len = 0
+        self._models: frozenset[str] = frozenset()
+        # What a server of vLLM has said of itself. None: it was not asked yet, or may have changed since.
+        self._told: Mapping[str, Any] | None = None
+        self._question: asyncio.Task[None] | None = None
+        self._has_waited = False
 
     async def probe(self, session: aiohttp.ClientSession, timeout_s: float) -> Health:
         """Check the node once. Every failure is a result, not an exception."""
@@ -78,10 +93,65 @@ class Prober:
         self.last = LastProbe(self._path, time.time(), time.monotonic() - began, health.error)
         if health.state is NodeState.GONE:
             # The next process at this address may be of another version.
-            self._path, self._has_asked_version = READY_PATH, False
+            self._path, self._has_asked_version, self._has_waited = READY_PATH, False, False
+            self.forget()
         return health
 
-    async def learn_version(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+    async def completed(self, session: aiohttp.ClientSession, timeout_s: float, health: Health) -> Health:
+        """Return the result of a check that found the node ready, with what a server of vLLM says of itself elsewhere.
+
+        The first check of a process waits for that, so that no request goes to a node of another role. A busy server may take
+        longer; then a later check has it.
+        """
+        await self._learn_version(session, timeout_s)
+        if not self.version or self._path != HEALTH_PATH:  # vLLM has no `/ready`
+            return health
+        # Each time, because adapters come and go.
+        if listed := await self._ask(session, "/v1/models", timeout_s):
+            self.vllm_max_model_len, self._models = _vllm_max_model_len(listed), _ids(listed)
+        if not self.vllm_max_model_len:
+            return health
+        if self._told is None:
+            await self._describe(session, timeout_s)
+        told = self._told or {}
+        protocol = told.get("protocol")
+        self.protocol = protocol if type(protocol) is int else self.protocol
+        return replace(
+            health,
+            load_failure_policy=str(told.get("load_failure_policy") or ""),
+            continues_answers=str(told.get(IDENTITY) or ""),
+            kv_role=str(told.get("kv_role") or ""),
+            models=self._models,
+        )
+
+    def forget(self) -> None:
+        """Ask a server of vLLM again what it is, because it may have changed."""
+        self._told = None
+        if self._question is not None:
+            self._question.cancel()
+            self._question = None
+
+    async def _describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask_description(session))
+        if not self._has_waited:
+            self._has_waited = True
+            await asyncio.wait({self._question}, timeout=timeout_s)
+
+    async def _ask_description(self, session: aiohttp.ClientSession) -> None:
+        """Ask what the server is. A server without our connector answers with a token and nothing else."""
+        body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"describe": True}}
+        headers = {"X-Request-Id": f"describe-{uuid.uuid4().hex}"}
+        timeout = aiohttp.ClientTimeout(total=QUESTION_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            url = f"{self._url}/v1/completions"
+            async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
+                payload = await read_whole(response, MAX_HEALTH_BYTES)
+                if response.status < 500 and response.status != 429:
+                    told = _object(payload).get("kv_transfer_params")
+                    self._told = told if isinstance(told, dict) else {}
+
+    async def _learn_version(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         """Ask a ready node for its version, once per process. A node need not have one."""
         if self._has_asked_version:
             return
@@ -89,9 +159,7 @@ class Prober:
         self.protocol = await _ask_protocol(session, self._url, timeout_s)
         answer = await self._ask(session, "/version", timeout_s)
         self.version = str(answer.get("version") or "")[:MAX_VERSION_CHARS]
-        self.vllm_max_model_len = 0
-        if self.version and self._path == HEALTH_PATH:  # vLLM has no `/ready`
-            self.vllm_max_model_len = _vllm_max_model_len(await self._ask(session, "/v1/models", timeout_s))
+        self.vllm_max_model_len, self._models = 0, frozenset()
 
     async def _ask(self, session: aiohttp.ClientSession, path: str, timeout_s: float) -> dict[str, Any]:
         """Return the JSON object at a path; empty if there is none."""
@@ -146,11 +214,14 @@ async def ask_health(
 
 def _answered(path: str, status: int, payload: bytes) -> Health:
     body = _object(payload)
+    kv_role, models = str(body.get("kv_role") or ""), body.get("models")
     if status == 200:
         return Health(
             NodeState.READY,
             load_failure_policy=str(body.get("load_failure_policy") or ""),
             continues_answers=str(body.get("continues_answers") or ""),
+            kv_role=kv_role,
+            models=frozenset(filter(_is_text, models if isinstance(models, list) else ())),
         )
     if status != 503:
         return Health(None, f"{path} answered {status}")
@@ -159,7 +230,7 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
     if word == "draining":
         return Health(NodeState.DRAINING, said, is_reported=True)
     if word == "overloaded":
-        return Health(NodeState.OVERLOADED, said, is_reported=True)
+        return Health(NodeState.OVERLOADED, said, is_reported=True, kv_role=kv_role)
     # A node that can no longer hand over may still finish its answers; a node with a dead engine cannot. vLLM answers
     # `/health` with 503 and an empty body, and only if its engine is dead.
     is_dead = word not in ("starting", "failing") if path == HEALTH_PATH else word == "dead"
@@ -176,6 +247,19 @@ def _vllm_max_model_len(models: dict[str, Any]) -> int:
     ]
     # Adapters are listed without a length.
     return min((length for length in lengths if type(length) is int), default=0)
+
+
+def _ids(models: dict[str, Any]) -> frozenset[str]:
+    """Return the names of the models that a server lists."""
+    listed = models.get("data")
+    names = (
+        model.get("id") for model in (listed if isinstance(listed, list) else ()) if isinstance(model, dict)
+    )
+    return frozenset(filter(_is_text, names))
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
 
 
 def _object(payload: bytes) -> dict[str, Any]:

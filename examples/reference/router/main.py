@@ -169,9 +169,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--decode-alone",
         choices=get_args(DecodeAlone),
         default="auto",
-        help="whether decode nodes compute prompts while no prefill node can: auto uses nodes whose /health reports the "
-        "load failure policy recompute; always uses any node, which vLLM's nodes need because they do not report it "
-        "(default: %(default)s)",
+        help="whether decode nodes compute prompts while no prefill node can: auto uses nodes that report the load "
+        "failure policy recompute; always uses any node (default: %(default)s)",
     )
     group.add_argument(
         "--ask-for-answers",

@@ -23,7 +23,7 @@ from kvferry.connector.handoff.messages import RENDEZVOUS_VERSION
 from ..web.errors import ApiError
 from .first_tokens import Abilities
 from .health import Prober, is_local, reason_of
-from .membership import OPTION, Contributions, Role, server_name_of
+from .membership import OPTION, ROLES, Contributions, Role, server_name_of
 from .policies import DEFAULT_LOAD_FACTOR, LeastLoaded, Policy
 from .ring import bound
 from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus
@@ -36,6 +36,10 @@ RECHECK_S = 1.0
 CAUSE_WAIT_S = 2.0
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
+#: Of what a client wrote, in a message.
+MAX_SHOWN_CHARS = 80
+#: The role of a node that cannot do what nodes of a pool are for. The others fit, `kv_both` among them.
+_CONTRARY_ROLES: Mapping[Role, str] = {"prefill": "kv_consumer", "decode": "kv_producer"}
 
 
 class NodeGoneError(Exception):
@@ -85,6 +89,8 @@ class UpstreamNode:
     Attributes:
         in_flight: The router's requests at the node.
         num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
+        kv_role: What the node does by its own account; see `Health`.
+        models: What the node serves; see `Health`.
         load_failure_policy: The policy that the node reported last. Empty if it does not report one.
         meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
             before its first one, and after its process was gone.
@@ -101,9 +107,12 @@ class UpstreamNode:
         self.load_failure_policy = ""
         self.meeting_place: Mapping[str, Any] = {}
         self.continues_answers = ""
+        self.kv_role = ""
+        self.models: frozenset[str] = frozenset()
         self._status = NodeStatus(ejection)
         self._prober = Prober(self.url)
         self._exchanges: set[asyncio.Timeout] = set()
+        self._why_ended = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._check_is_wanted = asyncio.Event()
 
@@ -141,6 +150,16 @@ class UpstreamNode:
         """What the node can do with the first token of an answer."""
         return Abilities(self.continues_answers, self._prober.vllm_max_model_len)
 
+    def serves(self, model: object) -> bool:
+        """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""
+        return not isinstance(model, str) or not model or not self.models or model in self.models
+
+    def doubt_identity(self) -> None:
+        """Pass no first token on to the node until a check has found out again what it is."""
+        self.continues_answers = ""
+        self._prober.forget()
+        self._check_is_wanted.set()
+
     @property
     def is_idle(self) -> bool:
         """Whether the router has nothing under way at the node."""
@@ -159,6 +178,8 @@ class UpstreamNode:
         return {
             "url": self.url,
             "role": self.role,
+            "kv_role": self.kv_role or None,
+            "models": sorted(self.models) or None,
             "state": self.state.value,
             "why": self.why,
             "in_flight": self.in_flight,
@@ -183,8 +204,16 @@ class UpstreamNode:
             # The next process at this address has another epoch. Also when the node is back, because a late answer of the
             # old process may have come meanwhile.
             self.meeting_place = {}
+        if health.state in (NodeState.READY, NodeState.OVERLOADED):
+            self.kv_role = health.kv_role
+            if self.kv_role == _CONTRARY_ROLES[self.role]:
+                other = next(role for role in ROLES if role != self.role)
+                error = f"its own kv_role is {self.kv_role!r}: name it as a {other} node, or start it with another role"
+                health = Health(NodeState.REFUSED, error, models=health.models)
         with self._changing():
             self._status.checked(health, time.monotonic())
+        if health.state in (NodeState.READY, NodeState.REFUSED):
+            self.models = health.models
         if health.state is NodeState.READY:
             self.load_failure_policy = health.load_failure_policy
             self.continues_answers = health.continues_answers
@@ -238,7 +267,8 @@ class UpstreamNode:
         is_loss = is_gone and before not in (NodeState.DRAINING, NodeState.UNKNOWN)
         what = "not ready yet" if is_gone and before is NodeState.UNKNOWN else self.state.value
         why = f": {self.why}" if self.why else ""
-        level = logging.WARNING if is_loss or self.state is NodeState.EJECTED else logging.INFO
+        is_bad = is_loss or self.state in (NodeState.EJECTED, NodeState.REFUSED)
+        level = logging.WARNING if is_bad else logging.INFO
         logger.log(level, "%s node %s is %s%s", self.role, self.url, what, why)
 
     def suspect(self) -> None:
@@ -268,13 +298,16 @@ class UpstreamNode:
                     self._exchanges.discard(limit)
         except (aiohttp.ClientError, TimeoutError) as error:
             if limit.expired():
-                raise NodeGoneError(self, self.last_error, is_explained=True) from None
+                raise NodeGoneError(self, self._why_ended, is_explained=True) from None
             self.num_connection_failures += 1
+            self.doubt_identity()  # another process may be at this address by now
             self.suspect()
             raise NodeGoneError(self, reason_of(error), may_eject=not is_local(error)) from error
 
     def end_exchanges(self) -> None:
         """End every exchange in flight with `last_error`."""
+        # A check may succeed before the exchanges are awake.
+        self._why_ended = self.last_error
         exchanges, self._exchanges = self._exchanges, set()
         now = asyncio.get_running_loop().time()
         for limit in exchanges:
@@ -291,11 +324,20 @@ class UpstreamNode:
 
     async def watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
         """Check the node again and again, and at once when a check is requested. Returns once it was dropped and is idle."""
+        try:
+            await self._watch(session, interval_s, timeout_s)
+        finally:
+            self._prober.forget()
+
+    async def _watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
         while not (self.state is NodeState.LEAVING and self.is_idle):
             self._check_is_wanted.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                self.note(await self._prober.probe(session, timeout_s))
+                health = await self._prober.probe(session, timeout_s)
+                if health.state is NodeState.READY:
+                    health = await self._prober.completed(session, timeout_s, health)
+                self.note(health)
             except Exception:
                 # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
                 logger.exception("checking %s node %s failed", self.role, self.url)
@@ -305,8 +347,6 @@ class UpstreamNode:
             for ended in waiting:
                 if not ended.done():
                     ended.set_result(None)
-            if self.state is NodeState.READY:
-                await self._prober.learn_version(session, timeout_s)
             is_in_doubt = 0 < self._status.num_failed_checks < FAILED_CHECKS_UNTIL_GONE
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(interval_s, RECHECK_S) if is_in_doubt else interval_s):
@@ -469,9 +509,9 @@ class NodePool:
             raise NoNodeError(
                 f"the router is stopping: no {self.role} node can take the request", retry_after_s=None
             )
-        candidates = self._candidates(tried, may_use or _any)
+        candidates = self._candidates(tried, may_use or _any, body or {})
         if not candidates:
-            raise await self._no_node(tried)
+            raise await self._no_node(tried, body or {})
         node = _chosen(candidates, self.policy, body or {}, preferred)
         tried[node] = None
         node.last_used = next(self._turns)
@@ -493,30 +533,33 @@ class NodePool:
 
     def likely(self, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
         """Return the node that `use_one` would choose now; None if there is none."""
-        candidates = [] if self._is_closed else self._candidates({}, _any)
+        candidates = [] if self._is_closed else self._candidates({}, _any, body)
         if not candidates:
             return None
         # A copy of the policy, because it counts its choices and this one may come to nothing.
         return _chosen(candidates, copy.copy(self.policy), body, preferred)
 
-    async def require_one(self, tried: Tried) -> None:
-        """Check that `use_one` would find a node.
+    async def require_one(self, tried: Tried, body: Mapping[str, Any]) -> None:
+        """Check that `use_one` would find a node for a request.
 
         Raises:
             NoNodeError: It would not.
         """
-        if not self._is_closed and not self._candidates(tried, _any):
-            raise await self._no_node(tried)
+        if not self._is_closed and not self._candidates(tried, _any, body):
+            raise await self._no_node(tried, body)
 
-    def _candidates(self, tried: Tried, may_use: Callable[[UpstreamNode], bool]) -> list[UpstreamNode]:
-        return [node for node in self.nodes if node.state in USABLE and node not in tried and may_use(node)]
+    def _candidates(
+        self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
+    ) -> list[UpstreamNode]:
+        usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
+        return [node for node in usable if node not in tried and may_use(node)]
 
-    async def _no_node(self, tried: Tried) -> NoNodeError:
+    async def _no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
         if not self._nodes:
             return NoNodeError(
                 f"no {self.role} node can take the request: the router knows no {self.role} node"
             )
-        reasons = await asyncio.gather(*(_why_not(node, tried) for node in self.nodes))
+        reasons = await asyncio.gather(*(_why_not(node, tried, body) for node in self.nodes))
         return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
 
 
@@ -534,8 +577,10 @@ def _any(node: UpstreamNode) -> bool:
     return True
 
 
-async def _why_not(node: UpstreamNode, tried: Tried) -> str:
+async def _why_not(node: UpstreamNode, tried: Tried, body: Mapping[str, Any]) -> str:
     error = tried.get(node)
     if error is not None:
         return await error.explained()
+    if not node.why and not node.serves(body.get("model")):
+        return f"{node.url}: it does not serve the model {body['model'][:MAX_SHOWN_CHARS]!r}"
     return f"{node.url}: {node.why or ('already tried' if node in tried else 'not suitable')}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import aiohttp
 from aiohttp import web
+
+from kvferry.connector.params import REFUSED_TO_CONTINUE
 
 from ..web.errors import ApiError, bad_request
 from ..web.fields import Fields
@@ -30,6 +33,9 @@ DO_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+#: The first event of an answer is searched for an error up to this size; it may have the prompt's log probabilities.
+MAX_FIRST_EVENT_BYTES = 1 << 20
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
 #: A key of ours in `kv_transfer_params`: offer the prompt while it is being computed. Other nodes ignore it.
 OVERLAP = "overlap"
 
@@ -252,11 +258,39 @@ async def open_answer(
         async with node.exchange():
             posted = call.session.post(node.url + call.path, **_traced(call, body, span))
             response = await stack.enter_async_context(posted)
-            first = await (response.content.readany() if is_stream(response) else read_whole(response))
+            first = await (_first_event(response) if is_stream(response) else read_whole(response))
             if response.status in (429, 502, 503):
                 raise _failed(node, response.status, first)
             require_not_aborted(node, first)
+            _require_continued(node, first)
         yield response, first
+
+
+async def _first_event(response: aiohttp.ClientResponse) -> bytes:
+    """Return the beginning of a stream, with all of its first event: that says whether the answer has failed."""
+    begun = b""
+    while not _EVENT_END.search(begun) and len(begun) < MAX_FIRST_EVENT_BYTES:
+        if not (piece := await response.content.readany()):
+            break
+        begun += piece
+    return begun
+
+
+def _require_continued(node: UpstreamNode, beginning: bytes) -> None:
+    """Check that a server of vLLM has not refused to continue an answer.
+
+    Raises:
+        NodeGoneError: It has, because it is another model than the router knew. Another node may continue.
+    """
+    if REFUSED_TO_CONTINUE.encode() not in beginning:
+        return
+    for event in beginning.split(b"\n\n"):
+        choices = object_of(event.removeprefix(b"data: ")).get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            reason = choice.get("stop_reason") if isinstance(choice, dict) else None
+            if isinstance(reason, str) and reason.startswith(REFUSED_TO_CONTINUE):
+                node.doubt_identity()
+                raise NodeGoneError(node, reason, may_eject=False)
 
 
 def is_stream(response: aiohttp.ClientResponse) -> bool:

@@ -24,6 +24,7 @@ class NodeState(enum.Enum):
     DRAINING = "draining"
     GONE = "gone"
     EJECTED = "ejected"
+    REFUSED = "refused"
     LEAVING = "leaving"
 
 
@@ -43,6 +44,8 @@ class Health:
         is_reported: `error` is what the node reports about itself.
         continues_answers: The node continues an answer whose first token was chosen by another node with this digest of its
             model. Empty: it does not.
+        kv_role: What the node does by its own account, in vLLM's words. Empty if it does not say.
+        models: The names of the models that it serves, adapters among them. Empty if it does not say.
     """
 
     state: NodeState | None
@@ -52,6 +55,8 @@ class Health:
     load_failure_policy: str = ""
     is_reported: bool = False
     continues_answers: str = ""
+    kv_role: str = ""
+    models: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,289 @@
+"""What nodes say of themselves: the router asks it, shows it, and sends no request where it does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.support.fake_nodes import routed
+
+DEADLINE_S = 20.0
+STREAM = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 4}
+WHERE = {"remote_engine_id": "e", "remote_epoch": "5", "remote_addresses": ["shm:x"], "tp_size": 1}
+PARAMS = {"do_remote_prefill": True, "remote_lease": "1", "remote_num_tokens": 3, **WHERE}
+REFUSAL = "kvferry refused to continue: another model"
+
+
+@dataclass
+class VllmServer:
+    """A server of vLLM with our connector.
+
+    Attributes:
+        identity: Of its model. Empty: it does not know it.
+        told: The identity that it has said last, if that differs.
+        asked: The requests, without questions and releases.
+    """
+
+    kv_role: str
+    identity: str = "identity"
+    told: str | None = None
+    names: Collection[str] = ("m",)
+    policy: str = "fail"
+    num_questions: int = 0
+    request: Any = None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": "0.32.0"})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        known = {"object": "model", "owned_by": "vllm", "max_model_len": 100}
+        return web.json_response({"object": "list", "data": [{"id": name, **known} for name in self.names]})
+
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        self.released.set()
+        return web.json_response({})
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        params = body.get("kv_transfer_params") or {}
+        if params.get("describe"):
+            self.num_questions += 1
+            told = self.identity if self.told is None else self.told
+            return web.json_response({"kv_transfer_params": self.description(told)})
+        self.asked.append(body)
+        self.request = request
+        if params.get("do_remote_decode"):
+            choice = {
+                "text": "t1",
+                "token_ids": [7],
+                "prompt_token_ids": [1, 2, 3],
+                "finish_reason": "length",
+            }
+            offer = {**PARAMS, **({"remote_identity": self.identity} if self.identity else {})}
+            return web.json_response({"created": 5, "choices": [choice], "kv_transfer_params": offer})
+        return await self.decode(params)
+
+    async def decode(self, params: dict[str, Any]) -> web.StreamResponse:
+        begun_by = params.get("first_token", {}).get("model", self.identity)
+        reason = None if begun_by == self.identity else REFUSAL
+        text = "rest" if "first_token" in params else "whole"
+        chunk = {"created": 6, "choices": [{"text": text, "stop_reason": reason}]}
+        stream = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        return web.Response(text=stream, content_type="text/event-stream")
+
+    def description(self, identity: str) -> dict[str, Any]:
+        known = {"remote_identity": identity} if identity else {}
+        return {"kv_role": self.kv_role, "load_failure_policy": self.policy, "protocol": 6, **known}
+
+
+def servers(**decode: Any) -> tuple[VllmServer, VllmServer]:
+    return VllmServer("kv_producer"), VllmServer("kv_consumer", **decode)
+
+
+async def text_of(client: Any, body: dict[str, Any] | None = None) -> str:
+    """Return the text of a stream, or its error."""
+    async with asyncio.timeout(DEADLINE_S):
+        response = await client.post("/v1/completions", json=STREAM | (body or {}))
+        payload = await response.text()
+    if response.content_type != "text/event-stream":
+        return f"{response.status} {payload}"
+    events = [event.removeprefix("data: ") for event in payload.split("\n\n") if event.strip()]
+    said = [json.loads(event) for event in events if event != "[DONE]"]
+    return "".join(
+        event["error"]["message"] if "error" in event else event["choices"][0]["text"] for event in said
+    )
+
+
+async def node(client: Any, role: str) -> dict[str, Any]:
+    nodes = (await (await client.get("/nodes")).json())["nodes"]
+    found: dict[str, Any] = next(node for node in nodes if node["role"] == role)
+    return found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+# -- identities --------------------------------------------------------------------------------------
+
+
+async def test_a_first_token_is_passed_on_between_equal_servers() -> None:
+    prefill, decode = servers()
+    async with routed([prefill], [decode]) as client:
+        assert await text_of(client) == "t1rest"
+    (asked,) = decode.asked
+    assert asked["prompt"] == [1, 2, 3, 7]
+    assert asked["kv_transfer_params"]["first_token"] == {"model": "identity"}
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"), [("identity", "other"), ("identity", ""), ("", "identity"), ("", "")]
+)
+async def test_another_models_first_token_is_not_passed_on(of_prefill: str, of_decode: str) -> None:
+    """Under the policy `recompute` the answer would begin with one model's token and go on with the other's."""
+    prefill, decode = servers(identity=of_decode, policy="recompute")
+    prefill.identity = of_prefill
+    async with routed([prefill], [decode]) as client:
+        assert await text_of(client) == "whole"
+    (asked,) = decode.asked
+    assert asked["prompt"] == STREAM["prompt"]
+
+
+async def test_a_server_that_has_another_model_since_it_was_asked_does_not_continue() -> None:
+    prefill, decode = servers(identity="new", told="identity")
+    async with routed([prefill], [decode]) as client:
+        decode.told = None  # when it is asked again
+        answer = await text_of(client)
+        assert answer.startswith("t1the answer was lost in the middle: ")
+        assert REFUSAL in answer
+        assert "rest" not in answer
+        await until(lambda: decode.num_questions == 2)
+        assert await text_of(client) == "whole"
+
+
+async def test_another_server_of_the_tokens_model_continues_instead() -> None:
+    prefill, decode = servers(identity="new", told="identity")
+    equal = VllmServer("kv_consumer")
+    async with routed([prefill], [decode, equal]) as client:
+        assert await text_of(client) == "t1rest"
+    assert len(decode.asked) == len(equal.asked) == 1
+
+
+async def test_a_server_is_asked_once_and_again_after_a_connection_broke() -> None:
+    class Dying(VllmServer):
+        async def decode(self, params: dict[str, Any]) -> web.StreamResponse:
+            if len(self.asked) > 2:
+                self.request.transport.abort()
+            return await super().decode(params)
+
+    prefill, decode = VllmServer("kv_producer"), Dying("kv_consumer")
+    async with routed([prefill], [decode]) as client:
+        for _ in range(2):
+            await text_of(client)
+        assert (prefill.num_questions, decode.num_questions) == (1, 1)
+        decode.identity = "after a restart"
+        await text_of(client)
+        await until(lambda: decode.num_questions == 2)
+
+
+# -- roles -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ReferenceNode:
+    """A node of ours, which says on `/ready` what it is."""
+
+    kv_role: str
+    names: Collection[str] = ("m",)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "kv_role": self.kv_role, "models": list(self.names)})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.names]})
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        return web.json_response({"kv_transfer_params": PARAMS, "choices": [], "from": list(self.names)})
+
+
+@pytest.mark.parametrize("kind", [VllmServer, ReferenceNode])
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_consumer"), ("decode", "kv_producer")])
+async def test_a_node_of_the_other_role_is_refused(
+    kind: Any, role: str, kv_role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fits = {"prefill": kind("kv_producer"), "decode": kind("kv_consumer")}
+    misfit = kind(kv_role)
+    nodes = {name: [made, *([misfit] if name == role else [])] for name, made in fits.items()}
+    async with routed(nodes["prefill"], nodes["decode"], expects_ready=False) as client:
+        for _ in range(4):
+            assert (await client.post("/v1/completions", json={"model": "m", "prompt": "p"})).status == 200
+        nodes_seen = (await (await client.get("/nodes")).json())["nodes"]
+        (refused,) = (seen for seen in nodes_seen if seen["state"] != "ready")
+        health = await (await client.get("/health")).json()
+    assert (refused["state"], refused["role"], refused["kv_role"]) == ("refused", role, kv_role)
+    assert f"its own kv_role is {kv_role!r}" in refused["why"]
+    assert refused["why"] in caplog.text
+    assert "is refused" in health["status"]
+    assert not misfit.asked
+
+
+@pytest.mark.parametrize("kind", [VllmServer, ReferenceNode])
+async def test_a_node_of_both_roles_fits_either(kind: Any) -> None:
+    async with routed([kind("kv_both")], [kind("kv_both")]) as client:
+        seen = await node(client, "prefill")
+        assert (seen["state"], seen["kv_role"], seen["models"]) == ("ready", "kv_both", ["m"])
+        assert (await client.post("/v1/completions", json={"model": "m", "prompt": "p"})).status == 200
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+def of_two_models() -> list[list[ReferenceNode]]:
+    return [
+        [ReferenceNode(role, [name]) for name in ("one", "two")] for role in ("kv_producer", "kv_consumer")
+    ]
+
+
+async def test_a_request_goes_to_nodes_that_serve_its_model() -> None:
+    prefill, decode = of_two_models()
+    async with routed(prefill, decode) as client:
+        for name in ("one", "one", "two", "two") * 2:
+            answer = await client.post("/v1/completions", json={"model": name, "prompt": "p"})
+            assert (await answer.json())["from"] == [name]
+    for made in (*prefill, *decode):
+        assert {body["model"] for body in made.asked} == set(made.names)
+
+
+async def test_an_unknown_model_is_404_and_no_model_is_ambiguous() -> None:
+    prefill, decode = of_two_models()
+    async with routed(prefill, decode) as client:
+        answer = await client.post("/v1/completions", json={"model": "three", "prompt": "p"})
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+        answer = await client.post("/v1/completions", json={"prompt": "p"})
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "model")
+    assert not any(made.asked for made in (*prefill, *decode))
+
+
+async def test_a_model_that_only_one_role_serves_is_503() -> None:
+    prefill, decode = of_two_models()
+    async with routed(prefill, decode[:1]) as client:
+        answer = await client.post("/v1/completions", json={"model": "two", "prompt": "p"})
+        assert answer.status == 503
+        assert "it does not serve the model 'two'" in (await answer.json())["error"]["message"]
+    assert not prefill[1].asked
+
+
+async def test_an_adapter_that_was_loaded_a_moment_ago_is_served() -> None:
+    prefill, decode = servers()
+    async with routed([prefill], [decode]) as client:
+        prefill.names = decode.names = ("m", "adapter")
+        assert await text_of(client, {"model": "adapter", "temperature": 1}) == "whole"
+
+
+async def test_the_list_of_models_is_that_of_all_decode_nodes() -> None:
+    prefill, decode = of_two_models()
+    async with routed(prefill, decode) as client:
+        listed = (await (await client.get("/v1/models")).json())["data"]
+    assert [model["id"] for model in listed] == ["one", "two"]
+
+
+# -- the load failure policy -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "status"), [("recompute", 200), ("fail", 503)])
+async def test_the_router_learns_the_policy_of_a_server_of_vllm(policy: str, status: int) -> None:
+    _, decode = servers(policy=policy)
+    async with routed([], [decode]) as client:
+        assert (await client.post("/v1/completions", json={"model": "m", "prompt": "p"})).status == status
