@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -400,6 +401,43 @@ def test_an_event_has_a_longest_length() -> None:
     with pytest.raises(TooLongError, match=f"sent an event of more than {MAX_ANSWER_BYTES} bytes"):
         buffer.add(b"a")
     assert buffer.rest() == b""
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+@pytest.mark.parametrize("depth", [900, *range(955, 985, 3), 2000, 100_000])
+async def test_answers_that_are_nested_deep_cost_their_request_alone(depth: int) -> None:
+    """Python reads more levels of JSON than it writes, so what was read could fail anywhere later."""
+    is_streamed = False
+
+    async def deep_offer(request: web.Request) -> web.StreamResponse:
+        prefix = b'{"kv_transfer_params": {"remote_engine_id": "e", "x": '
+        return web.Response(body=prefix + nested(depth) + b"}}", content_type="application/json")
+
+    async def deep_answer(request: web.Request) -> web.StreamResponse:
+        prefix = b'data: {"choices": [{"x": ' if is_streamed else b'{"choices": [{"x": '
+        body = prefix + nested(depth) + (b"}]}\n\ndata: [DONE]\n\n" if is_streamed else b"}]}")
+        return web.Response(
+            body=body, headers=STREAM if is_streamed else {"Content-Type": "application/json"}
+        )
+
+    async with routed([Node(deep_offer)], [Node(answer)]) as client:
+        assert (await post(client))[0] == 200  # without the offer
+    async with routed([Node(offer)], [Node(deep_answer)]) as client:
+        for is_streamed in (False, True):
+            status, payload = await post(client, prompt=["p", "q"], stream=is_streamed)
+            assert (status, b"Error:" in payload) == (502, False)
+
+
+async def test_choices_that_are_none_are_left_out_of_a_merged_answer() -> None:
+    async def wrong_choices(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": [3, {"index": "x"}], "usage": []})
+
+    async with routed([Node(offer)], [Node(wrong_choices)]) as client:
+        status, payload = await post(client, prompt=["p", "q"])
+        assert (status, json.loads(payload)["choices"]) == (200, [{"index": 0}, {"index": 1}])
 
 
 @pytest.mark.parametrize("value", [b"[]", b"{}", b"0"])

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from kvferry.reference.router.nodes import NodePool, NoNodeError
 from kvferry.reference.router.states import Health, NodeState
+from kvferry.reference.web.json_body import MAX_DEPTH
 from tests.support.fake_nodes import routed
 
 PARAMS = {
@@ -293,3 +294,47 @@ async def test_a_request_that_a_stopping_vllm_server_aborts_is_answered_by_anoth
                     assert "abort" not in await response.text()
         assert stopping.bodies
     assert all(body["kv_transfer_params"] == {**PARAMS, "offer_answer": False} for body in decode.bodies)
+
+
+HALF_PAIRS = ["\ud800", "a \udfff b", ["a", "\ud800"], [1, {"x": "\ud83d"}]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", HALF_PAIRS)
+async def test_half_of_a_surrogate_pair_is_refused_with_the_name_of_its_field(
+    value: object, stream: bool
+) -> None:
+    prefill = FakeNode(offer)
+    async with routed([prefill], [FakeNode(answer_whole)]) as client:
+        for name in ("prompt", "suffix"):
+            async with client.post(
+                "/v1/completions", json={"prompt": "p", name: value, "stream": stream}
+            ) as response:
+                assert response.status == 400
+                error = (await response.json())["error"]
+            assert (error["param"], "surrogate pair" in error["message"]) == (name, True)
+        async with client.post("/v1/completions", data=b'{"prompt": "\\ud83d\\ude00"}') as response:
+            assert response.status == 200
+    assert [body["prompt"] for body in prefill.bodies] == ["\U0001f600"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_field_that_is_nested_too_deep_is_refused_by_its_name(stream: bool) -> None:
+    """Python reads more levels of JSON than the router could write for its nodes."""
+    prefill = FakeNode(offer)
+    async with routed([prefill], [FakeNode(answer_stream if stream else answer_whole)]) as client:
+        for depth in (MAX_DEPTH, 500, 900, *range(950, 1000)):
+            raw = b'{"prompt": "p", "stream": %s, "deep": ' % str(stream).lower().encode()
+            raw += b"[" * depth + b"]" * depth + b"}"
+            async with client.post("/v1/completions", data=raw) as response:
+                assert response.status == 400
+                error = (await response.json())["error"]
+            # From some depth on, which depends on Python, no field can be read.
+            is_readable = depth <= 900 or "is not valid JSON" not in error["message"]
+            if is_readable:
+                assert (error["param"], "nested too deep" in error["message"]) == ("deep", True)
+        assert not prefill.bodies
+        possible = {"prompt": "p", "stream": stream, "deep": json.loads("[" * 127 + "]" * 127)}
+        async with client.post("/v1/completions", json=possible) as response:
+            assert response.status == 200
+    assert prefill.bodies[0]["deep"] == possible["deep"]

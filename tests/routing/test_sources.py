@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.reference.router.main import main
 from kvferry.reference.router.membership import (
+    BadNodesError,
     Contributions,
     DnsTarget,
     Role,
@@ -71,6 +73,57 @@ def test_an_option_names_a_url_or_a_dns_name_with_a_port() -> None:
     ):
         with pytest.raises(ValueError, match="give one such as"):
             parse_target(wrong)
+
+
+NO_NODES = [
+    "http://user:secret@h:1",
+    "http://:secret@h:1",
+    "http://user:sec/secret@h:1",
+    "user:secret@h:1",
+    "http://secret@h",
+    "http://h:1/path",
+    "http://h:1//",
+    "http://h:1?key=secret",
+    "http://h:1#secret",
+    'http://h"o:1',
+    "http://h'o:1",
+    "http://<b>:1",
+    "http://h:1\n",
+    "http://h o:1",
+    "http://h:",
+    "http://h:65536",
+    "dns://user:secret@h:1",
+    "dns://h:1?secret",
+]
+
+
+@pytest.mark.parametrize("url", NO_NODES)
+def test_a_url_with_more_than_a_host_and_a_port_is_refused_without_showing_its_secrets(url: str) -> None:
+    sources: list[Callable[[], object]] = [
+        lambda: parse_target(url),
+        lambda: parse_nodes(json.dumps({"prefill": [url]}).encode(), is_json=True),
+        lambda: parse_nodes(json.dumps({"prefill": url}).encode(), is_json=True),
+        lambda: parse_nodes(json.dumps({"prefill": [[url]]}).encode(), is_json=True),
+        lambda: parse_nodes(json.dumps({url: []}).encode(), is_json=True),
+    ]
+    for read in sources:
+        with pytest.raises(BadNodesError) as refused:
+            read()
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h",
+        "https://h:443",
+        "http://10.0.0.1:8100",
+        "http://[::1]:8100",
+        "http://[fe80::1%25eth0]:8100",
+    ],
+)
+def test_a_url_of_a_host_and_a_port_is_taken_as_it_is(url: str) -> None:
+    assert parse_target(url) == parse_target(f"{url}/") == url
 
 
 @pytest.mark.parametrize(

@@ -461,8 +461,9 @@ def _head(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    # As vLLM writes JSON.
-    return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    # As vLLM writes JSON. Half of a surrogate pair, which no model writes, cannot be encoded.
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return b"data: " + text.encode(errors="replace") + b"\n\n"
 
 
 def _mapping(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -92,9 +93,9 @@ def parse_target(text: str) -> str | DnsTarget:
     scheme = text.partition("://")[0]
     if scheme in DNS_SCHEMES:
         parts = _parts(text)
-        if not parts.host or not parts.explicit_port or parts.raw_path not in ("", "/"):
+        if not _ADDRESS.fullmatch(text) or not parts.host or not parts.explicit_port:
             raise BadNodesError(
-                f"{text!r} is not a DNS name with a port: give one such as dns://prefill:8100"
+                f"{_shown(text)!r} is not a DNS name with a port, and nothing else: give one such as dns://prefill:8100"
             )
         return DnsTarget(parts.host, parts.explicit_port, scheme)
     return parse_url(text)
@@ -103,13 +104,36 @@ def parse_target(text: str) -> str | DnsTarget:
 def parse_url(text: str) -> str:
     """Return the URL of a node without a slash at its end.
 
+    `/nodes`, `/health` and `/metrics` show the URLs of nodes without asking for a key, so nothing in them may be a secret.
+
     Raises:
-        BadNodesError: It is not an HTTP URL.
+        BadNodesError: It is not an HTTP URL, or has more than a host and a port. The message has no credentials.
     """
     parts = _parts(text)
+    shown = _shown(text)
+    if parts.user is not None or parts.password is not None:
+        raise BadNodesError(
+            f"{shown!r} has credentials, which anyone could read at /nodes: give the URL without them, and a key with "
+            "--node-api-key-file"
+        )
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise BadNodesError(f"{text!r} is not the URL of a node: give one such as http://127.0.0.1:8100")
+        raise BadNodesError(f"{shown!r} is not the URL of a node: give one such as http://127.0.0.1:8100")
+    if not _ADDRESS.fullmatch(text):
+        raise BadNodesError(
+            f"{shown!r} has more than a scheme, a host and a port: give one such as http://127.0.0.1:8100"
+        )
     return text.rstrip("/")
+
+
+#: A URL with a host, perhaps a port, and nothing else. Other characters would need quoting wherever it is shown.
+_ADDRESS = re.compile(r"[a-z+]+://([\w.-]+|\[[0-9a-f:.]+(%25[\w.-]+)?\])(:[0-9]{1,5})?/?", re.IGNORECASE)
+
+
+def _shown(text: object) -> str:
+    """Return what a message may show of something that may contain a URL: neither credentials nor a query."""
+    return re.sub(
+        r"[?#].*", "?***", re.sub(r"(//|^).*@", r"\1***@", str(text), flags=re.DOTALL), flags=re.DOTALL
+    )[:200]
 
 
 def _parts(text: str) -> URL:
@@ -139,7 +163,7 @@ def parse_nodes(raw: bytes, *, is_json: bool) -> Mapping[Role, tuple[str, ...]]:
             f"it must be an object with the lists 'prefill' and 'decode', got {_kind(parsed)}"
         )
     if unknown := sorted(set(parsed) - set(ROLES)):
-        raise BadNodesError(f"unknown key {unknown[0]!r}: the keys are 'prefill' and 'decode'")
+        raise BadNodesError(f"unknown key {_shown(unknown[0])!r}: the keys are 'prefill' and 'decode'")
     return {role: tuple(_urls(role, parsed.get(role, []))) for role in ROLES}
 
 
@@ -153,4 +177,4 @@ def _urls(role: Role, value: object) -> Iterable[str]:
 
 
 def _kind(value: object) -> str:
-    return f"{type(value).__name__} {str(value)[:80]!r}"
+    return f"{type(value).__name__} {_shown(value)[:80]!r}"

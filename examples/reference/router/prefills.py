@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from ..web.json_body import object_of
+from ..web.json_body import MAX_DEPTH, is_deeper_than, object_of
 from .first_tokens import FirstToken, first_token_of, is_expected, is_possible, is_stitchable, wish_for
 from .handoffs import TRANSFER_HEADER
 from .metrics import ANSWER_RESULTS, RouterMetrics
@@ -271,6 +271,8 @@ def _parsed(node: UpstreamNode, event: bytes) -> Mapping[str, Any]:
         parsed = json.loads(event.removeprefix(b"data: "))
     except (ValueError, RecursionError):
         raise NodeGoneError(node, "sent an event that is not JSON") from None
+    if is_deeper_than(parsed, MAX_DEPTH):
+        raise NodeGoneError(node, "sent an event that is nested too deep")
     if not isinstance(parsed, dict) or "error" in parsed:
         raise NodeGoneError(node, json.dumps(parsed)[:200])
     return parsed

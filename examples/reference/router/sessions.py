@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..web.json_body import MAX_DEPTH, is_deeper_than
 from .nodes import UpstreamNode
 from .reading import EventBuffer
 from .states import USABLE
@@ -229,7 +230,7 @@ class AnswerTaker:
             return payload
         if not isinstance(params, dict) or "answer_lease_s" not in params:
             return payload
-        if end <= MAX_OFFER_CHARS:
+        if end <= MAX_OFFER_CHARS and not is_deeper_than(params, MAX_DEPTH):
             self.params = params
             self.note(params)
         return head + b" null" + text[end:].encode(errors="surrogateescape")

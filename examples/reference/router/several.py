@@ -122,18 +122,21 @@ class MergedReply(Reply):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _merged(self, answers: Sequence[Mapping[str, Any]]) -> web.Response:
+        if not all(answers):
+            raise ApiError(502, "the answer of a decode node is not a JSON object", kind="server_error")
         for answer in answers:
             self._add_usage(answer.get("usage"))
         choices = [
             self._renumbered(choice, number)
             for number, answer in enumerate(answers)
-            for choice in answer.get("choices", ())
+            for choice in _choices(answer)
         ]
         body = {**answers[0], "id": self._id, "choices": choices, "usage": self._usage}
         return web.json_response(body, headers=self._headers)
 
     def _renumbered(self, choice: Mapping[str, Any], number: int) -> dict[str, Any]:
-        return {**choice, "index": choice.get("index", 0) + number * self._num_answers}
+        index = choice.get("index", 0)
+        return {**choice, "index": (index if type(index) is int else 0) + number * self._num_answers}
 
     def _add_usage(self, usage: object) -> None:
         for name in _COUNTS:
@@ -159,7 +162,7 @@ class MergedReply(Reply):
             self._add_usage(content["usage"])
             self._closing = content
             return
-        choices = [self._renumbered(choice, number) for choice in content.get("choices", ())]
+        choices = [self._renumbered(choice, number) for choice in _choices(content)]
         await self._send({**content, "id": self._id, "choices": choices}, headers)
 
     async def _send(self, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
@@ -232,6 +235,11 @@ class _Part(Reply):
             lost = f"the answer was lost in the middle: {await error.explained()}"
             raise ApiError(502, lost, kind="server_error") from error
         return web.Response()
+
+
+def _choices(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    choices = answer.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def _body_of(response: web.StreamResponse) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ MAX_BODY = web.AppKey("max_body_bytes", int)
 MAX_BODY_BYTES = 8 << 20
 #: The most values that another server's JSON may have. Small ones need twenty times their text in memory.
 MAX_VALUES = 4 << 20
+#: The deepest nesting of JSON. Python can read more than it can write again, in the middle of a request.
+MAX_DEPTH = 128
 #: The application's limit on the time of a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout_s", float)
 DEFAULT_BODY_TIMEOUT_S = 30.0
@@ -77,22 +80,81 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     # garbage.
     gc.disable()
     try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the request body is not valid JSON: {error}") from None
     finally:
         gc.enable()
     if not isinstance(body, dict):
         raise bad_request(f"the request body must be a JSON object, got {type(body).__name__}")
+    for name, value in body.items() if _may_be_unwritable(raw) else ():
+        if is_deeper_than(value, MAX_DEPTH - 1):
+            raise bad_request(f"{name!r} is nested too deep: at most {MAX_DEPTH} levels are possible", name)
+        if not _is_unicode([name, value]):
+            raise bad_request(
+                f"{name!r} has half of a surrogate pair, such as '\\ud800', which is no character", name
+            )
     return body
 
 
+def _may_be_unwritable(raw: bytes) -> bool:
+    """Return whether a body must be looked through. Most need not be, and they may have millions of values."""
+    return raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _HALF_PAIR.search(raw) is not None
+
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def is_deeper_than(value: object, depth: int) -> bool:
+    """Return whether lists and objects in a JSON value are nested deeper than this."""
+    level = [value] if isinstance(value, list | dict) else []
+    while level and depth:
+        depth -= 1
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, list | dict)
+        ]
+    return bool(level)
+
+
+def _is_unicode(value: object) -> bool:
+    """Return whether all texts in a JSON value are characters, so that they can be encoded."""
+    level = [value]
+    while level:
+        children: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                children += item.keys()
+                children += item.values()
+            elif isinstance(item, list):
+                children += item
+            elif isinstance(item, str) and not _is_text(item):
+                return False
+        level = children
+    return True
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def object_of(payload: bytes) -> Mapping[str, Any]:
-    """Parse a JSON object that another server sent. Anything else becomes an empty one, and so does one of too many values."""
+    """Parse a JSON object that another server sent.
+
+    Anything else becomes an empty one, and so does one that has too many values or is nested too deep.
+    """
     if len(payload) > MAX_VALUES and sum(map(payload.count, (b",", b"[", b"{"))) > MAX_VALUES:
         return {}
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError):
+        return {}
+    if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH and is_deeper_than(value, MAX_DEPTH):
         return {}
     return value if isinstance(value, dict) else {}
