@@ -43,9 +43,9 @@ def router_page() -> str:
     metrics = RouterMetrics(lambda: [UpstreamNode("prefill", "http://p")], handoffs)
     metrics.requests.labels("200").inc()
     metrics.retries.labels("decode").inc()
-    note_piece = metrics.begin_stream()
-    note_piece()
-    note_piece()
+    note_piece = metrics.begin_stream(arrived_s=0.0)
+    note_piece("in_turn", "decode")
+    note_piece("in_turn", "decode")
     return metrics.text().decode()
 
 

@@ -30,7 +30,7 @@ from .admin import node_routes
 from .first_tokens import FirstToken, OtherTokenError
 from .handoffs import TRANSFER_HEADER, Handoff, Handoffs, has_loaded
 from .membership import Role
-from .metrics import RouterMetrics
+from .metrics import RouterMetrics, Way
 from .nodes import (
     CAUSE_WAIT_S,
     MAX_SHOWN_CHARS,
@@ -394,7 +394,7 @@ class Router:
         calls = calls_of(call)
         if len(calls) == 1:
             call = replace(calls[0], turn=await self._sessions.begin_informed(body, request.headers))
-            return await followed(call, Reply(request, self._metrics.begin_stream()))
+            return await followed(call, Reply(request, self._metrics.begin_stream(arrived_s)))
         merged = MergedReply(request, call)
         return await self._within_limit(merged, merged.answer(calls, followed))
 
@@ -501,6 +501,7 @@ class Router:
 
         async with self._decode_pool.use_one(tried, may_use, body=call.body) as node:
             handoff.decode_url = node.url
+            reply.way = _way_of(handoff.offer, is_alone=is_alone)
             known = await self._first_token(call, handoff.offer, node, reply)
             params = handoff.offer.params if handoff.offer else None
             try:
@@ -686,6 +687,14 @@ class Router:
                 return False
             case "auto":
                 return node.load_failure_policy == "recompute"
+
+
+def _way_of(offer: Offer | None, *, is_alone: bool) -> Way:
+    if is_alone:
+        return "alone"
+    if offer is None:
+        return "without_offer"
+    return "rendezvous" if offer.is_rendezvous else "in_turn"
 
 
 async def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Literal, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,11 +22,18 @@ from prometheus_client.registry import Collector
 from kvferry.connector.stats import export_build_info
 
 from .handoffs import RESULTS, Handoffs
+from .membership import ROLES, Role
 from .nodes import UpstreamNode
 from .states import NodeState
 
 DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+#: How a decode node got the cache of a prompt.
+Way = Literal["rendezvous", "in_turn", "without_offer", "alone"]
+#: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
+NotePiece = Callable[[Way, Role], None]
 
 #: What became of the answers that decode nodes offered.
 ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
@@ -60,6 +68,18 @@ class RouterMetrics:
             registry=self._registry,
             buckets=PIECE_BUCKETS,
         )
+        self._first_piece = Histogram(
+            "kvferry_router_time_to_first_token_seconds",
+            "Time from a streamed request's arrival to the first piece of its answer, by the way of the prompt's cache (rendezvous: both "
+            "nodes were asked at once; in_turn: the decode node was asked after the prefill node; without_offer: the prefill node offered "
+            "none; alone: without a prefill node) and by the node that gave the token",
+            ["way", "first_token"],
+            registry=self._registry,
+            buckets=FIRST_PIECE_BUCKETS,
+        )
+        for way in get_args(Way):
+            for role in ROLES:
+                self._first_piece.labels(way, role)
         export_build_info(partial(Gauge, registry=self._registry))
         ProcessCollector(registry=self._registry)
         self.retries = Counter(
@@ -117,14 +137,20 @@ class RouterMetrics:
             registry=self._registry,
         )
 
-    def begin_stream(self) -> Callable[[], None]:
-        """Return a function to call with each piece of one streamed answer."""
+    def begin_stream(self, arrived_s: float) -> NotePiece:
+        """Return a function to call with each piece of one streamed answer.
+
+        Args:
+            arrived_s: When the request arrived, by `time.monotonic`.
+        """
         latest: float | None = None
 
-        def note_piece() -> None:
+        def note_piece(way: Way, role: Role) -> None:
             nonlocal latest
             now = time.monotonic()
-            if latest is not None:
+            if latest is None:
+                self._first_piece.labels(way, role).observe(now - arrived_s)
+            else:
                 self._inter_piece.observe(now - latest)
             latest = now
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from .first_tokens import DONE, FirstToken
+from .metrics import NotePiece, Way
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import is_stream
 from .sessions import AnswerTaker
@@ -46,10 +47,11 @@ class Reply:
         tail: The last bytes of the stream.
         lost: Why the stream ended early. None if its node has not failed.
         error: What ended a stream that had begun. None if nothing did.
+        way: How the decode node gets the cache of the prompt.
         first: The first token, if the client has it from the prefill node. Every decode node must continue after it.
     """
 
-    def __init__(self, request: web.Request, note_piece: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, request: web.Request, note_piece: NotePiece = lambda way, role: None) -> None:
         self._request = request
         self._note_piece = note_piece
         self._stream: web.StreamResponse | None = None
@@ -58,6 +60,7 @@ class Reply:
         self.lost: NodeGoneError | None = None
         self.error: ApiError | None = None
         self.first: FirstToken | None = None
+        self.way: Way = "in_turn"
 
     @property
     def is_complete(self) -> bool:
@@ -72,7 +75,7 @@ class Reply:
         """
         self.first = first
         await self._start(web.StreamResponse(headers=stream_headers(upstream)))
-        self._note_piece()
+        self._note_piece(self.way, "prefill")
         await self._write(b"".join(first.events))
 
     async def end(self) -> web.StreamResponse:
@@ -119,7 +122,7 @@ class Reply:
                 async with node.exchange():
                     events = rewritten(self.taker.events(chunk))
                 if events:
-                    self._note_piece()
+                    self._note_piece(self.way, "decode")
                     await self._write(events)
                 async with node.exchange():
                     chunk = await upstream.content.readany()
