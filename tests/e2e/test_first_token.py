@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -74,6 +75,12 @@ def num_met(fleet: Fleet) -> float:
     return fleet.router.metric("kvferry_router_rendezvous_total")
 
 
+def has_text(stream: bytes) -> bool:
+    """Whether the first event of a stream has a text."""
+    choice = json.loads(stream.split(b"\n\n")[0].removeprefix(b"data: "))["choices"][0]
+    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+
+
 WHOLE = ("greedy 0", "one token", "chat of one token", "seeded")
 #: Streams whose nodes are not asked at once: of one token, or of a prompt that one step computes.
 SHORT = ("one token", "chat of one token", "one token as the prompt")
@@ -112,7 +119,9 @@ def test_an_answer_with_a_passed_token_is_a_single_nodes(
     met, passed = num_met(fleet) - met, first_tokens(fleet) - before
     assert met == num_prompts * (at_once and not (stream and name in SHORT))
     # A decode node that was asked at once may be earlier with its own first token: this model computes one in a millisecond.
-    assert passed == num_prompts * stream or (met and passed <= num_prompts * stream)
+    # Part of a character is left to the decode node.
+    is_part = stream and name != "several prompts" and not has_text(expected)
+    assert passed == num_prompts * stream or ((met or is_part) and passed <= num_prompts * stream)
 
 
 @pytest.mark.parametrize("name", LEFT)

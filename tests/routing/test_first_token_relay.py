@@ -28,6 +28,11 @@ def event(text: str, **fields: Any) -> bytes:
     return b"data: " + json.dumps({**fields, "choices": [{"text": text}]}).encode() + b"\n\n"
 
 
+def ended(text: str) -> bytes:
+    """Return the event of a token that is the whole answer."""
+    return b"data: " + json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}).encode() + b"\n\n"
+
+
 @dataclass
 class Prefill:
     """A reference node whose first tokens are `1`, `2` and so on.
@@ -53,7 +58,9 @@ class Prefill:
             "model": MODEL,
             "created": 5,
             "is_all": self.is_all,
-            "chunks": [{"choices": [{"text": f"t{number}"}]}],
+            "chunks": [
+                {"choices": [{"text": f"t{number}", **({"finish_reason": "stop"} if self.is_all else {})}]}
+            ],
         }
         return web.json_response(
             {"object": "text_completion", "kv_transfer_params": self.params}
@@ -174,7 +181,7 @@ async def test_a_stream_that_cannot_be_continued_ends_with_an_error(answer: Any,
 async def test_an_answer_of_one_token_needs_no_decode_node_and_the_offer_is_released() -> None:
     prefill, decode = Prefill(is_all=True), Decode(stream_rest)
     async with routed([prefill], [decode]) as client:
-        assert await ask(client) == (200, event("t1") + b"data: [DONE]\n\n")
+        assert await ask(client) == (200, ended("t1") + b"data: [DONE]\n\n")
         await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
         status, body = await ask(client, stream=False)
         assert (status, json.loads(body)) == (200, {"object": "text_completion", "kv_transfer_params": None})
@@ -320,7 +327,7 @@ async def test_a_token_that_ends_the_answer_is_left_to_a_decode_node_that_was_as
         await introduce(client, prefill, decode)
         decode.answer = streamed(event("all"), b"data: [DONE]\n\n")
         assert await ask(client) == (200, event("all") + b"data: [DONE]\n\n")
-        assert await ask(client, max_tokens=1) == (200, event("t2") + b"data: [DONE]\n\n")
+        assert await ask(client, max_tokens=1) == (200, ended("t2") + b"data: [DONE]\n\n")
     assert decode.met == [True]
 
 

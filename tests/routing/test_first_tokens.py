@@ -163,6 +163,13 @@ def texts_in(stream: bytes) -> list[str]:
     ("own", "left"),
     [
         pytest.param(stream_of("to", "ken", ""), ["ken", ""], id="the same token"),
+        pytest.param(stream_of("to", "ken", routed_experts=None), ["ken"], id="a key of a newer vLLM"),
+        pytest.param(
+            stream_of("to", "ken").replace(b'{"created"', b'{"kv_transfer_params": null, "created"'),
+            ["ken"],
+            id="a key beside the choices, of a newer vLLM",
+        ),
+        pytest.param(stream_of("to", "ken", routed_experts=[1]), ["", "ken"], id="something new"),
         pytest.param(stream_of("token", "s"), ["ken", "s"], id="several tokens in one event"),
         pytest.param(stream_of("to", finish_reason="length"), [""], id="the end in the same event"),
     ],
@@ -184,6 +191,33 @@ def test_what_the_client_has_is_taken_out_of_a_decode_nodes_own_stream(own: byte
 def test_another_token_is_noticed_before_anything_is_passed_on(own: bytes) -> None:
     with pytest.raises(OtherTokenError):
         passed("to").remover()(own)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        ["t"],
+        [{}],
+        [{"choices": []}],
+        [{"choices": [{"text": ""}]}],
+        [{"choices": [{"text": None}]}],
+        [{"choices": [{"delta": {"role": "assistant"}}]}],
+        [{"choices": [{"delta": {"content": ""}}]}],
+        [{"choices": [{"text": "t"}, {"text": "u"}]}],
+        [{"choices": [{"text": "t", "finish_reason": "stop"}]}],
+        [{"choices": [{"text": "t"}]}, {"choices": [{"text": "u"}]}],
+        [{"error": {"message": "m"}, "choices": [{"text": "t"}]}],
+    ],
+    ids=str,
+)
+def test_a_token_that_the_client_would_not_see_is_not_passed_on(chunks: list[Any]) -> None:
+    """The decode node would continue after it, and its text would be missing."""
+    passed_on = {"token_id": 1, "created": 5, "model": IDENTITY, "is_all": False}
+    answer = {"object": "text_completion", "first_token": {**passed_on, "chunks": chunks}}
+    assert first_token_of(BODY, COMPLETIONS, answer) is None
+    answer["first_token"]["chunks"] = [{"choices": [{"index": 0, "text": "t", "finish_reason": None}]}]
+    assert first_token_of(BODY, COMPLETIONS, answer) is not None
 
 
 def test_the_error_of_a_load_is_passed_on() -> None:

@@ -230,9 +230,16 @@ def other(servers, model, tmp_path_factory):
     return server
 
 
+@pytest.fixture
+def launcher():
+    """Of routers that end with the test."""
+    with Launcher() as launcher:
+        yield launcher
+
+
 @pytest.mark.parametrize("rendezvous", ["auto", "off"])
-def test_servers_with_other_weights_share_no_answer(servers, other, rendezvous):
-    launcher, (prefill, _) = servers
+def test_servers_with_other_weights_share_no_answer(launcher, servers, other, rendezvous):
+    _, (prefill, _) = servers
     router = launcher.start_router("unequal", [prefill], [other], "--rendezvous", rendezvous)
     launcher.wait_ready([router], START_S)
     client, own, others = Client(router), Client(prefill), Client(other)
@@ -246,17 +253,15 @@ def test_servers_with_other_weights_share_no_answer(servers, other, rendezvous):
     assert client.metric(COUNTER) == 0
 
 
-def test_a_decode_server_is_refused_as_a_prefill_server(servers, other):
-    launcher, (prefill, decode) = servers
+def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other):
+    _, (prefill, decode) = servers
     router = launcher.start_router("of two roles", [prefill, other], [decode])
     launcher.wait_ready([router], START_S)
     client = Client(router)
+    wait_until(lambda: "unknown" not in states(client))
+    assert states(client) == ["ready", "refused", "ready"]
     nodes = json.loads(client.get("/nodes")[1])["nodes"]
-    assert [(node["state"], node["kv_role"]) for node in nodes] == [
-        ("ready", "kv_both"),
-        ("refused", "kv_consumer"),
-        ("ready", "kv_both"),
-    ]
+    assert [node["kv_role"] for node in nodes] == ["kv_both", "kv_consumer", "kv_both"]
     assert all(node["models"] == ["model"] for node in nodes)
     asked = Server(other).metric("vllm:request_success_total")
     for number in range(4):
@@ -264,9 +269,12 @@ def test_a_decode_server_is_refused_as_a_prefill_server(servers, other):
     assert Server(other).metric("vllm:request_success_total") == asked
 
 
-def test_a_decode_server_answers_alone_if_it_computes_what_it_cannot_load(servers, other):
+def states(client):
+    return [node["state"] for node in json.loads(client.get("/nodes")[1])["nodes"]]
+
+
+def test_a_decode_server_answers_alone_if_it_computes_what_it_cannot_load(launcher, other):
     """The router learns the policy from the server, which has no `/ready`."""
-    launcher, _ = servers
     gone = SimpleNamespace(url=f"http://127.0.0.1:{free_port()}")
     router = launcher.start_router("without a prefill server", [gone], [other])
     launcher.wait_listening([router], START_S)

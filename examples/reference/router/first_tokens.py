@@ -26,6 +26,8 @@ WANT_FIRST_TOKEN = "want_first_token"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
 
+#: Keys of a chunk about the whole stream.
+_HEAD = frozenset({"id", "object", "created", "model"})
 _REPLACEMENT = "\ufffd"
 _CREATED = re.compile(rb'("created":\s*)\d+')
 
@@ -180,13 +182,18 @@ class PassedToken(FirstToken):
     def of(
         cls, body: Mapping[str, Any], answer: Mapping[str, Any], passed: Mapping[str, Any]
     ) -> PassedToken | None:
-        """Read a reference node's answer. None if its field is malformed."""
+        """Read a reference node's answer.
+
+        Returns:
+            None if its field is malformed. Nor if the token has no text of its own, such as a part of a character: the client would
+            see nothing of it yet, and could not tell it from a node that has left the text out.
+        """
         token_id, created, chunks = passed.get("token_id"), passed.get("created"), passed.get("chunks")
         if type(token_id) is not int or type(created) is not int:
             return None
-        if not isinstance(chunks, list) or not chunks:
-            return None
         is_all = passed.get("is_all") is True
+        if not isinstance(chunks, list) or not _are_chunks(chunks, is_all=is_all):
+            return None
         whole = None
         if is_all and not body.get("stream"):
             if answer.get("object") not in ("text_completion", "chat.completion"):
@@ -205,6 +212,19 @@ class PassedToken(FirstToken):
     ) -> dict[str, Any]:
         known = {"token_id": self.token_id, "created": self.created, "model": self.model}
         return {**body, "kv_transfer_params": {**(kv_transfer_params or {}), FIRST_TOKEN: known}}
+
+
+def _are_chunks(chunks: list[Any], *, is_all: bool) -> bool:
+    """Whether these are the chunks that a node streams with the first token of an answer, or with all of an answer of one."""
+    if not chunks or not all(isinstance(chunk, dict) and "error" not in chunk for chunk in chunks):
+        return False
+    choice = _choice(chunks[0])
+    delta = choice.get("delta")
+    text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
+    if is_all:
+        # A token that ends the answer need not have a text. The other chunk, if any, has the usage.
+        return isinstance(choice.get("finish_reason"), str) and not any(map(_choice, chunks[1:]))
+    return isinstance(text, str) and bool(text) and not choice.get("finish_reason") and len(chunks) == 1
 
 
 # -- vLLM --------------------------------------------------------------------------------------------
@@ -412,11 +432,16 @@ class _Remover:
         parsed = object_of(event.removeprefix(b"data: "))
         if "error" in parsed:
             return [event]  # the load has failed
-        if {**parsed, "created": None} == {**self.chunk, "created": None}:
+        choice, own = _choice(parsed), _choice(self.chunk)
+        # Versions of vLLM differ in the keys of a chunk. One without a value says nothing that the client does not know.
+        is_known = all(choice.get(key) == value for key, value in own.items())
+        has_more = any(parsed[key] is not None for key in parsed.keys() - self.chunk.keys() - _HEAD) or any(
+            choice[key] is not None for key in choice.keys() - own.keys()
+        )
+        if own and is_known and not has_more:
             return []
         # A busy vLLM puts several tokens into one event.
-        choice = _choice(parsed)
-        text, begin = choice.get("text"), _choice(self.chunk).get("text")
+        text, begin = choice.get("text"), own.get("text")
         if isinstance(text, str) and begin and text.startswith(begin) and not choice.get("token_ids"):
             return [_event({**parsed, "choices": [{**choice, "text": text[len(begin) :]}]}).rstrip()]
         raise OtherTokenError

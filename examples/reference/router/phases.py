@@ -39,6 +39,23 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 #: A key of ours in `kv_transfer_params`: offer the prompt while it is being computed. Other nodes ignore it.
 OVERLAP = "overlap"
 
+#: Fields that only say how the tokens of an answer are chosen, and what it shows of them. A prefill node whose token is not used
+#: does not receive them: they cost it time, and some make it fail. This is a list of what to leave out, and not of what to keep,
+#: because a prompt that lacked an unknown field could be another prompt, whose cache the decode node refuses. So these stay:
+#: `tools`, `tool_choice`, `response_format` and all that a chat template may read, and `echo` and `prompt_logprobs`.
+_ONLY_FOR_SAMPLING = frozenset(
+    {
+        *("seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "use_beam_search", "length_penalty"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection"),
+        *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "ignore_eos"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output"),
+        *("logprobs", "top_logprobs", "return_top_logits", "return_token_ids"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_backend", "guided_whitespace_pattern"),
+    }
+)
+#: With `echo`, these ask for log probabilities of the prompt.
+_ABOUT_ECHO = frozenset({"logprobs", "top_logprobs", "return_token_ids"})
 #: Fields about the answer. With `n` or `best_of` the prefill node would make one offer per answer, of which only one is loaded.
 _ONLY_FOR_DECODE = frozenset({"stream_options", "min_tokens", "n", "best_of"})
 
@@ -129,6 +146,7 @@ def prefill_body(
     overlap: bool,
     wish: Mapping[str, Any] | None = None,
     answer: Mapping[str, Any] | None = None,
+    is_token_used: bool = True,
 ) -> dict[str, Any]:
     """Return the body for the prefill node: compute one token of one answer, and keep the blocks.
 
@@ -136,8 +154,13 @@ def prefill_body(
         overlap: Ask for a stream that carries the offer as soon as part of the prompt is computed.
         wish: More keys of `kv_transfer_params`.
         answer: The `kv_transfer_params` of the conversation's latest answer. The node loads from it what it lacks.
+        is_token_used: The token may become the answer's first one, so the node chooses it as the client wants it.
     """
     result = {key: value for key, value in body.items() if key not in _ONLY_FOR_DECODE}
+    if not is_token_used:
+        left_out = _ONLY_FOR_SAMPLING - (_ABOUT_ECHO if body.get("echo") else frozenset())
+        # The likeliest token is the cheapest one.
+        result = {key: value for key, value in result.items() if key not in left_out} | {"temperature": 0}
     params = {**DO_REMOTE_DECODE, **(wish or {}), **({OVERLAP: True} if overlap else {})}
     if answer is not None:
         params |= {**answer, "do_remote_decode": True, "do_remote_prefill": True}

@@ -61,11 +61,17 @@ class Prefill(ABC):
         self, call: Call, node: UpstreamNode, answer: Answer | None, *, overlap: bool
     ) -> dict[str, Any]:
         params = None if answer is None else answer.params
-        if not self._first_token or not is_possible(call.body):
-            return prefill_body(call.body, overlap=overlap, answer=params)
-        body = prefill_body(call.body, overlap=overlap, wish=wish_for(call.body), answer=params)
-        if node.abilities.vllm_max_model_len and is_stitchable(call.body, call.path):
+        is_vllm = node.abilities.vllm_max_model_len > 0
+        # A node of ours decides for itself whether it passes the token on.
+        is_token_used = self._first_token and is_possible(call.body)
+        if is_vllm:
+            is_token_used = is_token_used and is_stitchable(call.body, call.path)
+        wish = wish_for(call.body) if is_token_used else None
+        body = prefill_body(call.body, overlap=overlap, wish=wish, answer=params, is_token_used=is_token_used)
+        if is_vllm and is_token_used:
             body["return_token_ids"] = True
+            # The likeliest token does not depend on it, and vLLM on a CPU dies of a seeded prompt of several chunks.
+            body.pop("seed", None)
         return body
 
     def _first_of(self, call: Call, answer: Mapping[str, Any]) -> FirstToken | None:

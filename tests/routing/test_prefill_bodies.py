@@ -1,0 +1,85 @@
+"""What a prefill node receives of a client's request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.routing.test_node_identity import STREAM, servers
+from tests.support.fake_nodes import routed
+
+#: Fields that change the prompt, or could.
+ABOUT_THE_PROMPT: dict[str, Any] = {
+    "cache_salt": "s",
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": 9,
+    "add_generation_prompt": True,
+    "chat_template": "t",
+    "chat_template_kwargs": {"a": 1},
+    "tools": [{"type": "function"}],
+    "tool_choice": "auto",
+    "documents": [{"text": "d"}],
+    "mm_processor_kwargs": {"b": 2},
+    "response_format": {"type": "text"},
+    "prompt_logprobs": 1,
+    "reasoning_effort": "low",
+    "a_field_of_next_year": 1,
+}
+ABOUT_TOKENS: dict[str, Any] = {
+    "seed": 5,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "repetition_penalty": 1.1,
+    "logprobs": 3,
+    "top_logprobs": 3,
+    "logit_bias": {"1": 1},
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "stop": ["x"],
+    "bad_words": ["y"],
+    "structured_outputs": {"regex": "a+"},
+    "guided_regex": "a+",
+    "min_tokens": 2,
+    "n": 1,
+}
+
+
+async def received(body: dict[str, Any], *, first_token: bool = True) -> dict[str, Any]:
+    prefill, decode = servers()
+    async with routed([prefill], [decode], first_token=first_token) as client:
+        await (await client.post("/v1/completions", json=body)).read()
+    (asked,) = prefill.asked
+    assert asked.pop("kv_transfer_params")["do_remote_decode"]
+    # The decode node receives everything.
+    assert body.items() <= decode.asked[0].items() or "first_token" in decode.asked[0]["kv_transfer_params"]
+    return asked
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+async def test_a_server_whose_token_is_not_used_receives_what_its_cache_depends_on(
+    temperature: float,
+) -> None:
+    prompt = {"model": "m", "prompt": "p", **ABOUT_THE_PROMPT}
+    body = {**prompt, **ABOUT_TOKENS, "temperature": temperature, "max_tokens": 8, "stream": True}
+    assert await received(body) == {**prompt, "temperature": 0, "max_tokens": 1, "stream": False}
+
+
+async def test_a_server_whose_token_is_used_chooses_it_as_the_client_wants_it() -> None:
+    body = {**STREAM, "repetition_penalty": 1.2, "logit_bias": {"1": 5}, "cache_salt": "s"}
+    expected = {**body, "max_tokens": 1, "stream": False, "return_token_ids": True}
+    # The likeliest token does not depend on a seed, and vLLM on a CPU dies of a seeded prompt of several chunks.
+    assert await received({**body, "seed": 5}) == expected
+
+
+async def test_no_token_is_used_if_that_is_turned_off() -> None:
+    body = {**STREAM, "logit_bias": {"1": 5}}
+    expected = {**STREAM, "max_tokens": 1, "stream": False}
+    assert await received(body, first_token=False) == expected
+
+
+async def test_log_probabilities_of_an_echoed_prompt_are_asked_for() -> None:
+    body = {"model": "m", "prompt": "p", "echo": True, "logprobs": 2, "max_tokens": 3, "seed": 1}
+    asked = await received(body)
+    assert (asked["logprobs"], asked["echo"]) == (2, True)
+    assert "seed" not in asked
