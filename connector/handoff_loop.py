@@ -47,6 +47,7 @@ from .handoff.events import (
     ClearGuard,
     Connect,
     Disconnect,
+    Identity,
     LayersLeftOut,
     LoadEnded,
     LocalBlocks,
@@ -71,6 +72,8 @@ T = TypeVar("T")
 
 #: Longest single wait for events. `wake` ends every wait, but nothing calls it when the interpreter ends.
 _MAX_WAIT_S = 1.0
+#: How often `begin_anew` checks whether the thread still runs, while it waits for it.
+_BEGIN_POLL_S = 0.1
 #: The thread ends after this many consecutive turns in which the transport or the protocol as a whole failed. It rests
 #: after each, twice as long each time; 1.3 s in all: long enough for a shortage to pass, and short enough that the
 #: operator learns of it soon.
@@ -93,11 +96,13 @@ class _Order:
     Attributes:
         number: Counts the steps with orders.
         computed: They are due as soon as this is over.
+        begin_anew: Ends every handoff that was ordered before; then there are no other orders. None: there is nothing to end.
     """
 
     number: int
     orders: HandoffMetadata
     computed: Mark
+    begin_anew: Callable[[], None] | None = None
 
 
 class HandoffLoop:
@@ -194,6 +199,32 @@ class HandoffLoop:
                 "preempted requests; restart the node"
             )
 
+    def begin_anew(self, identity: Identity, why: str, timeout_s: float) -> None:
+        """End every handoff and go on as `identity`; see `NodeProtocol.begin_anew`. Orders that were submitted before come first.
+
+        When this returns, nothing that was offered before can be read, and no load that was ordered before can succeed.
+
+        Raises:
+            TransferTimeoutError: the thread has not come to it in time. It will.
+            UnexpectedError: a guard cannot be cleared; as for `retract`.
+        """
+        is_done = threading.Event()
+
+        def begin() -> None:
+            self._driver.begin_anew(identity, why)
+            is_done.set()
+
+        self._orders.append(_Order(self._num_submitted, HandoffMetadata(), AT_ONCE, begin))
+        self._wake()
+        deadline = _now() + timeout_s
+        while not is_done.wait(_BEGIN_POLL_S) and not self._has_ended.is_set():
+            if _now() > deadline:
+                raise TransferTimeoutError(
+                    f"the handoff thread has not ended the handoffs within {timeout_s:g} s after this: {why}"
+                )
+        if self._is_unsafe:
+            raise UnexpectedError("the guards of offers cannot be cleared; restart the node")
+
     def close(self, timeout_s: float) -> None:
         """End every handoff, close the transport and wait for the thread. Idempotent.
 
@@ -270,6 +301,8 @@ class HandoffLoop:
         """Return what to do about an order now; None if it is not due. Then the thread is woken when it is."""
         try:
             with self._unexpected.typed("asking whether a step has run"):
+                if order.begin_anew is not None:
+                    return order.begin_anew
                 if order.computed.is_over():
                     return partial(self._driver.carry_out, order.orders, order.number)
         except KVTransferError as error:
@@ -430,6 +463,12 @@ class _Driver:
         """End an offer that was ordered and is not made; deny its claims."""
         self._do(self._must("withdrawing an offer", partial(self._protocol.producer.withdraw, lease)))
         self._end_offer(OfferEnded(request_id, "aborted", why))
+
+    def begin_anew(self, identity: Identity, why: str) -> None:
+        """End every handoff, drop every peer, and go on as `identity`."""
+        logger.info("ending every handoff of this node: %s", why)
+        # Without it, peers would go on with what is no longer so. The end of the thread shuts them out.
+        self._do(self._must("ending every handoff", partial(self._protocol.begin_anew, identity, why)))
 
     def shut_down(self) -> None:
         """End every handoff that is not reading, and drop every peer."""

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 #: How much longer than one read, which has a deadline of its own, the handoff thread may take to end.
 _CLOSE_GRACE_S = 5.0
+#: What waits for the end of all handoffs waits this long: longer than a step takes, whose orders come first.
+_BEGIN_TIMEOUT_S = 30.0
 
 #: Descriptors that are reserved per connection in progress, out of the process's limit.
 _DESCRIPTORS_PER_CONNECTION = 32
@@ -84,7 +86,7 @@ class RunningHandoffs:
         if config.kv_transfer is None:
             raise KVTransferStateError("a connector needs EngineConfig.kv_transfer")
         parallel = config.parallel
-        identity = Identity(
+        self._identity = identity = Identity(
             engine_id=config.kv_transfer.engine_id,
             epoch=parallel.epoch or new_epoch(),
             digest=digest(registration.fields),
@@ -132,6 +134,22 @@ class RunningHandoffs:
     def retract(self, request_ids: set[str]) -> None:
         """End the open offers of requests that lose their blocks. After this no peer accepts bytes of these blocks."""
         self._loop.retract(self.outcomes.take_open(request_ids))
+
+    def begin_anew(self, weights: str | None, why: str) -> None:
+        """End every handoff, and describe other weights to peers from now on.
+
+        Args:
+            weights: What the field `weights` is from now on; None: what it is already.
+            why: For the log and for the errors of what ends.
+
+        Raises:
+            TransferTimeoutError: the handoff thread is busy. It will do this before it does anything that is ordered later.
+            UnexpectedError: peers may go on reading what was offered; restart the node.
+        """
+        if weights is not None:
+            fields = {**self._identity.fields, "weights": weights}
+            self._identity = replace(self._identity, fields=fields, digest=digest(fields))
+        self._loop.begin_anew(self._identity, why, _BEGIN_TIMEOUT_S)
 
     def close(self) -> None:
         """End every handoff and close the transport. Idempotent.
@@ -274,6 +292,10 @@ class HandoffWorker(WorkerHalf):
             is_computed: Do not wait. Only for orders without loads, whose offered blocks are certainly written.
         """
         self._handoffs().submit(orders, is_computed=is_computed)
+
+    def begin_anew(self, weights: str | None, why: str) -> None:
+        """End every handoff and describe other weights to peers; see `RunningHandoffs.begin_anew`."""
+        self._handoffs().begin_anew(weights, why)
 
     def fail_load(self, request_id: str, blocks: LocalBlocks, error: KVTransferError) -> None:
         """Report as failed a load that could not even be ordered. It is reported once, like any load."""

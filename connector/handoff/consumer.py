@@ -235,6 +235,25 @@ class ConsumerProtocol:
         self._unreleased.clear()
         return actions
 
+    def begin_anew(self, identity: Identity, error: ConnectorError) -> list[Action]:
+        """End every load, drop every peer, and compare the next ones with `identity`: this node, perhaps with another digest.
+
+        Loads that are reading end when their reads have. A claim whose load has not been asked for fails as soon as it is.
+        """
+        actions: list[Action] = []
+        # Before the peers are dropped, as in `shutdown`.
+        for load in self._loads:
+            actions += self._end(load, Verdict("failed", error))
+        for load in self._loads:
+            for part in load.parts:
+                # These reads end by themselves, now that their peers are dropped, and there is no session for a release.
+                load.forgive(part)
+        for _, session in self._peers.sessions():
+            self._planners.forget(session.peer_id)
+        actions += self._peers.begin_anew(identity)
+        self._unreleased.clear()
+        return actions
+
     # -- one peer ------------------------------------------------------------------------------------
 
     def _welcome(self, address: str, welcome: Welcome, now: float) -> list[Action]:

@@ -14,8 +14,9 @@ its sockets; they must count before any deadline does.
 from __future__ import annotations
 
 from ...transports.errors import KVTransferError, ProtocolError, VersionMismatchError
+from ..errors import ConnectorError
 from .consumer import ConsumerProtocol
-from .events import Action, Disconnect
+from .events import Action, Disconnect, Identity
 from .messages import ConsumerMessage, decode
 from .producer import ProducerProtocol
 
@@ -67,6 +68,20 @@ class NodeProtocol:
     def next_deadline(self) -> float:
         """When `advance` will have something to do; infinity if never."""
         return min(self.producer.next_deadline(), self.consumer.next_deadline())
+
+    def begin_anew(self, identity: Identity, why: str) -> list[Action]:
+        """End every offer and every load, drop every peer, and go on as `identity`.
+
+        The identity names the same start of the same node. If what the node computes has changed, its digest is another one,
+        and each peer compares it before it accepts anything that is offered from now on.
+
+        Args:
+            why: For the errors of loads, and for the peers whose claims end.
+        """
+        return [
+            *self.producer.begin_anew(identity, why),
+            *self.consumer.begin_anew(identity, ConnectorError(f"the load was ended: {why}")),
+        ]
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and every load, and drop every peer."""

@@ -263,6 +263,11 @@ class Peers:
             return -math.inf
         return min((self._deadline(state) for state in self._states.values()), default=math.inf)
 
+    def begin_anew(self, identity: Identity) -> list[Action]:
+        """Drop every peer, and shake hands as `identity` from now on."""
+        self._identity = identity
+        return self.close()
+
     def close(self) -> list[Action]:
         """Drop every peer."""
         actions: list[Action] = [Disconnect(peer_id) for peer_id in self._address_of]

@@ -68,15 +68,7 @@ class ProducerProtocol:
     """
 
     def __init__(self, identity: Identity, config: HandoffConfig, num_guards: int) -> None:
-        self._welcome = Welcome(
-            identity.spoken[-1],
-            identity.engine_id,
-            identity.epoch,
-            identity.digest,
-            identity.fields,
-            identity.layout.to_plain(),
-            identity.release,
-        )
+        self._welcome = _welcome_of(identity)
         self._layout = identity.layout
         self.spoken = identity.spoken
         self._config = config
@@ -318,12 +310,23 @@ class ProducerProtocol:
 
     def shutdown(self, now: float) -> list[Action]:
         """End every offer and drop every peer."""
+        return self._end_all("the producer shuts down")
+
+    def begin_anew(self, identity: Identity, why: str) -> list[Action]:
+        """End every offer, drop every peer, and answer from now on as `identity`: the same node, perhaps with another digest.
+
+        Consumers compare digests once per connection, so those that come back compare the new one.
+        """
+        self._welcome = _welcome_of(identity)
+        return self._end_all(why)
+
+    def _end_all(self, why: str) -> list[Action]:
         actions: list[Action] = []
         for offer in self.offers:
             if not offer.is_made:
-                actions += self._deny(offer, "will not be made: the producer shuts down")
+                actions += self._deny(offer, f"will not be made: {why}")
             else:
-                actions += self._revoke(offer, "aborted", "was aborted: the producer shuts down")
+                actions += self._revoke(offer, "aborted", f"was aborted: {why}")
         # After the offers: a peer that is disconnected would not get its `Deny` or `Revoke`.
         actions += [Disconnect(peer_id) for peer_id in self._peers]
         self._peers.clear()
@@ -511,6 +514,18 @@ class ProducerProtocol:
 
     def _send_to(self, peers: Iterable[int], message: ProducerMessage) -> list[Action]:
         return [Send(peer_id, message, self._peers[peer_id].version) for peer_id in peers]
+
+
+def _welcome_of(identity: Identity) -> Welcome:
+    return Welcome(
+        identity.spoken[-1],
+        identity.engine_id,
+        identity.epoch,
+        identity.digest,
+        identity.fields,
+        identity.layout.to_plain(),
+        identity.release,
+    )
 
 
 def _denial(claimed: Claim | Offer, what: str) -> Deny:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 
@@ -21,7 +23,7 @@ from kvferry.connector.handoff.events import (
 from kvferry.connector.handoff.messages import PROTOCOL_VERSION, Claim, Grant, Hello, Welcome, decode, encode
 from kvferry.connector.handoff.node import NodeProtocol
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.transports.errors import BackpressureError, VersionMismatchError
+from kvferry.transports.errors import BackpressureError, IncompatiblePeerError, VersionMismatchError
 
 CONSUMER, PRODUCER = 1, 2
 OFFER = RemoteOffer("there", 22, "theirs", 3, ("sim://there",), 12, ((4, 5, 6),))
@@ -91,3 +93,35 @@ def test_shutdown_ends_both_roles(node: NodeProtocol) -> None:
     assert {action.peer_id for action in actions if isinstance(action, Disconnect)} == {CONSUMER, PRODUCER}
     assert any(isinstance(action, OfferEnded) for action in actions)
     assert node.next_deadline() == float("inf")
+
+
+def test_a_changed_node_ends_everything_and_tells_its_new_digest(
+    node: NodeProtocol, identity: Identity, welcome: Welcome
+) -> None:
+    node.producer.offer("r", 1, ((1,),), 4, 0.0)
+    node.message_received(CONSUMER, encode(Claim("r", 1, 0, 1)), 0.0)
+    changed = replace(identity, digest="another")
+    actions = node.begin_anew(changed, "the weights changed")
+    assert {action.peer_id for action in actions if isinstance(action, Disconnect)} == {CONSUMER, PRODUCER}
+    ends = [type(action) for action in actions if isinstance(action, ClearGuard | OfferEnded)]
+    assert ends == [ClearGuard, OfferEnded]
+    (ended,) = node.consumer.load("ours", (GroupBlocks(0, (1,)),), 0.0)
+    assert isinstance(ended, LoadEnded)
+    assert "the weights changed" in str(ended.error)
+    assert (node.producer.num_offers, node.consumer.num_loads) == (0, 0)
+
+    node.peer_connected(5, incoming=True, now=1.0)
+    (answer,) = node.message_received(5, encode(HELLO), 1.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Welcome)
+    assert answer.message.digest == "another"
+    assert isinstance(node.consumer.claim("next", OFFER, 1.0)[0], Connect)
+    node.consumer.connecting("sim://there", 6, 1.0)
+    (hello,) = node.peer_connected(6, incoming=False, now=1.0)
+    assert isinstance(hello, Send)
+    assert isinstance(hello.message, Hello)
+    assert hello.message.digest == "another"
+    assert Disconnect(6) in node.message_received(6, encode(welcome), 1.0)
+    (refused,) = node.consumer.load("next", (GroupBlocks(0, (1,)),), 1.0)
+    assert isinstance(refused, LoadEnded)
+    assert isinstance(refused.error, IncompatiblePeerError)

@@ -174,6 +174,10 @@ class AnySchedule(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.simulation.tick(seconds)
 
+    @rule(node=numbers, weights=numbers)
+    def change_weights(self, node: int, weights: int) -> None:
+        self.simulation.change_weights(node, weights)
+
     @rule(node=numbers)
     def kill(self, node: int) -> None:
         self.simulation.kill(node)
@@ -301,6 +305,18 @@ class DeliversToTheFirstRank(ProducerProtocol):
         return self._end(held, "delivered", "was delivered")
 
 
+class KeepsOffersOfOtherWeights(ProducerProtocol):
+    """Its consumers compared digests when they connected, and stay connected."""
+
+    def begin_anew(self, identity, why):
+        return []
+
+
+class KeepsLoadsOfOtherWeights(ConsumerProtocol):
+    def begin_anew(self, identity, error):
+        return []
+
+
 def first_broken_promise(
     producer: type[ProducerProtocol],
     consumer: type[ConsumerProtocol],
@@ -359,6 +375,12 @@ WRONG_BYTES = "loaded bytes are the offered ones"
         ),
         pytest.param(
             ForgetsWhatItAnnounced, ConsumerProtocol, True, "what was announced", id="announced-forever"
+        ),
+        pytest.param(
+            KeepsOffersOfOtherWeights, ConsumerProtocol, True, "the same weights", id="offers-outlive-weights"
+        ),
+        pytest.param(
+            ProducerProtocol, KeepsLoadsOfOtherWeights, True, "the same weights", id="loads-outlive-weights"
         ),
     ],
 )

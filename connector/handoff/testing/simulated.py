@@ -159,7 +159,7 @@ class SimulatedRank:
 
 @dataclass
 class SimulatedEngine:
-    """A node: its ranks, its block allocator, and the state of its scheduler."""
+    """A node: its ranks, its block allocator, the state of its scheduler, and what it computes with now."""
 
     address: str
     epoch: int
@@ -169,6 +169,7 @@ class SimulatedEngine:
     offers: dict[str, SimulatedOffer] = field(default_factory=dict)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, SimulatedLoad] = field(default_factory=dict)
+    weights: int = 0
 
     @property
     def is_doomed(self) -> bool:

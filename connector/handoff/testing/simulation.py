@@ -70,6 +70,7 @@ class Simulation(SimulatedWorld):
         self.outcomes: Counter[str] = Counter()
         self._classes = (producer_class, consumer_class)
         self._contents: dict[OfferName, list[Bytes]] = {}
+        self._weights: dict[OfferName, int] = {}  # that an offer was computed with
         self._made: list[RemoteOffer] = []
         self._meetings: list[
             RemoteOffer
@@ -153,6 +154,7 @@ class Simulation(SimulatedWorld):
         contents = [generator.integers(0, 255, shape, dtype=np.uint8) for _ in offer.block_ids]
         engine.offers[request_id] = offer
         self._contents[engine.address, engine.epoch, offer.lease] = contents
+        self._weights[engine.address, engine.epoch, offer.lease] = engine.weights
         for rank in engine.living_ranks:
             rank.fill(offer.block_ids[: offer.num_ready], contents[: offer.num_ready])
             rank.orders.append((request_id, self._offering(rank, request_id, offer)))
@@ -287,6 +289,18 @@ class Simulation(SimulatedWorld):
             for rank in engine.living_ranks:
                 self.do(rank, rank.protocol.consumer.drop(request_id, self.now))
 
+    def change_weights(self, which: int, weights: int) -> None:
+        """Change what an engine computes. Each rank carries it out after the orders that it already has."""
+        engine = self._pick_engine(which)
+        engine.weights = weights % 2  # so that two engines are alike again after a while
+        for rank in engine.living_ranks:
+            rank.orders.append(("", partial(self._begin_anew, rank, engine.weights)))
+
+    def _begin_anew(self, rank: SimulatedRank, weights: int) -> list[Action]:
+        fields = _fields(weights)
+        rank.identity = replace(rank.identity, fields=fields, digest=compatibility.digest(fields))
+        return rank.protocol.begin_anew(rank.identity, "the weights changed")
+
     def kill(self, which: int) -> None:
         """Kill an engine, and start another in its place."""
         old = self._pick_engine(which)
@@ -374,6 +388,8 @@ class Simulation(SimulatedWorld):
             self.require(load.name in self._contents, "what was loaded had been offered")
             made = {(offer.engine_id, offer.epoch, offer.lease): offer.content for offer in self._made}
             self.require(load.content == made[load.name], "what was loaded was computed from the same prompt")
+            is_alike = _fields(self._weights[load.name]) == rank.identity.fields
+            self.require(is_alike, "what was loaded was computed with the same weights")
             expected = self._contents[load.name][load.first_block_index :]
             self.require(rank.holds(load.block_ids, expected), "loaded bytes are the offered ones")
         self.outcomes[f"load {ended.outcome}"] += 1
@@ -389,7 +405,7 @@ class Simulation(SimulatedWorld):
     # -- small things ----------------------------------------------------------------------------------
 
     def _new_engine(self, address: str, spread: Spread) -> SimulatedEngine:
-        fields: dict[str, str | int] = {"model": "simulated"}
+        fields = _fields(weights=0)
         engine = SimulatedEngine(address, self.next_number(), spread)
         producer_class, consumer_class = self._classes
         for number in range(spread.num_ranks):
@@ -414,6 +430,10 @@ class Simulation(SimulatedWorld):
 
     def _pick_engine(self, which: int) -> SimulatedEngine:
         return list(self.engines.values())[which % len(self.engines)]
+
+
+def _fields(weights: int) -> dict[str, str | int]:
+    return {"model": "simulated", "weights": weights}
 
 
 def _table_so_far(offer: SimulatedOffer) -> tuple[int, ...]:
@@ -450,6 +470,7 @@ def explore(simulation: Simulation, seed: int, num_steps: int = 60) -> None:
         lambda: simulation.deliver(number()): 40 * busy,
         lambda: simulation.copy(number()): 20 * busy,
         lambda: simulation.tick(seconds()): 3,
+        lambda: simulation.change_weights(number(), number()): 0.4,
         lambda: simulation.kill(number()): 0.4,
         lambda: simulation.kill_rank(number()): 0.2,
         lambda: simulation.sever(number()): 0.4,
