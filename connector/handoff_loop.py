@@ -199,10 +199,12 @@ class HandoffLoop:
                 "preempted requests; restart the node"
             )
 
-    def begin_anew(self, identity: Identity, why: str, timeout_s: float) -> None:
+    def begin_anew(self, identity: Identity, why: str, timeout_s: float | None) -> None:
         """End every handoff and go on as `identity`; see `NodeProtocol.begin_anew`. Orders that were submitted before come first.
 
-        When this returns, nothing that was offered before can be read, and no load that was ordered before can succeed.
+        Args:
+            timeout_s: How long to wait for it. Then, when this returns, nothing that was offered before can be read, and no load
+                that was ordered before can succeed. None: not at all.
 
         Raises:
             TransferTimeoutError: the thread has not come to it in time. It will.
@@ -216,6 +218,8 @@ class HandoffLoop:
 
         self._orders.append(_Order(self._num_submitted, HandoffMetadata(), AT_ONCE, begin))
         self._wake()
+        if timeout_s is None:
+            return
         deadline = _now() + timeout_s
         while not is_done.wait(_BEGIN_POLL_S) and not self._has_ended.is_set():
             if _now() > deadline:

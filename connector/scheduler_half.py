@@ -170,6 +170,8 @@ class HandoffScheduler(SchedulerHalf):
         chunk_tokens: int = 0,
     ) -> None:
         options = options or ConnectorOptions()
+        #: Whether what this node computed may be offered. While it may not, requests end without an offer.
+        self.may_offer = True
         self._config = config
         self._chunk_tokens = chunk_tokens
         self._offers_answers = options.offer_answer
@@ -321,6 +323,8 @@ class HandoffScheduler(SchedulerHalf):
         Raises:
             KVTransferStateError: there is something to offer, but `set_handshake_metadata` was never called.
         """
+        if not self.may_offer:
+            return None
         tables, num_ready = _as_tables(block_ids), request.num_computed_tokens
         if (record := self._in_state(request, RequestState.OPEN)) is not None:
             orders = self._order(record)
@@ -340,6 +344,16 @@ class HandoffScheduler(SchedulerHalf):
         self._move(record, RequestState.OPEN)
         # The consumer of a rendezvous needs no answer: it has claimed, or will, by the name.
         return None if own.name else self._params(offer, record)
+
+    def end_offers(self) -> None:
+        """End the offers that no worker half knows of yet. The worker halves end the others by themselves (`begin_anew`)."""
+        for record in tuple(self._unsent):
+            orders = self._order(record)
+            if record.state is RequestState.OPEN and orders.offer is not None:
+                self._take_back_open(record)
+            elif record.state is RequestState.OFFERED:
+                # The blocks are held until the worker halves report an end, so the offer is ordered all the same.
+                orders.abort, orders.completion = True, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput | None = None) -> HandoffMetadata:
         """Take the orders that were collected since the last step.
@@ -490,7 +504,7 @@ class HandoffScheduler(SchedulerHalf):
         # A state cannot be cut back to the tokens that are certain.
         is_exact = not self._has_state or request.num_computed_tokens == num_tokens
         can_offer = _has_whole_prompt(request) and is_exact and num_blocks <= self._max_answer_blocks
-        if not can_offer or not self._workers:
+        if not can_offer or not self.may_offer or not self._workers:
             self._withdraw(record, own)
             self._move(record, RequestState.ENDED)
             return False, None
@@ -536,7 +550,7 @@ class HandoffScheduler(SchedulerHalf):
         self._releases.append((request_id, own.lease))
 
     def _can_offer(self, request: ConnectorRequest) -> bool:
-        if not _has_whole_prompt(request):
+        if not self.may_offer or not _has_whole_prompt(request):
             return False
         if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
             logger.warning(
@@ -556,7 +570,7 @@ class HandoffScheduler(SchedulerHalf):
         orders = self._order(record)
         orders.extension = None
         offer = self._name_offer(request, own.lease, tables)
-        is_whole = _has_whole_prompt(request)
+        is_whole = self.may_offer and _has_whole_prompt(request)
         if not is_whole:
             # An open order that was not sent yet is sent together with the abort: the consumer has had the params
             # since the open, and its claim needs an answer.

@@ -139,7 +139,7 @@ class RunningHandoffs:
         """End every handoff, and describe other weights to peers from now on.
 
         Args:
-            weights: What the field `weights` is from now on; None: what it is already.
+            weights: What the field `weights` is from now on. None: what it is already; then a step need not wait for the end.
             why: For the log and for the errors of what ends.
 
         Raises:
@@ -149,7 +149,7 @@ class RunningHandoffs:
         if weights is not None:
             fields = {**self._identity.fields, "weights": weights}
             self._identity = replace(self._identity, fields=fields, digest=digest(fields))
-        self._loop.begin_anew(self._identity, why, _BEGIN_TIMEOUT_S)
+        self._loop.begin_anew(self._identity, why, None if weights is None else _BEGIN_TIMEOUT_S)
 
     def close(self) -> None:
         """End every handoff and close the transport. Idempotent.

@@ -31,6 +31,7 @@ from .metadata import StepMetadata, WorkerHandshake
 from .scheduler import SchedulerSide
 from .sharing import SharedOffers
 from .stats import KvferryPromMetrics, KvferryStats
+from .weights import watch_engine_cores
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
 
+    def begin_anew(self, weights: str, why: str) -> None:
+        """End every handoff, and describe these weights to peers from now on; see `weights`."""
+        self._worker.begin_anew(weights, why)
+
     def get_handshake_metadata(self) -> WorkerHandshake:
         return self._worker.get_handshake_metadata()
 
@@ -184,6 +189,16 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         return self._worker.take_failed_blocks()
 
     # -- scheduler half ------------------------------------------------------------------------------
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """What this connector is, if it is a scheduler half."""
+        return self._scheduler
+
+    def reset_cache(self) -> bool:
+        """End every handoff: what was computed until now must not be used any more."""
+        self._scheduler.reset_cache()
+        return True
 
     @property
     def num_remembered_requests(self) -> int:
@@ -235,6 +250,7 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
 
 def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
+    watch_engine_cores()
     options = connector_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     pool = kv_cache_config(config, vllm_config)
     transfer = engine_config(vllm_config, pool).kv_transfer

@@ -78,6 +78,11 @@ def _draft(vllm_config: Any, weights: str, cache: DigestCache | None) -> str:
     return configuration_digest(content)
 
 
+def weights_of_files(vllm_config: Any) -> str:
+    """Hash the weight files that vLLM loaded last, as `model_identity` does at the start."""
+    return _weights(vllm_config.model_config, getattr(vllm_config, "load_config", None), None)
+
+
 def model_name(model: Any) -> str:
     """Return the model's name as the user gave it to vLLM, with the revision if there is one."""
     name, revision = getattr(model, "model_weights", "") or model.model, getattr(model, "revision", None)

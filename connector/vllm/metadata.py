@@ -35,12 +35,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         refused: Loads to report as failed, by request.
         preempted: Requests whose open offers must end before the step overwrites their blocks.
         is_idle: The step computes nothing.
+        begins_anew: Every handoff that was ordered before ends first.
     """
 
     orders: HandoffMetadata = field(default_factory=HandoffMetadata)
     refused: Mapping[str, RefusedLoad] = field(default_factory=dict)
     preempted: frozenset[str] = frozenset()
     is_idle: bool = False
+    begins_anew: bool = False
 
 
 @dataclass(frozen=True)

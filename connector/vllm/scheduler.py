@@ -180,7 +180,11 @@ class SchedulerSide:
         self._can_meet = can_meet
         self._answer_fields = answer_fields
         self._fields: Mapping[str, str | int] = NO_FIELDS  # of the worker halves; empty: not known now
+        self._loaded_fields: Mapping[str, str | int] = NO_FIELDS
         self._start = ""
+        self._begins_anew = False
+        #: Whether vLLM has computed something since its prefix cache was last reset. Whoever resets the cache clears it.
+        self.has_computed = False
         self._early: dict[str, _Early] = {}
         self._half = half
         self._shared = shared
@@ -219,6 +223,27 @@ class SchedulerSide:
         self._half.set_handshake_metadata({rank: worker.address for rank, worker in metadata.items()})
         first = metadata[min(metadata)]
         self._fields, self._start = first.fields, f"{first.address.epoch:x}"
+        self._loaded_fields = first.fields
+
+    @property
+    def loaded_weights(self) -> str:
+        """What the worker halves describe their weights as that were loaded at the start."""
+        return str(self._loaded_fields.get("weights", ""))
+
+    def describe_weights(self, weights: str) -> None:
+        """Note that the worker halves have other weights now, and end what was computed with others.
+
+        Args:
+            weights: As the worker halves describe them to peers. Empty: not known, so nothing is offered.
+        """
+        self._fields = {**self._loaded_fields, "weights": weights} if weights else NO_FIELDS
+        self._half.may_offer = bool(weights)
+        self._half.end_offers()
+
+    def reset_cache(self) -> None:
+        """End every handoff, with the next step."""
+        self._half.end_offers()
+        self._begins_anew = True
 
     def on_new_request(self, request: Any) -> None:
         request_id, prompt = request.request_id, request.prompt_token_ids or ()
@@ -257,6 +282,7 @@ class SchedulerSide:
         return max(num_missing, 0), num_missing > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.has_computed = True  # or is about to, or loads
         tables = self._served(blocks.get_block_ids())
         # vLLM calls once more after the load, without external tokens. Only then is the prompt in the prefix cache, so
         # requests that wait for it must not go on before.
@@ -270,6 +296,10 @@ class SchedulerSide:
             self._refused_loads[request.request_id] = RefusedLoad(allocated, reason)
 
     def build_connector_meta(self, scheduler_output: Any = None) -> StepMetadata:
+        begins_anew, self._begins_anew = self._begins_anew, False
+        return replace(self._step_metadata(scheduler_output), begins_anew=begins_anew)
+
+    def _step_metadata(self, scheduler_output: Any) -> StepMetadata:
         refused, self._refused_loads = self._refused_loads, {}
         is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0
         if not self._early:

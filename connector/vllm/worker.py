@@ -126,6 +126,10 @@ class WorkerSide:
 
     # -- one step ------------------------------------------------------------------------------------
 
+    def begin_anew(self, weights: str | None, why: str) -> None:
+        """End every handoff, and describe these weights to peers; None: the same as before."""
+        self._half.begin_anew(weights, why)
+
     def carry_out(self, metadata: StepMetadata) -> None:
         """Have all of a step's orders but its loads carried out; do nothing if called again for the same step.
 
@@ -134,6 +138,8 @@ class WorkerSide:
         """
         if metadata is not self._carried_out:
             self._carried_out = metadata
+            if metadata.begins_anew:
+                self.begin_anew(None, "the cache of the node was reset")
             # First, and with a wait for the end: the step that begins now writes into these blocks.
             if metadata.preempted:
                 self._half.handle_preemptions(set(metadata.preempted))

@@ -135,6 +135,21 @@ class VllmHost:
         """Empty the prefix cache, and what connectors have kept."""
         return {"done": self._engine.reset_prefix_cache(reset_connector=True)}
 
+    def scale(self, parameter: str, factor: float) -> dict[str, Any]:
+        """Change a weight of the running model in the way in which vLLM lets its users run anything in the workers."""
+        self._engine.collective_rpc(_scale, args=(parameter, factor))
+        return {}
+
+    def pack_anew(self, layer: str, factor: float) -> dict[str, Any]:
+        """Put another kernel in the place of a linear layer's, as if other weights were packed for a CPU."""
+        self._engine.collective_rpc(_pack_anew, args=(layer, factor))
+        return {}
+
+    def call(self, method: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call a method of each worker."""
+        self._engine.collective_rpc(method, kwargs=arguments or {})
+        return {}
+
     def preempt(self) -> dict[str, Any]:
         """Preempt every running request, and empty the prefix cache."""
         return {"done": self._engine.reset_prefix_cache(reset_running_requests=True)}
@@ -204,6 +219,18 @@ def _block_digests(worker: Any, blocks: list[int]) -> list[str]:
     """Hash some blocks of each layer; vLLM runs this in a worker."""
     caches = worker.model_runner.kv_caches
     return [sha256(cache[blocks].contiguous().numpy().tobytes()).hexdigest() for cache in caches]
+
+
+def _scale(worker: Any, parameter: str, factor: float) -> None:
+    """Multiply a parameter; vLLM runs this in a worker."""
+    worker.get_model().get_parameter(parameter).data.mul_(factor)
+
+
+def _pack_anew(worker: Any, layer: str, factor: float) -> None:
+    """Scale what a linear layer computes; vLLM runs this in a worker."""
+    module = worker.get_model().get_submodule(layer)
+    packed = module.cpu_linear
+    module.cpu_linear = lambda *arguments: packed(*arguments) * factor
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:
