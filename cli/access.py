@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
+import json
 import os
+import socket
 import ssl
-import urllib.error
-import urllib.request
+import threading
+import time
+import urllib.parse
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
 from .errors import CommandError, UsageError
@@ -17,6 +23,8 @@ API_KEY_VARIABLE: Final = "KVFERRY_API_KEY"
 ADMIN_KEY_VARIABLE: Final = "KVFERRY_ADMIN_API_KEY"
 #: More than any page of ours has.
 MAX_BYTES: Final = 16 << 20
+#: As are those that a JSON of ours nests.
+_MAX_LEVELS: Final = 16
 
 Get = Callable[[str, float], str]
 
@@ -51,6 +59,9 @@ def add_access(parser: argparse.ArgumentParser, *, has_admin: bool = False) -> N
 def getter(arguments: argparse.Namespace, *, is_admin: bool = False) -> Get:
     """Return what fetches the text at a URL, with the key and the CAs of the options.
 
+    The key goes to the hosts in `arguments.urls`, which the user wrote. A router's page names others, and those get it only
+    over TLS: any process that the page names would have it otherwise.
+
     Args:
         is_admin: Present the key of the admin endpoints.
 
@@ -68,7 +79,26 @@ def getter(arguments: argparse.Namespace, *, is_admin: bool = False) -> Get:
             "spaces"
         )
     context = _context(arguments.ca_certs) if arguments.ca_certs else None
-    return lambda url, timeout_s: fetch(url, timeout_s, key, context)
+    written = {host for url in arguments.urls if (host := _host_of(url))}
+
+    def get(url: str, timeout_s: float) -> str:
+        if not key or url.startswith("https://") or (_host_of(url) or "") in written:
+            return fetch(url, timeout_s, key, context)
+        try:
+            return fetch(url, timeout_s, "", context)
+        except CommandError as error:
+            raise CommandError(
+                f"{error}; it was asked without the key, because a router named it and it has no TLS: give its URL as well"
+            ) from error
+
+    return get
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urllib.parse.urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _key_in(option: str, path: str) -> str:
@@ -90,32 +120,84 @@ def _context(path: str) -> ssl.SSLContext:
         raise UsageError(f"--ca-certs={path!r} cannot be used: {error.strerror or error}") from error
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error. It could lead to any server that the command's host can reach."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def fetch(url: str, timeout_s: float, key: str = "", context: ssl.SSLContext | None = None) -> str:
-    """Return the text at a URL.
+    """Return the text at a URL. Redirects are not followed, and no proxy is used.
 
     Raises:
-        CommandError: there is none within the time, it is too long, or the server redirects. The message names neither the URL nor the key.
+        CommandError: there is none within the time, or it is too long. The message names neither the URL nor the key.
     """
+    until = time.monotonic() + timeout_s
     try:
-        request = urllib.request.Request(url)
-        if key:
-            request.add_header("Authorization", f"Bearer {key}")
-        opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
-        with opener.open(request, timeout=timeout_s) as response:
-            data: bytes = response.read(MAX_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read(2000).decode(errors="replace").strip()
-        raise CommandError(f"HTTP status {error.code}: {text or error.reason}") from error
-    except (OSError, ValueError) as error:
-        raise CommandError(str(getattr(error, "reason", error))) from error
+        status, reason, data = _answer(urllib.parse.urlsplit(url), until, key, context)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if time.monotonic() >= until:
+            raise CommandError(f"timed out after {timeout_s:g} s waiting for the whole answer") from error
+        raise CommandError(str(error) or type(error).__name__) from error
+    if not 200 <= status < 300:
+        text = data[:2000].decode(errors="replace").strip()
+        raise CommandError(f"HTTP status {status}: {text or reason}")
+    if time.monotonic() >= until:  # a page without a length ends where it was cut off
+        raise CommandError(f"timed out after {timeout_s:g} s waiting for the whole answer")
     if len(data) > MAX_BYTES:
         raise CommandError(f"the answer is longer than {MAX_BYTES} bytes")
     return data.decode(errors="replace")
+
+
+def _answer(
+    url: urllib.parse.SplitResult, until: float, key: str, context: ssl.SSLContext | None
+) -> tuple[int, str, bytes]:
+    """Return status, reason and body of the answer to a GET.
+
+    Raises:
+        OSError, ValueError, HTTPException: there is none, or not until then.
+    """
+    is_tls = url.scheme == "https"
+    if not (is_tls or url.scheme == "http") or not url.hostname:
+        raise ValueError(f"not an http:// or https:// URL: {url.geturl()!r}")
+    host, port = url.hostname, url.port or (443 if is_tls else 80)
+    sock = socket.create_connection((host, port), timeout=max(0.0, until - time.monotonic()))
+    with ExitStack() as opened:
+        # Each byte that drips in would begin the socket's own timeout anew. Of a copy, because TLS takes the socket over.
+        handle = opened.enter_context(sock.dup())
+        timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, (handle,))
+        timer.daemon = True
+        opened.callback(timer.join)
+        opened.callback(timer.cancel)
+        opened.callback(sock.close)
+        timer.start()
+        if is_tls:
+            sock = (context or ssl.create_default_context()).wrap_socket(sock, server_hostname=host)
+            opened.callback(sock.close)
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = sock
+        path = urllib.parse.urlunsplit(("", "", url.path or "/", url.query, ""))
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        response = opened.enter_context(connection.getresponse())
+        return response.status, response.reason, response.read(MAX_BYTES + 1)
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side may have closed it
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def json_of(text: str | bytes) -> Any:
+    """Return the value that a server wrote as JSON.
+
+    Raises:
+        CommandError: it is no JSON, or nested so deeply that printing it would fail.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"the answer is no JSON: {error}") from error
+    if not _is_nested_within(value, _MAX_LEVELS):
+        raise CommandError(f"the answer is no JSON of ours: it has more than {_MAX_LEVELS} levels")
+    return value
+
+
+def _is_nested_within(value: object, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_nested_within(part, levels - 1) for part in parts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import FAILED, OK, CommandError, UsageError
-from .output import add_json, columns, print_json
+from .output import add_json, columns, print_json, say
 from .version import versions
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**about, "paths": [outcome.to_json() for outcome in outcomes], "ok": status == OK})
     else:
-        print("\n".join([", ".join(f"{key} {value}" for key, value in about.items()), *path_lines(outcomes)]))
+        say(", ".join(f"{key} {value}" for key, value in about.items()), *path_lines(outcomes))
     return status
 
 
@@ -147,19 +147,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _this_machine(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     from .checks import machine
 
-    def say(text: str) -> None:
+    def tell(*lines: str) -> None:
         if not arguments.json:
-            print(text, flush=True)
+            say(*lines)
 
     found = versions()
-    say(", ".join(f"{name} {value}" for name, value in found.items() if value))
+    tell(", ".join(f"{name} {value}" for name, value in found.items() if value))
     findings = machine()
     for group in dict.fromkeys(finding.group for finding in findings):
-        say("\n".join(["", group, *finding_lines([f for f in findings if f.group == group])]))
+        tell("", group, *finding_lines([f for f in findings if f.group == group]))
     outcomes = on_this_machine(
         arguments.path or PATH_NAMES, find, (_shape(),), _POOL_BYTES, arguments.seconds
     )
-    say("\n".join(["", f"paths between two processes, {_shape()}", *path_lines(outcomes)]))
+    tell("", f"paths between two processes, {_shape()}", *path_lines(outcomes))
     is_sound = not any(finding.grade == "failed" for finding in findings)
     status = status_of(outcomes, arguments.path, is_peer=False) if is_sound else FAILED
     if arguments.json:
@@ -252,10 +252,10 @@ def _listen(arguments: argparse.Namespace, find: Callable[[str], Path]) -> int:
     if arguments.json:
         raise UsageError("--json has no meaning with --listen: it prints a log; remove one of them")
     try:
-        listener = Listener(host, port, find, lambda line: print(line, flush=True), arguments.port_range)
+        listener = Listener(host, port, find, say, arguments.port_range)
     except ConfigurationError as error:
         raise CommandError(f"--listen={arguments.listen!r}: {error}") from error
-    print("listening at {}:{}, for `kvferry doctor --peer`".format(*listener.address), flush=True)
+    say("listening at {}:{}, for `kvferry doctor --peer`".format(*listener.address))
     try:
         listener.serve()
     except KeyboardInterrupt:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
-from .access import Get, add_access, fetch, getter
+from kvferry.transports.checked import Check, Refused, each, integer, record, seconds
+
+from .access import Get, add_access, fetch, getter, json_of
 from .errors import FAILED, OK, CommandError
 from .metrics_page import MetricsPage
-from .output import add_json, columns, print_json
+from .output import add_json, columns, print_json, say
 from .top import nodes_of_router, require_urls
 
 _DESCRIPTION: Final = """\
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"request": arguments.request, "nodes": told})
     else:
-        print("\n".join(tell(arguments.request, told)))
+        say(*tell(arguments.request, told))
     return OK if found else FAILED
 
 
@@ -73,26 +75,27 @@ def ask(
 
 def _ask_node(request: str, url: str, get: Get, get_admin: Get) -> dict[str, Any]:
     known: dict[str, Any] = {"url": url, "engine_id": "", "stories": [], "error": ""}
-    admin_url, hint = _admin_url(url, get)
+    hint = ""
     try:
-        answer = json.loads(
-            get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
-        )
-        return known | {"engine_id": answer["engine_id"], "stories": list(answer["stories"])}
+        admin_url, hint = _admin_url(url, get)
+        page = get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
+        answer = json_of(page)
+        record(_Answer).read_known(answer)
+        return known | {"engine_id": answer["engine_id"], "stories": answer["stories"]}
     except CommandError as error:
         return known | {"error": _message_in(str(error)) + hint}
-    except (ValueError, KeyError, TypeError) as error:
-        return known | {"error": f"it answers what no reference node answers: {error!r}"}
+    except Refused as error:
+        return known | {"error": f"it answers what no reference node answers: {error}"}
 
 
 def _admin_url(url: str, get: Get) -> tuple[str, str]:
     """Return where a node's admin endpoints are, and what to add to an error. The given URL may be theirs already."""
     try:
-        health = json.loads(get(f"{url}/health", _TIMEOUT_S))
-    except (CommandError, ValueError):
+        health = json_of(get(f"{url}/health", _TIMEOUT_S))
+    except CommandError:
         return url, ""
     port = health.get("admin_port") if isinstance(health, dict) else None
-    if not isinstance(port, int):
+    if type(port) is not int:
         return url, "; the node has no admin endpoints: start it with --admin-port"
     parts = urllib.parse.urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -102,8 +105,8 @@ def _admin_url(url: str, get: Get) -> tuple[str, str]:
 def _message_in(text: str) -> str:
     """Return the message of a node's error, or the text if it is no such error."""
     try:
-        return str(json.loads(text[text.index("{") :])["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(json_of(text[text.index("{") :])["error"]["message"])
+    except (CommandError, ValueError, KeyError, TypeError):
         return text
 
 
@@ -114,7 +117,8 @@ def tell(request: str, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     for node in nodes:
         for story in node["stories"]:
             who = story["phase"]
-            lines.append(f"  {who:8}{node['url']}  {_summary(story)}")
+            summary, *more = _summary(story)
+            lines += [f"  {who:8}{node['url']}  {summary}", *(f"          {line}" for line in more)]
             events.append((story["arrived"], who, {"name": "arrived", "request": story["request_id"]}))
             events += [(event["at"], who, event) for event in story["events"]]
         if node["error"]:
@@ -134,27 +138,95 @@ def tell(request: str, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*lines, "", *columns(rows), "", "times of different hosts are as exact as their clocks agree"]
 
 
-def _summary(story: Mapping[str, Any]) -> str:
+def _summary(story: Mapping[str, Any]) -> list[str]:
     ending = story["ending"]
     text = f"{story['num_prompt_tokens']} prompt tokens"
     if not ending:
-        return f"{text}, still running, or its client left"
+        return [f"{text}, still running, or its client left"]
     metrics = ending["metrics"]
     text += f", {metrics['num_cached_tokens']} cached, {metrics['num_loaded_tokens']} loaded"
     text += f", {metrics['num_output_tokens']} generated, first after {metrics['ttft_s'] * 1e3:.1f} ms"
     text += f", ended: {ending['error'] or ending['finish_reason']}"
     transfer = metrics["transfer"]
     if transfer is None:
-        return text
+        return [text]
     if transfer["error"]:
-        return f"{text}\n          the load failed: {transfer['error']}"
+        return [text, f"the load failed: {transfer['error']}"]
     why = f" ({transfer['reason']})" if transfer["reason"] else ""
-    return (
-        f"{text}\n          loaded by {transfer['transport']}: {transfer['mechanism']}{why}: "
-        f"{transfer['num_blocks']} blocks in {transfer['num_regions']} regions, {transfer['num_bytes'] / 1e6:.1f} MB, "
-        f"{transfer['seconds'] * 1e3:.2f} ms, exposed {transfer['exposed_seconds'] * 1e3:.2f} ms"
-    )
+    return [
+        text,
+        (
+            f"loaded by {transfer['transport']}: {transfer['mechanism']}{why}: "
+            f"{transfer['num_blocks']} blocks in {transfer['num_regions']} regions, {transfer['num_bytes'] / 1e6:.1f} MB, "
+            f"{transfer['seconds'] * 1e3:.2f} ms, exposed {transfer['exposed_seconds'] * 1e3:.2f} ms"
+        ),
+    ]
 
 
 def _details(event: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "name"))
+
+
+# == what a node may tell, as far as it is told here ===============================================
+
+_time, _count = seconds(0, 1e15), integer(0, 1 << 62)
+
+
+def _known(cls: type) -> Check:
+    return lambda value: record(cls).read_known(value)
+
+
+def _ending(value: object) -> object:
+    """Accept what a story says of its end: an empty mapping while there is none."""
+    return _known(_Ending)(value) if value != {} else None
+
+
+@dataclass(frozen=True)
+class _Event:
+    at: Annotated[float, _time]
+    name: str
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    transport: str
+    mechanism: str
+    num_blocks: Annotated[int, _count]
+    num_regions: Annotated[int, _count]
+    num_bytes: Annotated[int, _count]
+    seconds: Annotated[float, _time]
+    exposed_seconds: Annotated[float, _time]
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    num_cached_tokens: Annotated[int, _count]
+    num_loaded_tokens: Annotated[int, _count]
+    num_output_tokens: Annotated[int, _count]
+    ttft_s: Annotated[float, _time]
+    transfer: Annotated[_Transfer | None, _known(_Transfer)] = None
+
+
+@dataclass(frozen=True)
+class _Ending:
+    error: str
+    finish_reason: str
+    metrics: Annotated[_Metrics, _known(_Metrics)]
+
+
+@dataclass(frozen=True)
+class _Story:
+    request_id: str
+    phase: str
+    arrived: Annotated[float, _time]
+    num_prompt_tokens: Annotated[int, _count]
+    events: Annotated[tuple[_Event, ...], each(_known(_Event), 1 << 20)]
+    ending: Annotated[_Ending | None, _ending]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    engine_id: str
+    stories: Annotated[tuple[_Story, ...], each(_known(_Story), 1 << 20)]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from . import bench, completion, config_file, doctor, explain, top, version
 from .errors import OK, CommandError
-from .output import columns
+from .output import columns, say
 from .programs import PROGRAMS
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except CommandError as error:
-        print(f"kvferry: {error}", file=sys.stderr)
+        say(f"kvferry: {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:
         # The reader of our output left, as `head` does. Python would complain again when it flushes at its exit.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL: Final = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_LABEL: Final = re.compile(r'[ \t]*([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"[ \t]*,?')
 _ESCAPES: Final = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
 
 
@@ -49,8 +49,15 @@ def _samples_of(text: str) -> Iterator[tuple[str, Sample]]:
             value = float(number)
         except ValueError:
             continue
-        pairs = {key: re.sub(r"\\.", _unescaped, quoted) for key, quoted in _LABEL.findall(labels or "")}
-        yield name, Sample(pairs, value)
+        yield name, Sample(dict(_labels_of(labels or "")), value)
+
+
+def _labels_of(text: str) -> Iterator[tuple[str, str]]:
+    # One label after the other: a search for the next one would take quadratic time where there is none.
+    at = 0
+    while match := _LABEL.match(text, at):
+        yield match[1], re.sub(r"\\.", _unescaped, match[2])
+        at = match.end()
 
 
 def _unescaped(match: re.Match[str]) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from kvferry.transports.checked import printable
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -12,9 +15,19 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def print_json(value: object) -> None:
-    """Print a value as indented JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a value as JSON. It is plain ASCII, because a terminal obeys some characters beyond it."""
+    print(json.dumps(value, indent=indent), flush=True)
+
+
+def say(*lines: str, start: str = "", file: TextIO | None = None) -> None:
+    """Print lines, which may contain text of a server. No character of them moves the cursor or begins another line.
+
+    Args:
+        start: Written first, as it is.
+        file: Standard output, if it is not given.
+    """
+    print(start + "\n".join(map(printable, lines)), file=file, flush=True)
 
 
 def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> list[str]:

@@ -24,14 +24,19 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvferry.transports.auto.address import this_host
+from kvferry.transports.checked import shown
 from kvferry.transports.network import listen_on
 
+from .access import json_of
 from .errors import CommandError, UsageError
 from .paths import PATHS, TIMEOUT_S, Path, Source, at_host, outcome_of
 from .version import versions
 
 PROTOCOL: Final = 1
 MAX_POOL_BYTES: Final = 256 << 20
+
+#: The other side imports the transport first.
+_OPEN_TIMEOUT_S: Final = 60.0
 
 _MAX_CLIENTS: Final = 4
 _MAX_LINE_BYTES: Final = 64 << 10
@@ -63,17 +68,25 @@ class _Lines:
     def send(self, message: Mapping[str, object]) -> None:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Return the next object. Raises ValueError: the other side is no doctor. Raises OSError: it is gone."""
+        until = time.monotonic() + timeout_s  # of the whole line, however its bytes drip in
         while b"\n" not in self._rest:
             if len(self._rest) > _MAX_LINE_BYTES:
                 raise ValueError("the line is too long")
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"timed out after {timeout_s:g} s waiting for the end of a line")
+            self._sock.settimeout(left_s)
             data = self._sock.recv(4096)
             if not data:
                 raise ConnectionError("the other side closed the connection")
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        message = json.loads(line)
+        try:
+            message = json_of(line)
+        except CommandError as error:
+            raise ValueError(str(error)) from error
         if not isinstance(message, dict):
             raise ValueError("it is no JSON object")  # noqa: TRY004 - of the peer, not of the caller
         return message
@@ -168,7 +181,7 @@ class Listener:
             or not isinstance(pool_bytes, int)
             or not 4096 <= pool_bytes <= MAX_POOL_BYTES
         ):
-            lines.send({"status": "failed", "reason": f"malformed request {question!r}"})
+            lines.send({"status": "failed", "reason": f"malformed request {shown(question)}"})
             return
         # The address at which this client reached us, so that a listener on every interface works as well.
         path = at_host(self._path_of(name), _plain(sock.getsockname()[0]), self._port_range)
@@ -245,13 +258,11 @@ class RemoteDoctor:
         """Ask the listener who it is. Raises CommandError: none answers there."""
         sock, greeting = _dial(host, port)
         sock.close()
-        return cls(
-            host,
-            port,
-            str(greeting.get("kvferry")),
-            greeting.get("host") == this_host(),
-            tuple(map(str, greeting.get("paths", ()))),
-        )
+        paths = greeting.get("paths")
+        if not isinstance(paths, list):
+            raise CommandError(_gone(host, port, ValueError("it lists no paths")))
+        is_same_host = greeting.get("host") == this_host()
+        return cls(host, port, str(greeting.get("kvferry")), is_same_host, tuple(map(str, paths)))
 
     def open(self, name: str, pool_bytes: int) -> Opened:
         """Open a path there. Raises CommandError: the listener is gone."""
@@ -259,8 +270,7 @@ class RemoteDoctor:
         try:
             lines = _Lines(sock)
             lines.send({"open": name, "pool_bytes": pool_bytes})
-            sock.settimeout(60)  # the other side imports the transport first
-            answer = lines.receive()
+            answer = lines.receive(_OPEN_TIMEOUT_S)
         except (OSError, ValueError) as error:
             sock.close()
             raise CommandError(_gone(self.host, self.port, error)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from .access import add_access, fetch, getter
 from .doctor import positive
 from .errors import FAILED, OK, CommandError, UsageError
 from .metrics_page import MetricsPage
-from .output import add_json, columns, print_json
+from .output import add_json, columns, print_json, say
 
 _DESCRIPTION: Final = """\
 Show what nodes transfer, refreshed in the terminal. A node is a reference node or vLLM with kvferry; give the URL of its
@@ -281,8 +280,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json and arguments.once:
             print_json([asdict(view) for view in views])
         elif arguments.json:
-            print(json.dumps([asdict(view) for view in views]), flush=True)
+            print_json([asdict(view) for view in views], indent=None)
         else:
-            print((_HOME if is_screen else "") + "\n".join(table(views)), flush=True)
+            say(*table(views), start=_HOME if is_screen else "")
         if arguments.once:
             return FAILED if any(view.error for view in views) else OK

@@ -85,6 +85,20 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return foreign text for a terminal or a log: what could move the cursor or begin a line becomes its escape.
+
+    Args:
+        keep: Characters that stay as they are, for example a newline.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 # -- checks of single values -------------------------------------------------------------------------
 
 

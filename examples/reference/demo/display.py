@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
+from kvferry.transports.checked import printable
+
 from ..engine.progress import Elapsed
 from .client import Answer
 from .report import shortened
@@ -42,7 +44,7 @@ class Streaming:
     def text(self, delta: str) -> None:
         if delta:
             self.close()
-        print(delta, end="", flush=True)
+        print(_shown(delta), end="", flush=True)
 
     def end(self, prompt: str, answer: Answer) -> None:
         self.close()
@@ -84,7 +86,7 @@ class Whole:
         self._elapsed.update(self._progress())
         if self._is_silent:
             return
-        self._elapsed.say(f"\n> {shortened(prompt, MAX_PROMPT_CHARS)}\n\n{answer.text}", sys.stdout)
+        self._elapsed.say(f"\n> {shortened(prompt, MAX_PROMPT_CHARS)}\n\n{_shown(answer.text)}", sys.stdout)
         if answer.error:
             self._elapsed.say(_failure(answer))
 
@@ -100,5 +102,9 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _shown(text: str) -> str:
+    return printable(text, keep="\n\t")
+
+
 def _failure(answer: Answer) -> str:
-    return f"the request failed: {answer.error}"
+    return f"the request failed: {printable(answer.error)}"

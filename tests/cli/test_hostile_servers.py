@@ -1,0 +1,284 @@
+"""The commands that ask servers survive what a hostile one says, and obey none of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from kvferry.cli.access import fetch
+from kvferry.cli.errors import CommandError
+from kvferry.cli.main import main
+from kvferry.cli.metrics_page import MetricsPage
+from kvferry.cli.remote import RemoteDoctor
+
+#: Clears the screen, is another way to say CSI, turns the order of letters round, and forges a line.
+ESCAPES = "\x1b[2J\x9b2J\u202e\nforged"
+STORY: dict[str, Any] = {
+    "request_id": "cmpl-a-12345678",
+    "phase": "decode",
+    "arrived": 1.0,
+    "num_prompt_tokens": 3,
+    "events": [{"at": 1.0, "name": "finished", "reason": "x"}],
+    "ending": {
+        "at": 2.0,
+        "finish_reason": "stop",
+        "error": "",
+        "metrics": {
+            "num_cached_tokens": 0,
+            "num_loaded_tokens": 3,
+            "num_output_tokens": 1,
+            "ttft_s": 0.1,
+            "transfer": {
+                "transport": "tcp",
+                "mechanism": "tcp",
+                "reason": "",
+                "error": "",
+                "num_blocks": 1,
+                "num_regions": 1,
+                "num_bytes": 5,
+                "seconds": 0.1,
+                "exposed_seconds": 0.1,
+            },
+        },
+    },
+}
+
+Serve = Callable[[Callable[[socket.socket, str], None]], int]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a server that treats each connection as a function says, which gets the path; return the port."""
+    with ExitStack() as stack:
+
+        def start(answer: Callable[[socket.socket, str], None]) -> int:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def run() -> None:
+                with suppress(OSError):
+                    while True:
+                        sock, _ = listener.accept()
+                        with sock, suppress(OSError):
+                            sock.settimeout(10)
+                            asked = sock.recv(65536).decode()
+                            answer(sock, asked)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+            return int(listener.getsockname()[1])
+
+        yield start
+
+
+def said(sock: socket.socket, body: str, status: str = "200 OK") -> None:
+    data = body.encode()
+    sock.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def in_every_string(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: in_every_string(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [in_every_string(part) for part in value]
+    return value + ESCAPES if isinstance(value, str) else value
+
+
+def assert_obeys_nothing(text: str) -> None:
+    assert all(char.isprintable() or char == "\n" for char in text), repr(text)
+    assert not [line for line in text.splitlines() if line.lstrip().startswith("forged")]
+
+
+@pytest.mark.parametrize("way", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("status", ["200 OK", "500 no"])
+def test_explain_escapes_what_nodes_say(
+    serve: Serve, capsys: pytest.CaptureFixture[str], way: list[str], status: str
+) -> None:
+    answer = {"engine_id": "e", "stories": [in_every_string(STORY)], "error": {"message": ESCAPES}}
+    port = serve(
+        lambda sock, asked: said(sock, json.dumps(answer), status if "/admin" in asked else "200 OK")
+    )
+    main(["explain", "a", f"http://127.0.0.1:{port}", *way])
+    printed = capsys.readouterr()
+    assert printed.out
+    assert_obeys_nothing(printed.out + printed.err)
+
+
+def test_top_escapes_what_routers_say(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    page = 'kvferry_router_node_healthy{url="http://127.0.0.1:1/\x1b[2J\x9b2J"} 1\n'
+    port = serve(lambda sock, _: said(sock, page))
+    main(["top", f"http://127.0.0.1:{port}", "--once", "--interval", "0.01"])
+    printed = capsys.readouterr().out
+    assert "127.0.0.1:1" in printed
+    assert_obeys_nothing(printed)
+
+
+def test_doctor_escapes_what_the_other_side_says(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(sock: socket.socket, _: str) -> None:
+        sock.sendall(json.dumps({"doctor": 1, "kvferry": ESCAPES, "paths": ["tcp"]}).encode() + b"\n")
+        with suppress(OSError):
+            sock.recv(4096)
+            sock.sendall(json.dumps({"status": "failed", "reason": ESCAPES}).encode() + b"\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            for _ in range(2):
+                sock, _address = listener.accept()
+                with sock:
+                    answer(sock, "")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        port = listener.getsockname()[1]
+        assert main(["doctor", "--peer", f"127.0.0.1:{port}", "--path", "tcp", "--seconds", "0.1"]) == 1
+        thread.join()
+    printed = capsys.readouterr().out
+    assert "forged" in printed
+    assert_obeys_nothing(printed)
+
+
+WRONG: dict[str, Any] = {
+    "no story": {"engine_id": "e", "stories": [5]},
+    "no list": {"engine_id": "e", "stories": 5},
+    "a list": [],
+    "no number": {"engine_id": "e", "stories": [STORY | {"arrived": "x"}]},
+    "no events": {"engine_id": "e", "stories": [STORY | {"events": {"a": 1}}]},
+    "an event without a name": {"engine_id": "e", "stories": [STORY | {"events": [{"at": 1.0}]}]},
+    "an ending without metrics": {"engine_id": "e", "stories": [STORY | {"ending": {"error": "x"}}]},
+    "a transfer of words": {
+        "engine_id": "e",
+        "stories": [STORY | {"ending": {"metrics": {"transfer": "x"}}}],
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG.values(), None], ids=[*WRONG, "100,000 levels"])
+@pytest.mark.parametrize("where", ["/admin", "/health"])
+def test_explain_says_what_is_wrong_with_an_answer(
+    serve: Serve, capsys: pytest.CaptureFixture[str], wrong: Any, where: str
+) -> None:
+    text = json.dumps(wrong) if wrong is not None else "[" * 100_000 + "]" * 100_000
+    port = serve(lambda sock, asked: said(sock, text if where in asked else "{}"))
+    assert main(["explain", "a", f"http://127.0.0.1:{port}"]) == 1
+    assert (
+        "what no reference node answers" if wrong is not None else "no JSON"
+    ) in capsys.readouterr().out or (where == "/health")
+
+
+def test_a_page_is_read_in_time_that_grows_with_its_length_alone() -> None:
+    for line in ("kvferry_x{" + "a" * 200_000 + "} 1", "a" * 200_000, 'x{a="' + "}  " * 60_000 + '"} 1'):
+        began = time.process_time()
+        MetricsPage(line)
+        assert time.process_time() - began < 2.0
+
+
+def test_labels_are_read_one_after_the_other() -> None:
+    (sample,) = MetricsPage('x{a="1,2", b="\\"}", } 3\n').samples("x")
+    assert (dict(sample.labels), sample.value) == ({"a": "1,2", "b": '"}'}, 3.0)
+
+
+@pytest.mark.parametrize("head", ["HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "body"])
+def test_a_page_that_drips_is_waited_for_until_the_deadline(serve: Serve, head: str) -> None:
+    is_over = threading.Event()
+
+    def drip(sock: socket.socket, _: str) -> None:
+        sock.sendall(head.encode())
+        while not is_over.wait(0.02):
+            sock.sendall(b"a")
+
+    port = serve(drip)
+    began = time.monotonic()
+    with pytest.raises(CommandError, match="timed out after 0.3 s"):
+        fetch(f"http://127.0.0.1:{port}/", 0.3)
+    assert time.monotonic() - began < 5.0
+    is_over.set()
+
+
+def test_a_doctor_whose_line_drips_is_waited_for_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_over = threading.Event()
+
+    def drip() -> None:
+        sock, _ = listener.accept()
+        with sock, suppress(OSError):
+            while not is_over.wait(0.02):
+                sock.sendall(b" ")
+
+    monkeypatch.setattr("kvferry.cli.remote._Lines.receive.__defaults__", (0.3,))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(CommandError, match="timed out"):
+            RemoteDoctor.find("127.0.0.1", listener.getsockname()[1])
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("greeting", ["[" * 30_000, '{"doctor": 1, "paths": 5}', '{"doctor": 1}', "[]"])
+def test_a_malformed_greeting_of_a_doctor_is_an_error(greeting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(greeting.encode() + b"\n")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        with pytest.raises(CommandError, match="cannot talk to a doctor"):
+            RemoteDoctor.find("127.0.0.1", listener.getsockname()[1])
+        thread.join()
+
+
+@pytest.mark.parametrize(("named", "is_sent"), [("127.0.0.2", False), ("127.0.0.1", True)])
+def test_a_key_goes_to_no_host_that_only_a_router_names(
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+    is_sent: bool,
+) -> None:
+    """Without TLS. The name that the user wrote counts, whatever the port: the admin port is another one."""
+    monkeypatch.setenv("KVFERRY_ADMIN_API_KEY", "sk-admin")
+    monkeypatch.setenv("KVFERRY_API_KEY", "sk-public")
+    asked: list[str] = []
+    with socket.create_server((named, 0)) as listener:
+
+        def run() -> None:
+            with suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    with sock:
+                        asked.append(sock.recv(65536).decode())
+                        said(sock, "{}", "401 no")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        url = f"http://{named}:{listener.getsockname()[1]}"
+        page = f'kvferry_router_node_healthy{{url="{url}"}} 1\n'
+        router = serve(lambda sock, _: said(sock, page))
+        assert main(["explain", "a", f"http://127.0.0.1:{router}"]) == 1
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert asked
+    assert ("sk-admin" in "".join(asked)) == is_sent
+    assert ("sk-public" in "".join(asked)) == is_sent
+    assert ("without the key" in capsys.readouterr().out) != is_sent
+
+
+def test_only_http_is_fetched(tmp_path: Any) -> None:
+    """A router's page may name any URL."""
+    file = tmp_path / "secret"
+    file.write_text("kvferry_load_failures_total 1\n")
+    with pytest.raises(CommandError, match="not an http"):
+        fetch(file.as_uri(), 1.0)
