@@ -46,4 +46,5 @@ receive_pieces = _functions.receive_pieces
 busy_poll = _functions.busy_poll
 load_word = _functions.load_word
 store_word = _functions.store_word
+copy_on_stream = _functions.copy_on_stream
 signal_function = _functions.signal_function

@@ -223,6 +223,21 @@ def store_word(address: int, value: int, /) -> None:
     ctypes.c_int64.from_address(address).value = value
 
 
+def copy_on_stream(
+    function: int, stream: int, dst_addresses: Words, src_addresses: Words, lengths: Words
+) -> int:
+    """Launch copies of regions on a CUDA stream, by the address of the driver's `cuMemcpyAsync`.
+
+    Returns:
+        The code of the first call that failed; no further copy is launched. 0 if none failed.
+    """
+    copy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)(
+        function
+    )
+    rows = zip(dst_addresses.tolist(), src_addresses.tolist(), lengths.tolist(), strict=True)
+    return next((status for row in rows if (status := copy(*row, stream))), 0)
+
+
 def signal_function() -> int:
     """Return the address of a function that writes to the eventfd that is its argument, from any thread."""
     return ctypes.cast(_signal(), ctypes.c_void_p).value or 0

@@ -11,21 +11,40 @@ import importlib
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
+import numpy as np
+
+from ._copy import copy_on_stream
 from .errors import BackendUnavailableError, ConfigurationError, TransportError
+from .regions import AddressArray, Int64Array
 
 logger = logging.getLogger(__name__)
 
 #: The driver's flags that we use, by its names for them.
 STREAM_NON_BLOCKING = 1
+EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
 MEMHOSTALLOC_PORTABLE = 1
 
 #: Stream, function and argument → a CUresult. ctypes releases the GIL during the call.
 _LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_LAUNCH_HOST_FUNC_VERSION = 10000
+#: Event → a CUresult.
+_EVENT_SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+#: Targets, sources, sizes, how many; attributes, which region each begins with, how many; index of a failure; stream.
+_MEMCPY_BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p),
+)
+#: The release of CUDA whose signatures these are. Later drivers have a `cuMemcpyBatchAsync` without the index of a failure,
+#: and give this one to programs that ask for this release.
+_VERSION: Final = 10000
+_BATCH_VERSION: Final = 12080
+#: A `CUmemcpyAttributes`: sources are read in the order of the stream, two locations without a hint, no flags.
+_IN_STREAM_ORDER: Final = (ctypes.c_int32 * 6)(1, 0, 0, 0, 0, 0)
 
 
 class Driver:
@@ -35,12 +54,22 @@ class Driver:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
             self.call("cuInit", 0)
-            address, _ = self.call("cuGetProcAddress", b"cuLaunchHostFunc", _LAUNCH_HOST_FUNC_VERSION, 0)
-            self._launch_host_func = _LAUNCH_HOST_FUNC(int(address))
+            self._launch_host_func = _LAUNCH_HOST_FUNC(self._address(b"cuLaunchHostFunc", _VERSION))
+            self._synchronize = _EVENT_SYNCHRONIZE(self._address(b"cuEventSynchronize", _VERSION))
+            self._memcpy = self._address(b"cuMemcpyAsync", _VERSION)
         except (ImportError, RuntimeError, TransportError) as error:
             raise BackendUnavailableError(
                 f"a pool on a GPU needs CUDA's driver and `pip install 'kvferry[cuda]'`: {error}"
             ) from error
+        self._memcpy_batch = None
+        with suppress(TransportError):  # drivers before CUDA 12.8 do not have it
+            self._memcpy_batch = _MEMCPY_BATCH(self._address(b"cuMemcpyBatchAsync", _BATCH_VERSION))
+
+    def _address(self, name: bytes, version: int) -> int:
+        address, _ = self.call("cuGetProcAddress", name, version, 0)
+        if not int(address):
+            raise TransportError(f"CUDA's driver has no {name.decode()}")
+        return int(address)
 
     def call(self, name: str, *args: object) -> Any:
         """Call a function of the driver; return its result, or a tuple if there are several.
@@ -67,9 +96,48 @@ class Driver:
         Raises:
             TransportError: it failed.
         """
-        status = self._launch_host_func(int(stream), function, argument)
+        self._require("cuLaunchHostFunc", self._launch_host_func(int(stream), function, argument))
+
+    def copy(self, stream: Any, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> None:
+        """Launch copies of regions on a stream, each array `(num_regions,)`, with one call and without the GIL.
+
+        A model's layout can have tens of thousands of regions, and the thread that launches the model's kernels needs the
+        GIL. So the bindings are not used: they take a Python object per region.
+
+        Raises:
+            TransportError: it failed. Some copies may have been launched.
+        """
+        if self._memcpy_batch is None or len(lengths) == 1:
+            status = copy_on_stream(self._memcpy, int(stream), targets, sources, lengths)
+            self._require("cuMemcpyAsync", status)
+            return
+        arrays = [np.ascontiguousarray(array) for array in (targets, sources, lengths)]
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        status = self._memcpy_batch(
+            *(array.ctypes.data for array in arrays),
+            len(lengths),
+            ctypes.addressof(_IN_STREAM_ORDER),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            int(stream),
+        )
+        self._require("cuMemcpyBatchAsync", status)
+
+    def wait_for(self, event: Any) -> None:
+        """Return as soon as all that was launched before an event is over, without the GIL meanwhile.
+
+        The event has `EVENT_BLOCKING_SYNC`; otherwise this would keep a core busy.
+
+        Raises:
+            TransportError: the GPU failed.
+        """
+        self._require("cuEventSynchronize", self._synchronize(int(event)))
+
+    def _require(self, name: str, status: int) -> None:
+        """Raise TransportError if a call by its address failed."""
         if status != self.api.CUresult.CUDA_SUCCESS:
-            raise TransportError(f"cuLaunchHostFunc: {self.api.CUresult(status).name}")
+            raise TransportError(f"{name}: {self.api.CUresult(status).name}")
 
     def has_ended(self, event: object) -> bool:
         """Return whether all that was launched before an event is over. Raises TransportError: it failed."""

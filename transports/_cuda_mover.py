@@ -13,7 +13,7 @@ import logging
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -26,9 +26,6 @@ from .errors import ConfigurationError, KVTransferError, TransportError
 from .regions import AddressArray, Int64Array, Pool
 
 logger = logging.getLogger(__name__)
-
-#: The first driver that has `cuMemcpyBatchAsync`.
-_BATCH_VERSION = 12080
 
 
 class CudaMover(Mover):
@@ -120,7 +117,6 @@ class _Lane:
         opened.callback(gpu.release, "cuStreamDestroy", self._stream)
         # The signal of the last ticket comes after its event. It must not go to a file that reuses the descriptor.
         opened.callback(gpu.release, "cuStreamSynchronize", self._stream)
-        self._copy = _copier_of(gpu)
         self._idle_events: list[Any] = []  # making one costs as much as launching a copy
         opened.callback(self._release_events)
         self.open: deque[_Open] = deque()
@@ -149,7 +145,7 @@ class _Lane:
         """Launch copies, and what marks their end. Returns why some of it was not launched."""
         failure: TransportError | None = None
         try:
-            self._copy(self._stream, *regions)
+            self._driver.copy(self._stream, *regions)
         except TransportError as error:
             failure = error  # some copies may run: the ticket ends with the event all the same
         try:
@@ -203,39 +199,6 @@ def _merged(
         return targets, sources, lengths
     first = np.flatnonzero(is_first)
     return targets[first], sources[first], np.add.reduceat(lengths, first)
-
-
-Copy = Callable[[Any, AddressArray, AddressArray, Int64Array], None]
-
-
-def _copier_of(gpu: Gpu) -> Copy:
-    """Return what launches copies on a stream: one call for all, if the driver and its bindings have that."""
-    driver = gpu.driver
-
-    def copy_each(stream: Any, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> None:
-        for target, source, num_bytes in zip(
-            targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
-        ):
-            driver.call("cuMemcpyAsync", target, source, num_bytes, stream)
-
-    if not hasattr(driver.api, "cuMemcpyBatchAsync") or driver.call("cuDriverGetVersion") < _BATCH_VERSION:
-        return copy_each
-
-    pointer = driver.api.CUdeviceptr
-    in_stream_order = driver.api.CUmemcpyAttributes()
-    in_stream_order.srcAccessOrder = driver.api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-
-    def copy_batch(stream: Any, targets: AddressArray, sources: AddressArray, lengths: Int64Array) -> None:
-        if len(lengths) == 1:
-            copy_each(stream, targets, sources, lengths)
-            return
-        addresses: Sequence[list[Any]] = [
-            [pointer(at) for at in side.tolist()] for side in (targets, sources)
-        ]
-        sizes = lengths.tolist()
-        driver.call("cuMemcpyBatchAsync", *addresses, sizes, len(sizes), [in_stream_order], [0], 1, stream)
-
-    return copy_batch
 
 
 class PinnedRing(Ring):

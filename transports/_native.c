@@ -513,6 +513,27 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* CUDA's `cuMemcpyAsync`: target, source, number of bytes, stream. */
+typedef int (*copy_on_stream_function)(uint64_t, uint64_t, size_t, void *);
+
+static PyObject *copy_on_stream(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long function, on;
+    PyObject *to, *from, *lengths;
+    int status = 0;
+    words_t words = {0};
+    if (!PyArg_ParseTuple(args, "KKOOO", &function, &on, &to, &from, &lengths)) return NULL;
+    if (acquire_words(&words, to, 0) < 0 || acquire_words(&words, from, 0) < 0 || acquire_words(&words, lengths, 0) < 0)
+        return NULL;
+    copy_on_stream_function copy = (copy_on_stream_function)(uintptr_t)function;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < words.count && status == 0; i++)
+        status = copy(word_at(&words, 0, i), word_at(&words, 1, i), word_at(&words, 2, i), (void *)(uintptr_t)on);
+    Py_END_ALLOW_THREADS
+    release_words(&words);
+    return PyLong_FromLong(status);
+}
+
 /* A host function for a CUDA stream: writes to the eventfd that its argument is. The driver's thread calls it, without
  * Python's lock, so a signal never waits for the engine's thread. */
 static void signal_eventfd(void *descriptor) {
@@ -540,6 +561,7 @@ static PyMethodDef methods[] = {
     {"send_pieces", send_pieces, METH_VARARGS, "Send pieces of memory, as many as a socket takes, without the GIL."},
     {"receive_pieces", receive_pieces, METH_VARARGS, "Fill pieces of memory from a socket, without the GIL."},
     {"busy_poll", busy_poll, METH_VARARGS, "Poll an epoll set without blocking, again and again, without the GIL."},
+    {"copy_on_stream", copy_on_stream, METH_VARARGS, "Launch copies of regions on a CUDA stream, without the GIL."},
     {"signal_function", signal_function, METH_NOARGS, "The address of a C function that writes to an eventfd."},
     {NULL, NULL, 0, NULL},
 };

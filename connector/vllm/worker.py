@@ -181,7 +181,9 @@ class WorkerSide:
         """Take what ended; `take_failed_blocks` then names the failed blocks of the same loads."""
         is_idle = self._carried_out is not None and self._carried_out.is_idle
         # vLLM begins a step before it takes in the result of the last one. If that is a token or a handoff's end, do not delay it.
-        if is_idle and self._may_wait:
+        # On a GPU never: there the thread that launches the next step's kernels must not sleep, and the handoff thread has
+        # cores of its own.
+        if is_idle and self._may_wait and self._vllm_config.device_config.device_type == "cpu":
             self._half.wait_finished(_IDLE_STEP_S)
         sent, received = self._half.get_finished()
         self._may_wait = is_idle and not sent and not received

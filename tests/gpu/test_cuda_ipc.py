@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.computed import mark_computed
-from kvferry.transports import PeerLost
+from kvferry.transports import PeerLost, _cuda
 from kvferry.transports.testing import pairs_of
 from tests.support.gpu_memory import NUM_SEGMENTS, SEGMENT_BYTES, PoolNode, StartChild, pattern
 from tests.support.gpu_offers import sleep_on
@@ -45,10 +45,22 @@ def test_bytes_of_another_process_arrive(
     assert np.array_equal(reader.read()[5 : SEGMENT_BYTES - 1995], pattern(1000, SEGMENT_BYTES - 2000))
 
 
+@pytest.fixture(params=[_cuda._BATCH_VERSION, 1], ids=["in one batch", "one by one"])
+def launching_reader(
+    request: pytest.FixtureRequest, gpu_place: str, gpu_driver: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PoolNode]:
+    """A reader whose driver has `cuMemcpyBatchAsync`, or seems not to have it."""
+    monkeypatch.setattr(_cuda, "_BATCH_VERSION", request.param)
+    node = PoolNode(gpu_place, "shm", SEGMENT_BYTES, NUM_SEGMENTS)
+    yield node
+    node.close()
+
+
 @pytest.mark.parametrize("place", BOTH_PLACES)
 def test_scattered_regions_arrive_in_their_places(
-    place: str, gpu_place: str, start_child: StartChild, reader: PoolNode
+    place: str, gpu_place: str, start_child: StartChild, launching_reader: PoolNode
 ) -> None:
+    reader = launching_reader
     peer_id = reader.connect(start_child("pool.py", place or gpu_place, "shm")[1]["address"])
     rows = [(slot * 8192, (2047 - slot) * 4096, 512 + slot) for slot in range(2048)]
     assert reader.end_of(reader.start_read(peer_id, pairs_of(*rows))).error is None

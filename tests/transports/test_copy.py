@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +193,8 @@ def test_without_the_compiled_loop_everything_works_and_a_warning_is_logged() ->
     """Runs in another interpreter, where the extension cannot be imported."""
     script = """
 import sys
+import threading
+import time
 sys.modules["kvferry.transports._native"] = None
 import numpy as np
 from kvferry.transports import Connected, Guard, Pool, RegionPairs, TransferEnded
@@ -212,3 +218,46 @@ for transport in transports:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "None b'good'", result.stderr
     assert "install a C compiler" in result.stderr
+
+
+# -- copies on a stream of a GPU ------------------------------------------------------------------------
+
+LAUNCHERS = [
+    pytest.param(_copy.copy_on_stream, id="chosen"),
+    pytest.param(_copy_python.copy_on_stream, id="python"),
+]
+_MEMCPY = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_uint64,) * 4)
+
+
+@pytest.mark.parametrize("copy_on_stream", LAUNCHERS)
+def test_regions_are_launched_in_order_until_one_fails(copy_on_stream: Any) -> None:
+    calls = []
+
+    def launch(*arguments: int) -> int:
+        calls.append(arguments)
+        return 700 if len(calls) == 3 else 0
+
+    function = _MEMCPY(launch)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    # Every second word of an array: the arrays need not be contiguous.
+    targets, sources = (
+        np.arange(1 << 40, (1 << 40) + 20, 2, dtype=np.uint64)[::2],
+        np.arange(5, dtype=np.uint64),
+    )
+    lengths = np.arange(10, 15, dtype=np.int64)
+    assert copy_on_stream(address, 1 << 50, targets, sources, lengths) == 700
+    assert calls == [((1 << 40) + 4 * at, at, 10 + at, 1 << 50) for at in range(3)]
+
+
+@pytest.mark.parametrize("copy_on_stream", LAUNCHERS)
+def test_a_driver_that_takes_its_time_keeps_no_other_thread_from_running(copy_on_stream: Any) -> None:
+    """`poll(NULL, 0, ms)` stands for the driver: a function with such arguments that takes long and returns 0."""
+    function = ctypes.cast(ctypes.CDLL(None).poll, ctypes.c_void_p).value
+    zeros, lengths = np.zeros(4, dtype=np.uint64), np.full(4, 250, dtype=np.int64)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(copy_on_stream(function, 0, zeros, zeros, lengths)))
+    thread.start()
+    time.sleep(0.05)  # during the first call
+    assert not seen
+    thread.join()
+    assert seen == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import signal
 import subprocess
@@ -130,7 +131,7 @@ def test_segments_of_one_allocation_are_mapped_once_with_their_offsets(
 # -- reads that go wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuEventCreate", "cuEventQuery"])
+@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuEventCreate", "cuEventSynchronize"])
 def test_a_failing_gpu_is_a_typed_error_and_the_next_read_succeeds(
     name: str, driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
@@ -149,6 +150,7 @@ def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_report
     driver: CudaDriverStandIn, make_node: MakeNode, world: World
 ) -> None:
     """After the event the engine may reuse the blocks, so a later copy would overwrite another request's blocks."""
+    driver.version = 12040
     producer, consumer = make_node(0), make_node(0)
     link = world.link(producer, consumer)
     num_copied = []
@@ -165,6 +167,44 @@ def test_copies_that_were_launched_before_a_failure_have_ended_when_it_is_report
     ended = world.read(link, SCATTERED, HELD)
     assert isinstance(ended.error, TransportError)
     assert len(num_copied) == 9
+
+
+@pytest.mark.parametrize(
+    ("version", "num_regions", "launches"),
+    [
+        pytest.param(12040, 500, {"cuMemcpyAsync": 500}, id="before-12.8"),
+        # 8,192 tokens in vLLM's layout: 512 blocks, each with keys and values in 16 layers.
+        pytest.param(12080, 16_384, {"cuMemcpyBatchAsync": 1}, id="12.8"),
+        pytest.param(13000, 16_384, {"cuMemcpyBatchAsync": 1}, id="13.0"),
+    ],
+)
+def test_a_read_of_many_regions_is_launched_by_one_call_and_awaited_by_one(
+    version: int,
+    num_regions: int,
+    launches: Mapping[str, int],
+    driver: CudaDriverStandIn,
+    make_node: MakeNode,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver.version = version
+    calls_from_python = []
+    in_c = _cuda.copy_on_stream
+    monkeypatch.setattr(_cuda, "copy_on_stream", lambda *args: calls_from_python.append(args) or in_c(*args))
+    producer, consumer = make_node(0), make_node(0)
+    producer.fill(1)
+    link = world.link(producer, consumer)
+    driver.calls.clear()
+    scattered = pairs_of(*((at * 64, at * 64, 32) for at in range(num_regions)))
+    assert world.read(link, scattered, HELD).error is None
+    about_copies = ("cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventQuery", "cuEventSynchronize")
+    assert {name: driver.calls[name] for name in about_copies if driver.calls[name]} == {
+        "cuEventSynchronize": 1,
+        **launches,
+    }
+    assert len(calls_from_python) == ("cuMemcpyAsync" in launches)
+    pages = [node.memory().reshape(-1, 64)[:num_regions, :32] for node in (consumer, producer)]
+    assert np.array_equal(*pages)
 
 
 def test_copies_have_ended_even_if_their_event_cannot_be_recorded(
@@ -426,7 +466,11 @@ def test_the_stand_in_has_the_same_interface_as_nvidias_bindings() -> None:
         (real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, cuda._IPC_LAZY_ENABLE_PEER_ACCESS),
         (real.CUstream_flags.CU_STREAM_NON_BLOCKING, _cuda.STREAM_NON_BLOCKING),
         (real.CUevent_flags.CU_EVENT_DISABLE_TIMING, _cuda.EVENT_DISABLE_TIMING),
+        (real.CUevent_flags.CU_EVENT_BLOCKING_SYNC, _cuda.EVENT_BLOCKING_SYNC),
         (real.CU_MEMHOSTALLOC_PORTABLE, _cuda.MEMHOSTALLOC_PORTABLE),
     )
     for theirs, ours in flags:
         assert int(theirs) == ours
+    attributes = real.CUmemcpyAttributes()
+    attributes.srcAccessOrder = real.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    assert ctypes.string_at(attributes.getPtr(), 24) == bytes(_cuda._IN_STREAM_ORDER)

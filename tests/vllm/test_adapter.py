@@ -808,7 +808,8 @@ class TestOneStep:
             allocate_kv_memory=torch.zeros,
             submit=lambda orders, is_computed=False: submitted.append((orders, is_computed)),
         )
-        return WorkerSide(SimpleNamespace(speculative_config=None), None, half)
+        device = SimpleNamespace(device_type="cpu")
+        return WorkerSide(SimpleNamespace(speculative_config=None, device_config=device), None, half)
 
     def test_loads_are_submitted_last_and_no_order_twice(self, side, submitted):
         step = StepMetadata(self.ORDERS)
@@ -853,6 +854,17 @@ class TestOneStep:
         assert not waits_in_a_step(0)  # likewise the end of this load
         assert waits_in_a_step(0)
         assert 0 < waits[0] <= 0.005  # a request that arrives meanwhile waits as long
+
+    def test_on_a_gpu_no_step_waits(self, side):
+        """The thread of the step launches the kernels of the next one, and the handoff thread has cores of its own."""
+        waits = []
+        side._vllm_config.device_config.device_type = "cuda"
+        side._half.wait_finished = waits.append
+        side._half.get_finished = lambda: (set(), set())
+        for _ in range(3):
+            side.carry_out(_side().build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0)))
+            side.get_finished()
+        assert not waits
 
     def test_each_step_is_carried_out(self, side, submitted):
         for _ in range(2):

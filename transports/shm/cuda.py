@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._cuda import EVENT_DISABLE_TIMING, Gpu
+from .._cuda import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, Gpu
 from ..errors import ConfigurationError, TransportError
 from .copier import AddressArray, Int64Array
 
@@ -19,10 +18,6 @@ _NOT_EXPORTABLE = (
     "the pool's memory cannot be mapped by other processes; PyTorch's can where it comes from cudaMalloc: "
     "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF"
 )
-
-#: Pause between two checks whether copies have ended: the first one, and the longest.
-_SHORTEST_REST_S = 20e-6
-_LONGEST_REST_S = 1e-3
 
 
 class NotExportableError(ConfigurationError):
@@ -93,15 +88,13 @@ class CudaDevice:
         Raises:
             TransportError: the driver or the GPU failed. Some bytes may have been written.
         """
-        rows = zip(dst_addresses.tolist(), src_addresses.tolist(), lengths.tolist(), strict=True)
         with self._gpu.current(), self._awaited():
-            for dst, src, num_bytes in rows:
-                self._driver.call("cuMemcpyAsync", dst, src, num_bytes, self._stream)
+            self._driver.copy(self._stream, dst_addresses, src_addresses, lengths)
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
         """Wait for the end of what the body launched, also if it fails half-way."""
-        event = self._driver.call("cuEventCreate", EVENT_DISABLE_TIMING)
+        event = self._driver.call("cuEventCreate", EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC)
         try:
             try:
                 yield
@@ -112,10 +105,7 @@ class CudaDevice:
                     # Without the event only the whole stream says when the copies are over.
                     self._driver.call("cuStreamSynchronize", self._stream)
                     raise
-                rest_s = _SHORTEST_REST_S
-                while not self._driver.has_ended(event):
-                    time.sleep(rest_s)
-                    rest_s = min(2 * rest_s, _LONGEST_REST_S)
+                self._driver.wait_for(event)
         finally:
             self._gpu.release("cuEventDestroy", event)
 

@@ -35,6 +35,10 @@ from ..regions import Segment
 _PROT_NONE = 0
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
 _LAUNCH_HOST_FUNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
+_EVENT_SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+_MEMCPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t)
+_MEMCPY_BATCH = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_size_t,) * 9)
+_MEMCPY_BATCH_V2 = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_size_t,) * 8)
 
 _HANDLE = struct.Struct("<qqqq")  # process, descriptor, bytes, GPU
 
@@ -50,6 +54,7 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_MAP_FAILED = 205
     CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217
     CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
 
@@ -183,6 +188,11 @@ class _Event:
 
     stream: _Stream
     until: int
+    is_blocking: bool = False
+
+    def __int__(self) -> int:
+        """Return the event's handle."""
+        return id(self)
 
 
 class CudaDriverStandIn:
@@ -232,7 +242,17 @@ class CudaDriverStandIn:
         self._pinned: dict[int, _PinnedMemory] = {}  # by address
         self._streams: list[_Stream] = []
         self._worker: threading.Thread | None = None
-        self._host_func_launcher = _LAUNCH_HOST_FUNC(self._launch_host_func)
+        self._events: dict[int, _Event] = {}  # by handle
+        # By name: the release that first had it with this signature, and the function.
+        self._functions: dict[bytes, list[tuple[int, Any]]] = {
+            b"cuLaunchHostFunc": [(10000, _LAUNCH_HOST_FUNC(self._launch_host_func))],
+            b"cuEventSynchronize": [(2000, _EVENT_SYNCHRONIZE(self._synchronize))],
+            b"cuMemcpyAsync": [(4000, _MEMCPY(self._memcpy))],
+            b"cuMemcpyBatchAsync": [
+                (12080, _MEMCPY_BATCH(self._memcpy_batch)),
+                (13000, _MEMCPY_BATCH_V2(self._memcpy_batch_v2)),
+            ],
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +270,7 @@ class CudaDriverStandIn:
             with self._changed:
                 self.calls[name] += 1
                 if (code := self.failures.pop(name, None)) is not None:
-                    return (code,)
+                    return (code, -1) if name == "cuMemcpyBatchAsync" else (code,)
                 if name != "cuInit" and not self._is_initialized:
                     return (CUresult.CUDA_ERROR_NOT_INITIALIZED,)
                 result: tuple[Any, ...] = found(*args)
@@ -516,7 +536,12 @@ class CudaDriverStandIn:
             raise TypeError("the bindings want lists of CUdeviceptr")
         is_whole = len(dsts) == len(srcs) == len(sizes) == count
         has_attributes = len(attributes) == len(attribute_indices) == num_attributes == 1
-        if not is_whole or not has_attributes or attributes[0].srcAccessOrder is None:
+        if (
+            not is_whole
+            or not has_attributes
+            or attribute_indices != [0]
+            or attributes[0].srcAccessOrder is None
+        ):
             return CUresult.CUDA_ERROR_INVALID_VALUE, -1
         rows = [(int(dst), int(src), size) for dst, src, size in zip(dsts, srcs, sizes, strict=True)]
         for index, (dst, src, size) in enumerate(rows):
@@ -535,15 +560,58 @@ class CudaDriverStandIn:
         self.on_copied()
 
     def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> tuple[Any, ...]:
-        if symbol != b"cuLaunchHostFunc":
-            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        address = ctypes.cast(self._host_func_launcher, ctypes.c_void_p).value
-        return CUresult.CUDA_SUCCESS, address, 0
+        """Return the newest function that a release `version` had, as far as this driver has it."""
+        known = self._functions.get(symbol, [])
+        found = [function for since, function in known if since <= min(version, self.version)]
+        if not found:
+            return CUresult.CUDA_ERROR_NOT_FOUND, 0, 1
+        return CUresult.CUDA_SUCCESS, ctypes.cast(found[-1], ctypes.c_void_p).value, 0
+
+    # Pointers of `cuGetProcAddress`. C code passes handles and addresses.
 
     def _launch_host_func(self, handle: int, function: int, argument: int) -> int:
-        """Do what the pointer of `cuGetProcAddress` does. C code passes the handle of a stream."""
-        stream = next(stream for stream in self._streams if int(stream) == handle)
-        return int(self.cuLaunchHostFunc(stream, function, argument)[0])
+        return int(self.cuLaunchHostFunc(self._stream_of(handle), function, argument)[0])
+
+    def _synchronize(self, handle: int) -> int:
+        return int(self.cuEventSynchronize(self._events[handle])[0])
+
+    def _memcpy(self, dst: int, src: int, num_bytes: int, handle: int) -> int:
+        return int(self.cuMemcpyAsync(dst, src, num_bytes, self._stream_of(handle))[0])
+
+    def _memcpy_batch_v2(self, *arguments: int) -> int:
+        *before, handle = arguments  # there is no index of a failure
+        return self._memcpy_batch(*before, 0, handle)  # type: ignore[call-arg]
+
+    def _memcpy_batch(
+        self,
+        dsts: int,
+        srcs: int,
+        sizes: int,
+        count: int,
+        attributes: int,
+        indices: int,
+        num_attributes: int,
+        fail_index: int,
+        handle: int,
+    ) -> int:
+        columns = [list((ctypes.c_uint64 * count).from_address(at)) for at in (dsts, srcs, sizes)]
+        given = [(ctypes.c_int32 * 6).from_address(attributes + 24 * at) for at in range(num_attributes)]
+        status, failed = self.cuMemcpyBatchAsync(
+            [CUdeviceptr(at) for at in columns[0]],
+            [CUdeviceptr(at) for at in columns[1]],
+            columns[2],
+            count,
+            [CUmemcpyAttributes(CUmemcpySrcAccessOrder(each[0])) for each in given],
+            list((ctypes.c_size_t * num_attributes).from_address(indices)),
+            num_attributes,
+            self._stream_of(handle),
+        )
+        if fail_index:
+            ctypes.c_size_t.from_address(fail_index).value = failed % (1 << 64)
+        return int(status)
+
+    def _stream_of(self, handle: int) -> _Stream:
+        return next(stream for stream in self._streams if int(stream) == handle)
 
     def cuLaunchHostFunc(self, stream: _Stream, function: int, argument: int) -> tuple[Any, ...]:
         call = _HOST_FUNCTION(function)
@@ -554,7 +622,9 @@ class CudaDriverStandIn:
         if not self._contexts:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self.held["events"] += 1
-        return CUresult.CUDA_SUCCESS, _Event(_Stream(), 0)
+        event = _Event(_Stream(), 0, is_blocking=bool(flags & 1))
+        self._events[int(event)] = event
+        return CUresult.CUDA_SUCCESS, event
 
     def cuEventRecord(self, event: _Event, stream: _Stream) -> tuple[Any, ...]:
         event.stream, event.until = stream, stream.num_launched
@@ -564,6 +634,13 @@ class CudaDriverStandIn:
         is_over = event.stream.num_done >= event.until
         return (CUresult.CUDA_SUCCESS if is_over else CUresult.CUDA_ERROR_NOT_READY,)
 
+    def cuEventSynchronize(self, event: _Event) -> tuple[Any, ...]:
+        if not event.is_blocking:
+            self._violated("a thread waits for an event that keeps a core busy meanwhile")
+        self._changed.wait_for(lambda: event.stream.num_done >= event.until)
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuEventDestroy(self, event: _Event) -> tuple[Any, ...]:
         self.held["events"] -= 1
+        del self._events[int(event)]
         return (CUresult.CUDA_SUCCESS,)
