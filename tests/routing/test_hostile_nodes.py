@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvferry.reference.router.health import MAX_HEALTH_BYTES, Prober, ask_health
 from kvferry.reference.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError, refuse_no_answers
-from kvferry.reference.router.states import NodeState
+from kvferry.reference.router.states import Health, NodeState
 from kvferry.reference.web.json_body import MAX_VALUES, object_of
 from tests.support.fake_nodes import routed, serving
 
@@ -356,7 +356,7 @@ async def test_the_protocol_is_found_on_a_page_that_comes_in_pieces() -> None:
         _session(first_has_arrived) as session,
     ):
         prober = Prober(url)
-        await prober.learn_version(session, DEADLINE_S)
+        await prober.completed(session, DEADLINE_S, Health(NodeState.READY))
     assert prober.protocol == 7
 
 
@@ -381,6 +381,17 @@ async def test_a_health_check_whose_answer_is_too_long_has_failed() -> None:
     assert health is not None
     assert health.state is None
     assert f"more than {MAX_HEALTH_BYTES} bytes" in health.error
+
+
+async def test_what_a_node_says_is_wrong_with_it_is_one_line_of_limited_length() -> None:
+    async def fail(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "failing", "error": "a\n\r b" + "x" * 10_000}, status=503)
+
+    async with serving(Healthy(answer, health=fail)) as url, aiohttp.ClientSession() as session:
+        health = await ask_health(session, url, DEADLINE_S)
+    assert health is not None
+    assert health.error.startswith("/health says failing: a bxxx")
+    assert len(health.error) < 500
 
 
 # -- parts -----------------------------------------------------------------------------------------

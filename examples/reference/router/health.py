@@ -35,6 +35,8 @@ _NO_HEALTH = Health(None, f"neither {READY_PATH} nor {HEALTH_PATH} exists")
 #: Answers of a server that does not have a path.
 NOT_FOUND = frozenset({404, 405, 501})
 MAX_VERSION_CHARS = 80
+#: Of what a node says is wrong with it, at most this many characters are kept.
+MAX_REASON_CHARS = 400
 #: The largest page of `/metrics`.
 MAX_METRICS_BYTES = 4 << 20
 #: How long a busy server of vLLM may take to say what it is. It answers after the requests that wait before this one.
@@ -226,7 +228,9 @@ def _answered(path: str, status: int, payload: bytes) -> Health:
     if status != 503:
         return Health(None, f"{path} answered {status}")
     word, error = str(body.get("status") or ""), str(body.get("error") or "")
-    said = f"{path} says {': '.join(filter(None, (word, error)))}" if word else f"{path} answered 503"
+    # Logs and `/nodes` repeat it, in one line.
+    reported = " ".join(": ".join(filter(None, (word, error))).split())[:MAX_REASON_CHARS]
+    said = f"{path} says {reported}" if word else f"{path} answered 503"
     if word == "draining":
         return Health(NodeState.DRAINING, said, is_reported=True)
     if word == "overloaded":
