@@ -80,7 +80,8 @@ class VllmServer:
         return web.Response(text=stream, content_type="text/event-stream")
 
     def description(self, identity: str) -> dict[str, Any]:
-        known = {"remote_identity": identity} if identity else {}
+        known: dict[str, Any] = {"remote_identity": identity} if identity else {}
+        known["identity_fields"] = {"weights": identity, "dtype": "half", "sampling": self.kv_role}
         return {"kv_role": self.kv_role, "load_failure_policy": self.policy, "protocol": 6, **known}
 
 
@@ -174,6 +175,62 @@ async def test_a_server_is_asked_once_and_again_after_a_connection_broke() -> No
         decode.identity = "after a restart"
         await text_of(client)
         await until(lambda: decode.num_questions == 2)
+
+
+# -- loads that fail ---------------------------------------------------------------------------------
+
+ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\ndata: [DONE]\n\n'
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+
+
+class Failing(VllmServer):
+    """A server whose loads fail. It has answered 200 by then.
+
+    Attributes:
+        begins: It sends the beginning of a stream, and the rest only when the client has that.
+    """
+
+    begins: asyncio.Event | None = None
+
+    async def decode(self, params: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(self.request)
+        if self.begins is not None:
+            await response.write(ROLE)
+            await self.begins.wait()
+        await response.write(ERROR)
+        await response.write_eof()
+        return response
+
+
+async def test_the_offer_of_a_refused_stream_is_released_at_once() -> None:
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer")
+    async with routed([prefill], [decode]) as client:
+        assert "Internal server error" in await text_of(client, {"temperature": 1})
+        await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
+
+
+async def test_the_offer_of_a_stream_that_is_refused_after_its_beginning_is_released_at_once() -> None:
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer")
+    decode.begins = asyncio.Event()
+    async with routed([prefill], [decode]) as client, asyncio.timeout(DEADLINE_S):
+        response = await client.post("/v1/completions", json=STREAM | {"temperature": 1})
+        assert await response.content.readany() == ROLE
+        decode.begins.set()
+        assert await response.content.read() == ERROR
+        await prefill.released.wait()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_the_client_is_told_in_what_the_nodes_differ(temperature: float) -> None:
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity="other")
+    async with routed([prefill], [decode]) as client:
+        for _ in range(2):
+            answer = await text_of(client, {"temperature": temperature})
+            assert answer.startswith("500 ")
+            assert "Internal server error: the prompt's cache cannot be handed over" in answer
+            assert "these nodes differ in weights; start both" in answer
+        await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
 
 
 # -- roles -------------------------------------------------------------------------------------------

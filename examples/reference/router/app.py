@@ -554,6 +554,7 @@ class Router:
             await stop_passing()
             call.timeline.decode_began(first, is_stream=is_stream(upstream))
             self._handoffs.answered(call, handoff, upstream, first)
+            self._explain_failure(handoff, node, upstream)
             # A store that both nodes share needs no offer: the decode node finds the prompt there by itself.
             if handoff.offer is None and not is_alone and not has_loaded(upstream):
                 logger.warning(
@@ -573,6 +574,21 @@ class Router:
             self._note_end(call, node, handoff, reply, upstream)
             return response
 
+    def _explain_failure(
+        self, handoff: Handoff, node: UpstreamNode, upstream: aiohttp.ClientResponse
+    ) -> None:
+        """Tell the client why a server of vLLM could not load its prompt, which the server itself only tells its log.
+
+        Raises:
+            ApiError: The two nodes have described different models, between which no cache is handed over.
+        """
+        has_failed = is_stream(upstream) or upstream.status >= 500
+        if handoff.offer is None or not handoff.error or not has_failed or has_loaded(upstream):
+            return
+        node.doubt_identity()  # it may have changed since it was asked
+        if difference := node.difference_to(handoff.offer.node):
+            raise ApiError(500, f"{handoff.error}: {difference}", kind="server_error")
+
     def _note_end(
         self,
         call: Call,
@@ -583,7 +599,7 @@ class Router:
     ) -> None:
         """Note a decode node's answer that has been copied."""
         call.timeline.decode_ended(upstream.status, reply.tail)
-        handoff.read_tail(reply.tail)
+        self._handoffs.ended(call, handoff, reply.tail)
         if reply.taker.params is None:
             asks = self._asks_for_answers and is_stream(upstream) and call.turn.is_remembered
             question = self._handoffs.ask(call, node, reply.taker.note) if asks else None

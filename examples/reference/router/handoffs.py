@@ -108,9 +108,21 @@ class Handoffs:
         if handoff.offer is None or handoff.result is not None:
             return
         handoff.offer.settle()
-        body: Mapping[str, Any] = {} if is_stream(response) else object_of(first)
+        body = _error_event(first) if is_stream(response) else object_of(first)
         handoff.error = _error_in(body)
         self._end(call, handoff.offer, handoff, _result(response, body))
+
+    def ended(self, call: Call, handoff: Handoff, tail: bytes) -> None:
+        """Note the end of a stream, and release an offer that the node has not loaded by what it says there.
+
+        Args:
+            tail: The last bytes of the stream.
+        """
+        handoff.read_tail(tail)
+        if handoff.offer is not None and handoff.result == "unknown" and handoff.error:
+            # vLLM begins a chat's stream before it says that the load has failed. A release of what was loaded does nothing.
+            handoff.offer.hang_up()
+            self.release(call, handoff.offer)
 
     def _end(self, call: Call, offer: Offer, handoff: Handoff, result: Result) -> None:
         handoff.result = result
@@ -259,7 +271,17 @@ def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result
             return "none"
     if _transfer_error(body) or _code(body) == LOAD_FAILED:
         return "failed"
-    return "unknown" if response.status == 200 else "unanswered"
+    return "unknown" if response.status == 200 and "error" not in body else "unanswered"
+
+
+def _error_event(beginning: bytes) -> Mapping[str, Any]:
+    """Return the error with which a stream begins; empty if it begins otherwise. vLLM answers 200 before a load has ended."""
+    if b'"error"' in beginning:
+        for event in beginning.split(b"\n\n"):
+            parsed = object_of(event.removeprefix(b"data: "))
+            if "error" in parsed:
+                return parsed
+    return {}
 
 
 def _error_in(body: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import aiohttp
 
-from kvferry.connector.params import IDENTITY
+from kvferry.connector.params import IDENTITY, IDENTITY_FIELDS
 
 from .reading import read_whole
 from .states import Health, NodeState
@@ -69,6 +69,7 @@ class Prober:
         version: The node's version. Empty if it is not known.
         protocol: The newest version of kvferry's handoff protocol that the node speaks. 0 if it does not say.
         vllm_max_model_len: The longest sequence of a vLLM server. 0 if the node is none, or does not say.
+        fields: What a vLLM server has described of its model and its cache. Empty if it has not.
     """
 
     def __init__(self, url: str) -> None:
@@ -79,11 +80,13 @@ class Prober:
         self.version = ""
         self.protocol = 0
         self.vllm_max_model_len = 0
+        self.fields: Mapping[str, Any] = {}
         self._models: frozenset[str] = frozenset()
         # What a server of vLLM has said of itself. None: it was not asked yet, or may have changed since.
         self._told: Mapping[str, Any] | None = None
         self._question: asyncio.Task[None] | None = None
         self._has_waited = False
+        self._num_doubts = 0
 
     async def probe(self, session: aiohttp.ClientSession, timeout_s: float) -> Health:
         """Check the node once. Every failure is a result, not an exception."""
@@ -96,7 +99,8 @@ class Prober:
         if health.state is NodeState.GONE:
             # The next process at this address may be of another version.
             self._path, self._has_asked_version, self._has_waited = READY_PATH, False, False
-            self.forget()
+            self.close()
+            self.fields = {}
         return health
 
     async def completed(self, session: aiohttp.ClientSession, timeout_s: float, health: Health) -> Health:
@@ -129,6 +133,11 @@ class Prober:
     def forget(self) -> None:
         """Ask a server of vLLM again what it is, because it may have changed."""
         self._told = None
+        self._num_doubts += 1  # an answer that is under way comes too early
+
+    def close(self) -> None:
+        """Forget what the server has said, and end a question that is under way."""
+        self.forget()
         if self._question is not None:
             self._question.cancel()
             self._question = None
@@ -144,6 +153,7 @@ class Prober:
         """Ask what the server is. A server without our connector answers with a token and nothing else."""
         body = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"describe": True}}
         headers = {"X-Request-Id": f"describe-{uuid.uuid4().hex}"}
+        num_doubts = self._num_doubts
         timeout = aiohttp.ClientTimeout(total=QUESTION_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             url = f"{self._url}/v1/completions"
@@ -151,7 +161,10 @@ class Prober:
                 payload = await read_whole(response, MAX_HEALTH_BYTES)
                 if response.status < 500 and response.status != 429:
                     told = _object(payload).get("kv_transfer_params")
-                    self._told = told if isinstance(told, dict) else {}
+                    told = told if isinstance(told, dict) else {}
+                    fields = told.get(IDENTITY_FIELDS)
+                    self.fields = fields if isinstance(fields, dict) else {}
+                    self._told = told if num_doubts == self._num_doubts else None
 
     async def _learn_version(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         """Ask a ready node for its version, once per process. A node need not have one."""

@@ -36,6 +36,8 @@ RECHECK_S = 1.0
 CAUSE_WAIT_S = 2.0
 #: By then a restarted node, or another one, may take the request.
 RETRY_AFTER_S = 2
+#: Fields in which two nodes may differ that hand over.
+_NOT_OF_A_CACHE = frozenset({"tokenizer", "chat_template", "sampling", "logits_processors"})
 #: Of what a client wrote, in a message.
 MAX_SHOWN_CHARS = 80
 #: The role of a node that cannot do what nodes of a pool are for. The others fit, `kv_both` among them.
@@ -153,6 +155,17 @@ class UpstreamNode:
     def serves(self, model: object) -> bool:
         """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""
         return not isinstance(model, str) or not model or not self.models or model in self.models
+
+    def difference_to(self, producer: UpstreamNode) -> str:
+        """Say why no cache can be handed over from another node to this one, by what both have said; empty if it can."""
+        ours, theirs = self._prober.fields, producer._prober.fields
+        compared = (ours.keys() | theirs.keys()) - _NOT_OF_A_CACHE if ours and theirs else set()
+        if not (differing := sorted(key for key in compared if ours.get(key) != theirs.get(key))):
+            return ""
+        return (
+            f"the prompt's cache cannot be handed over from {producer.url} to {self.url}: these nodes differ in "
+            f"{', '.join(differing)}; start both with the same model and the same version of vLLM"
+        )
 
     def doubt_identity(self) -> None:
         """Pass no first token on to the node until a check has found out again what it is."""
@@ -327,7 +340,7 @@ class UpstreamNode:
         try:
             await self._watch(session, interval_s, timeout_s)
         finally:
-            self._prober.forget()
+            self._prober.close()
 
     async def _watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
         while not (self.state is NodeState.LEAVING and self.is_idle):
