@@ -27,6 +27,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from ._limited_log import LimitedLog
 from ._outside import survived, typed
+from .checked import printable
 from .endpoint import Backend, C, Peer, PeerEndpoint, PeerState, PeerTable
 from .errors import (
     BackpressureError,
@@ -607,7 +608,7 @@ class StreamBackend(Backend[C]):
                 if kind == self.message_kind:
                     self.peers.message(peer, body)
                 elif kind == self.refused_kind and peer.state is PeerState.HANDSHAKING:
-                    raise PeerRefusedError(f"the peer refused: {body.decode(errors='replace')}")
+                    raise PeerRefusedError(f"the peer refused: {printable(body.decode(errors='replace'))}")
                 elif kind != self.ping_kind or peer.state is PeerState.HANDSHAKING:
                     self.on_frame(peer, kind, body)
             if peer.state is PeerState.LEAVING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...transports.checked import printable
 from ...transports.errors import (
     ForeignTransportError,
     KVTransferError,
@@ -185,7 +186,7 @@ class ConsumerProtocol:
                 load.forgive(part)
                 is_unmet = load.offer.is_rendezvous and part.grant is None
                 kind = RendezvousError if is_unmet else StaleLeaseError
-                return self._end(load, Verdict("failed", kind(message.reason)))
+                return self._end(load, Verdict("failed", kind(printable(message.reason))))
 
     # -- reads, time, end ----------------------------------------------------------------------------
 

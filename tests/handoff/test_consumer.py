@@ -122,6 +122,16 @@ def test_a_read_that_fails_is_released_and_reported(consumer: ConsumerProtocol, 
     assert ended == LoadEnded("ours", "failed", stale, BLOCKS)
 
 
+def test_the_reason_of_a_producer_cannot_forge_a_line_of_the_log(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    reading(consumer, welcome)
+    consumer.receive(PEER, Deny("theirs", 3, "over\nforged\x1b[2J"), 1.0)
+    (*_, ended) = consumer.read_ended(READ, None, 1.0)
+    assert isinstance(ended, LoadEnded)
+    assert str(ended.error) == "over\\nforged\\x1b[2J"
+
+
 Ending = Callable[[ConsumerProtocol], list[Action]]
 PRODUCER_ENDS: list[tuple[str, Ending, type[KVTransferError]]] = [
     ("deny", lambda c: c.receive(PEER, Deny("theirs", 3, "over"), 1.0), StaleLeaseError),

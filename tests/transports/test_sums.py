@@ -128,6 +128,19 @@ def test_a_node_whose_frames_have_no_sums_is_sent_our_version(world: World) -> N
     assert node.of_type(Connected) == []
 
 
+def test_the_reason_of_a_refusal_cannot_forge_a_line(world: World) -> None:
+    """Any process that listens at a peer's port can send one."""
+    node = world.node(4096)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node.endpoint.start_connect("tcp://{}:{}".format(*listener.getsockname()), timeout_s=10)
+        sock, _ = listener.accept()
+    with sock:
+        sock.sendall(encode_frame(tcp.Kind.REFUSED, b"no\nforged\x1b[2J"))
+        world.serve(lambda: bool(node.of_type(PeerLost)))
+    (lost,) = node.of_type(PeerLost)
+    assert str(lost.error) == "the peer refused: no\\nforged\\x1b[2J"
+
+
 def test_a_peer_whose_message_was_changed_is_lost(world: World) -> None:
     link = world.pair(4096)
     backend = link.consumer.endpoint._inner._backend  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.reference.log_lines import LineFormatter
 from kvferry.reference.web import serving
 from kvferry.reference.web.logs import JsonFormatter, _SdkFilter
 from kvferry.reference.web.tracing import name_request, request_id_in_logs
@@ -41,6 +42,33 @@ def test_a_line_says_when_where_and_about_which_request() -> None:
     assert json.loads(formatter.format(_record("a")))["request_id"] == "of the HTTP request"
     told = _record("a", request_id="of the engine")
     assert json.loads(formatter.format(told))["request_id"] == "of the engine"
+
+
+FOREIGN = "no\n00:00:00 router ERROR forged\x1b[2J\x9b2J\u2028forged"
+
+
+def test_a_line_of_text_is_one_line_whatever_it_quotes() -> None:
+    text = LineFormatter("router").format(_record("the node says: %s", FOREIGN))
+    assert "the node says: no\\n00:00:00 router ERROR forged\\x1b" in text
+    assert text.isprintable()
+
+
+def test_no_line_of_a_traceback_looks_like_one_of_the_log() -> None:
+    try:
+        raise ValueError(FOREIGN)
+    except ValueError:
+        text = LineFormatter("router").format(_record("failed", exc_info=sys.exc_info()))
+    first, *more = text.split("\n")
+    assert first.endswith("router WARNING failed")
+    assert any("ValueError: no" in line for line in more)
+    assert all(line.startswith("    ") and line.isprintable() for line in more)
+
+
+def test_json_is_plain_ascii() -> None:
+    text = JsonFormatter("router").format(_record("the node says: %s", FOREIGN))
+    assert text.isascii()
+    assert text.isprintable()
+    assert json.loads(text)["message"].endswith(FOREIGN)
 
 
 def test_a_traceback_is_part_of_the_object() -> None:

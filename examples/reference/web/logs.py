@@ -11,6 +11,7 @@ import os
 from datetime import UTC, datetime
 from typing import Final, Literal
 
+from ..log_lines import LineFormatter
 from . import serving
 from .tracing import current_span, request_id_in_logs
 
@@ -29,8 +30,7 @@ def set_up_logging(level: str, name: str, log_format: LogFormat = "text") -> Non
         handler.setFormatter(formatter)
         serving.form_of_lines = formatter.line
     else:
-        line = f"%(asctime)s {name} %(levelname)s %(message)s"
-        handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
+        handler.setFormatter(LineFormatter(name))
     handler.addFilter(_SdkFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     os.environ[FORMAT_OF_WORKERS] = log_format
@@ -82,4 +82,4 @@ class JsonFormatter(logging.Formatter):
             "trace_id": current_span().trace_id,
             "exception": self.formatException(record.exc_info) if record.exc_info else "",
         }
-        return json.dumps({key: value for key, value in line.items() if value}, ensure_ascii=False)
+        return json.dumps({key: value for key, value in line.items() if value})

@@ -19,6 +19,7 @@ from typing import NoReturn, TextIO
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvferry.transports.checked import printable
 from kvferry.transports.errors import ConfigurationError
 
 from .access import OPEN_PATHS, Access, access_of, add_access_arguments, require_key
@@ -381,7 +382,7 @@ def _raise_open_file_limit() -> None:
 
 
 #: Form of the lines of `say`, which are text, and whether they report an error. `logs` changes it for JSON.
-form_of_lines: Callable[[str, bool], str] = lambda line, is_error: line
+form_of_lines: Callable[[str, bool], str] = lambda line, is_error: printable(line, keep="\n")
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

@@ -23,6 +23,7 @@ from kvferry.connector.config import ParallelConfig
 from kvferry.connector.spans import send_spans
 from kvferry.runner_mixin import state
 
+from ...log_lines import LineFormatter
 from ..attention import IMPLEMENTATION
 from ..executor import own_transfer_health, start_runner
 from ..memory import plan_pool
@@ -135,8 +136,9 @@ def _observe(name: str) -> None:
     log_format = os.environ.get("KVFERRY_LOG_FORMAT")
     is_traced = any(key.startswith("OTEL_EXPORTER_OTLP") for key in os.environ)
     if log_format != "json" and not is_traced:
-        line = f"%(asctime)s {name} %(levelname)s %(message)s"
-        logging.basicConfig(format=line, datefmt="%H:%M:%S")
+        handler = logging.StreamHandler()
+        handler.setFormatter(LineFormatter(name))
+        logging.basicConfig(handlers=[handler])
         return
     # Only now, because they import the HTTP server.
     from ...web.logs import set_up_logging
