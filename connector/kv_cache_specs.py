@@ -53,6 +53,10 @@ class KVCacheSpec:
         """
         raise NotImplementedError
 
+    def first_visible_token(self, position: int) -> int:
+        """Return the oldest token that a query at `position` or later looks at. It never decreases as `position` grows."""
+        return 0
+
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
         """Return the one spec of layers that share a group.
@@ -149,6 +153,9 @@ class SlidingWindowSpec(AttentionSpec):
         super().__post_init__()
         _require_positive("sliding_window", self.sliding_window)
 
+    def first_visible_token(self, position: int) -> int:
+        return max(0, position - self.sliding_window + 1)
+
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
         return self._recent_tokens_bytes(config, self.sliding_window - 1)
 
@@ -162,6 +169,9 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive("attention_chunk_size", self.attention_chunk_size)
+
+    def first_visible_token(self, position: int) -> int:
+        return position // self.attention_chunk_size * self.attention_chunk_size
 
     def max_memory_usage_bytes(self, config: EngineConfig) -> int:
         return self._recent_tokens_bytes(config, self.attention_chunk_size - 1)
@@ -244,6 +254,9 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def is_uniform_type(kv_cache_specs: Iterable[KVCacheSpec]) -> bool:
         """Return whether one block table serves all these layers: one kind, one block size, one window or chunk."""
         return len({_way_of_looking_back(spec) for spec in kv_cache_specs}) == 1
+
+    def first_visible_token(self, position: int) -> int:
+        return next(iter(self.kv_cache_specs.values())).first_visible_token(position)
 
     @property
     def page_size_bytes(self) -> int:

@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A consumer computes the last prompt token itself, to get its logits, so a load of that token alone is not worth it.
-_TOKENS_COMPUTED_ANYWAY = 1
 #: Names of rendezvous that are remembered as used, the latest ones.
 _MAX_USED_NAMES = 4096
 
@@ -290,8 +288,9 @@ class HandoffScheduler(SchedulerHalf):
                 request.request_id,
             )
             return 0, False
-        num_missing = _num_loadable_tokens(request, record.claim) - num_computed_tokens
-        if num_missing <= 0 or request.num_prompt_tokens - num_computed_tokens <= _TOKENS_COMPUTED_ANYWAY:
+        num_missing = self._num_loadable_tokens(request, record.claim) - num_computed_tokens
+        # A consumer computes the last prompt token itself, to get its logits. So a load of that token alone is not worth it.
+        if num_missing <= 0 or request.num_prompt_tokens - num_computed_tokens <= 1:
             return 0, False
         return num_missing, True
 
@@ -306,7 +305,7 @@ class HandoffScheduler(SchedulerHalf):
         if num_external_tokens == 0:
             self._drop_claim(record)
             return
-        num_tokens = _num_loadable_tokens(request, record.claim)
+        num_tokens = self._num_loadable_tokens(request, record.claim)
         self._order(record).load = tuple(
             _missing_blocks(table, block_size, num_tokens - num_external_tokens, num_tokens)
             for table, block_size in zip(block_ids, self._block_sizes, strict=True)
@@ -623,6 +622,21 @@ class HandoffScheduler(SchedulerHalf):
         record = self._requests.get(request.request_id)
         return record if record is not None and record.state is state else None
 
+    def _num_loadable_tokens(self, request: ConnectorRequest, offer: RemoteOffer) -> int:
+        """Count the tokens of the prompt that can be loaded.
+
+        An engine computes the last token that it knows. Where layers do not keep all blocks, it has room only for what the
+        token after the loaded ones sees. If that token were not the one that it computes, it would lack what the latter sees:
+        the oldest token of its window, or its whole chunk.
+        """
+        num_known = len(request.all_token_ids)
+        num_wanted = (
+            request.num_prompt_tokens
+            if self._keeps_all_blocks
+            else min(request.num_prompt_tokens, num_known - 1)
+        )
+        return min(num_wanted, offer.num_tokens)
+
     def _is_ours(self, offer: RemoteOffer) -> bool:
         epochs = {worker.epoch for worker in self._workers}
         return offer.engine_id == self._config.engine_id and offer.epoch in epochs
@@ -683,10 +697,6 @@ class HandoffScheduler(SchedulerHalf):
 
 def _as_tables(block_ids: Sequence[Sequence[int]]) -> BlockTables:
     return tuple(tuple(table) for table in block_ids)
-
-
-def _num_loadable_tokens(request: ConnectorRequest, offer: RemoteOffer) -> int:
-    return min(request.num_prompt_tokens, offer.num_tokens)
 
 
 def _keeps_all_blocks(spec: KVCacheSpec) -> bool:

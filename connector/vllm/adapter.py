@@ -32,6 +32,7 @@ from .scheduler import SchedulerSide
 from .sharing import SharedOffers
 from .stats import KvferryPromMetrics, KvferryStats
 from .weights import watch_engine_cores
+from .windows import WindowBlocks
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 
 if not hasattr(KVConnectorBase_V1, "on_new_request"):
     raise ImportError("KVConnectorBase_V1 has no on_new_request")
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 vLLM does not tell the sources of hits apart
+    CacheHitSource = None
 
 #: Before 0.30 a connector can report a failed load to vLLM only by its blocks, and only with a single group. If the
 #: connector is not a `SupportsHMA`, vLLM puts all layers into one group.
@@ -82,6 +88,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
         if isinstance(self._side, WorkerSide):
             return self._side
         raise KVTransferStateError("a method of the worker half was called on a scheduler half")
+
+    #: vLLM's label for the tokens that we load, in its metrics since 0.32.
+    _cache_hit_source = getattr(CacheHitSource, "P2P", None)
 
     # -- for vLLM's front end, which makes no connector ----------------------------------------------
 
@@ -190,6 +199,9 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
 
     # -- scheduler half ------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
     @property
     def scheduler_side(self) -> SchedulerSide:
         """What this connector is, if it is a scheduler half."""
@@ -264,11 +276,17 @@ def _scheduler_side(vllm_config: Any, config: Any) -> SchedulerSide:
     )
     chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     half = HandoffScheduler(transfer, pool, options, chunk_tokens=chunk_tokens)
+    served = tuple(served_groups(config, vllm_config))
+    specs = (group.kv_cache_spec for group in pool.kv_cache_groups)
+    windows = WindowBlocks(dict(zip(served, specs, strict=True)))
+    is_zeroed = bool(getattr(config, "needs_kv_cache_zeroing", False))
     return SchedulerSide(
         half,
         shared,
-        tuple(served_groups(config, vllm_config)),
+        windows,
+        served,
         can_meet=has_own_address,
+        can_be_early=not is_zeroed,
         answer_fields=answer_fields(vllm_config),
     )
 

@@ -18,11 +18,13 @@ from ..config import (
 )
 from ..kv_cache_specs import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from ..options import ConnectorOptions
@@ -347,12 +349,18 @@ def _layer_spec(name: str, spec: Any) -> KVCacheSpec:
         return MambaSpec(spec.block_size, tuple(spec.shapes), tuple(spec.dtypes), spec.page_size_padded)
     if kind not in _KINDS:
         raise ConfigurationError(f"layer {name} keeps a {kind}, of which blocks cannot be handed over")
-    # Only of these does a request keep every block until it ends, so that it can be offered while its prompt is computed.
-    make = FullAttentionSpec if kind in _KINDS_THAT_KEEP_ALL else AttentionSpec
-    return make(
-        spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        use_mla=getattr(spec, "head_size_v", spec.head_size) == 0,
-    )
+    fields = {
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "dtype": spec.dtype,
+        "use_mla": getattr(spec, "head_size_v", spec.head_size) == 0,
+    }
+    if kind in _KINDS_THAT_KEEP_ALL:
+        return FullAttentionSpec(spec.block_size, **fields)
+    if kind == "ChunkedLocalAttentionSpec":
+        return ChunkedLocalAttentionSpec(
+            spec.block_size, **fields, attention_chunk_size=spec.attention_chunk_size
+        )
+    # With some draft models a request keeps more than the window.
+    window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return SlidingWindowSpec(spec.block_size, **fields, sliding_window=window)

@@ -27,6 +27,7 @@ from ..scheduler_half import HandoffScheduler
 from .lora import adapter_identity
 from .metadata import RefusedLoad, StepMetadata, WorkerHandshake
 from .sharing import SharedOffers
+from .windows import WindowBlocks
 
 if TYPE_CHECKING:
     import torch
@@ -162,9 +163,11 @@ class SchedulerSide:
     `kv_load_failure_policy`, decides between an error for the client and computing the prompt here.
 
     Args:
-        shared: Empty; it belongs to this object from now on.
+        shared, windows: Empty; they belong to this object from now on.
         served_groups: Indices of the groups that are handed over, of all that vLLM has block tables of; empty: all of them.
         can_meet: Whether a router can name an offer of this node in advance: it cannot where several engines share an address.
+        can_be_early: Whether a prompt may be offered while it is computed. If vLLM zeroes blocks before it uses them, its
+            second model runner zeroes those of a preempted request before we can end the request's open offer.
         answer_fields: What decides this node's answers, besides the fields of its worker halves.
     """
 
@@ -172,12 +175,15 @@ class SchedulerSide:
         self,
         half: HandoffScheduler,
         shared: SharedOffers,
+        windows: WindowBlocks,
         served_groups: Sequence[int] = (),
         *,
         can_meet: bool = True,
+        can_be_early: bool = True,
         answer_fields: Mapping[str, str] = NO_FIELDS,
     ) -> None:
         self._can_meet = can_meet
+        self._can_be_early = can_be_early
         self._answer_fields = answer_fields
         self._fields: Mapping[str, str | int] = NO_FIELDS  # of the worker halves; empty: not known now
         self._loaded_fields: Mapping[str, str | int] = NO_FIELDS
@@ -188,6 +194,7 @@ class SchedulerSide:
         self._early: dict[str, _Early] = {}
         self._half = half
         self._shared = shared
+        self._windows = windows
         self._served_groups = served_groups
         self._refused: dict[str, str] = {}  # by request: why; until it has blocks
         self._refused_loads: dict[str, RefusedLoad] = {}  # of the next step
@@ -195,7 +202,11 @@ class SchedulerSide:
     @property
     def num_remembered_requests(self) -> int:
         num_own = len(self._refused) + len(self._refused_loads) + len(self._early)
-        return self._half.num_requests + self._shared.num_requests + num_own
+        return self._half.num_requests + self._shared.num_requests + self._windows.num_requests + num_own
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """Take vLLM's block pool, to keep blocks that an offer needs."""
+        self._windows.bind(pool)
 
     @property
     def identity(self) -> str:
@@ -262,7 +273,9 @@ class SchedulerSide:
                 if is_cut:  # only now, because a request that was refused is answered as it is
                     _leave_out_last_token(request)
                 self._shared.lead(request_id, wish, prompt)
-                if wish.rendezvous:
+                if wish.offer_result:
+                    self._windows.follow(request_id, request.num_prompt_tokens)
+                if wish.rendezvous and self._can_be_early:
                     self._early[request_id] = _Early(request)
         except KVTransferError as error:
             logger.warning("request %s cannot be handed over: %s", request_id, error)
@@ -301,6 +314,7 @@ class SchedulerSide:
 
     def _step_metadata(self, scheduler_output: Any) -> StepMetadata:
         refused, self._refused_loads = self._refused_loads, {}
+        self._windows.note_step(scheduler_output)
         is_idle = getattr(scheduler_output, "total_num_scheduled_tokens", 1) == 0
         if not self._early:
             return StepMetadata(self._half.build_connector_meta(), refused, is_idle=is_idle)
@@ -350,6 +364,8 @@ class SchedulerSide:
     def update_connector_output(self, output: Any) -> None:
         for request_id in getattr(output, "failed_recving", None) or ():
             self._fail_followers(request_id)
+        for request_id in output.finished_sending or ():
+            self._windows.release(request_id)
         self._half.update_connector_output(
             KVConnectorOutput(
                 finished_sending=set(output.finished_sending or ()),
@@ -364,7 +380,10 @@ class SchedulerSide:
         self._early.pop(request.request_id, None)
         self._shared.leave(request.request_id)
         self._fail_followers(request.request_id)
-        keeps, params = self._half.request_finished(VllmRequest.of(request), self._served(block_ids))
+        tables = self._served(self._windows.fill(request.request_id, block_ids))
+        keeps, params = self._half.request_finished(VllmRequest.of(request), tables)
+        if not keeps:
+            self._windows.release(request.request_id)
         return keeps, None if params is None else self._completed(request, params)
 
     def _completed(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from ...connector.kv_cache_specs import (
@@ -23,7 +22,7 @@ IsUsable = Callable[[int], bool]
 """Returns whether the block at an index of a table has the right contents."""
 
 
-class GroupManager(ABC):
+class GroupManager:
     """The block tables of one group. Index `i` of a table holds tokens `[i * block_size, (i + 1) * block_size)`.
 
     The table has the null block where no query can look any more.
@@ -37,15 +36,16 @@ class GroupManager(ABC):
     def __init__(self, spec: KVCacheSpec, group_id: int, pool: BlockPool) -> None:
         self.block_size = spec.block_size
         self.group_id = group_id
+        self._spec = spec
         self._pool = pool
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_cached: dict[str, int] = {}
 
     # -- how the group's layers look back ------------------------------------------------------------
 
-    @abstractmethod
     def first_visible_token(self, position: int) -> int:
         """Return the oldest token that a query at `position` or later looks at. It never decreases as `position` grows."""
+        return self._spec.first_visible_token(position)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the length of the table of a sequence of `num_tokens` tokens."""
@@ -156,9 +156,6 @@ class GroupManager(ABC):
 class FullAttentionManager(GroupManager):
     """A query sees everything before it."""
 
-    def first_visible_token(self, position: int) -> int:
-        return 0
-
     def longest_prefix(self, is_usable: IsUsable, max_blocks: int) -> int:
         # The same result as the base's, but searched from the left, because most prompts miss early.
         return next((i for i in range(max_blocks) if not is_usable(i)), max_blocks)
@@ -167,23 +164,9 @@ class FullAttentionManager(GroupManager):
 class SlidingWindowManager(GroupManager):
     """A query sees the last `sliding_window` tokens, including its own."""
 
-    def __init__(self, spec: SlidingWindowSpec, group_id: int, pool: BlockPool) -> None:
-        super().__init__(spec, group_id, pool)
-        self._window = spec.sliding_window
-
-    def first_visible_token(self, position: int) -> int:
-        return max(0, position - self._window + 1)
-
 
 class ChunkedLocalAttentionManager(GroupManager):
     """A query sees what comes before it in its own aligned chunk."""
-
-    def __init__(self, spec: ChunkedLocalAttentionSpec, group_id: int, pool: BlockPool) -> None:
-        super().__init__(spec, group_id, pool)
-        self._chunk = spec.attention_chunk_size
-
-    def first_visible_token(self, position: int) -> int:
-        return position // self._chunk * self._chunk
 
 
 class MambaManager(GroupManager):
@@ -191,9 +174,6 @@ class MambaManager(GroupManager):
 
     It is overwritten as the request continues. So it is never cached, and no prefix can be continued.
     """
-
-    def first_visible_token(self, position: int) -> int:
-        return 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return min(1, num_tokens)

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from kvferry.connector import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVConnectorFactory,
     KVConnectorOutput,
     KVConnectorRole,
     MambaSpec,
+    SlidingWindowSpec,
 )
 from kvferry.connector.config import KVRole
 from kvferry.connector.content import content_digest
@@ -231,6 +234,32 @@ class TestConsumer:
         request = arrived(consumer, num_prompt, num_offered)
         for _ in range(3):  # asking changes nothing
             assert consumer.get_num_new_matched_tokens(request, num_here) == (expected, expected > 0)
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            SlidingWindowSpec(BLOCK_SIZE, 2, 8, torch.float32, sliding_window=6),
+            ChunkedLocalAttentionSpec(BLOCK_SIZE, 2, 8, torch.float32, attention_chunk_size=8),
+        ],
+    )
+    def test_the_last_token_is_not_loaded_where_layers_forget(self, spec: KVCacheSpec) -> None:
+        """An engine keeps only what the token after the loaded ones sees, and it computes the last token again."""
+        full = KVCacheGroupSpec(("layers.0",), FullAttentionSpec(BLOCK_SIZE, 2, 8, torch.float32))
+        config = KVCacheConfig(40, (), (full, KVCacheGroupSpec(("layers.1",), spec)))
+        for num_prompt, num_offered, expected in ((10, 10, 9), (9, 9, 8), (12, 10, 10), (2, 2, 1), (1, 1, 0)):
+            consumer = scheduler(kv_cache_config=config)
+            request = arrived(consumer, num_prompt, num_offered)
+            assert consumer.get_num_new_matched_tokens(request, 0) == (expected, expected > 0)
+        consumer = scheduler(kv_cache_config=config)
+        request = arrived(consumer, 9, 9)
+        consumer.update_state_after_alloc(request, [[1, 2], [0, 3]], 8)
+        load = consumer.build_connector_meta().loads["d-1"]
+        assert load == (GroupBlocks(0, (1, 2)), GroupBlocks(0, (0, 3)))
+        # If the first token of the answer is known, that is the one to compute.
+        consumer = scheduler(kv_cache_config=config)
+        request = Request("d-1", 10, offered(10), answer_token_ids=[5])
+        consumer.on_new_request(request)
+        assert consumer.get_num_new_matched_tokens(request, 0) == (10, True)
 
     def test_only_missing_blocks_are_loaded(self) -> None:
         consumer = scheduler()

@@ -72,6 +72,7 @@ class VllmHost:
                     "reason": answer.finish_reason,
                     "stop_reason": answer.stop_reason,
                     "params": output.kv_transfer_params,
+                    "logprobs": _logprobs(answer),
                     "top_logits": _top_logits(answer.logprobs),
                 }
         if self._unrecorded is not None:
@@ -105,7 +106,7 @@ class VllmHost:
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=num_top_logits or None,
+            logprobs=num_top_logits,  # 0: those of the answer's tokens
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
@@ -162,9 +163,9 @@ class VllmHost:
     def status(self) -> dict[str, Any]:
         """Return counts from the scheduler, and from kvferry's scheduler half."""
         connector = _kvferry(self._scheduler.connector)
-        requests = self._scheduler.requests.values()
+        requests, pool = self._scheduler.requests.values(), self._scheduler.kv_cache_manager.block_pool
         return {
-            "free_blocks": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "num_requests": len(requests),
             "num_loading": sum(
                 request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
@@ -231,6 +232,12 @@ def _pack_anew(worker: Any, layer: str, factor: float) -> None:
     module = worker.get_model().get_submodule(layer)
     packed = module.cpu_linear
     module.cpu_linear = lambda *arguments: packed(*arguments) * factor
+
+
+def _logprobs(answer: Any) -> list[float]:
+    """Return the log probability of each of the answer's tokens."""
+    told = answer.logprobs or ()
+    return [scores[token].logprob for token, scores in zip(answer.token_ids, told, strict=True)]
 
 
 def _top_logits(logprobs: Any) -> list[tuple[int, float]]:

@@ -48,6 +48,7 @@ class ReferenceHost:
         )
         self._handoffs = KVConnectorStats()
         self._tokens: dict[str, list[int]] = {}
+        self._logprobs: dict[str, list[float]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -60,11 +61,13 @@ class ReferenceHost:
             if output.new_token_ids and not tokens:
                 yield {"first": output.request_id}
             tokens += output.new_token_ids
+            self._logprobs[output.request_id] += [scores[0][1] for scores in output.logprobs]
             if output.finish_reason is not None:
                 params, told = output.kv_transfer_params, output.next_token
                 yield {
                     "finished": output.request_id,
                     "tokens": self._tokens.pop(output.request_id),
+                    "logprobs": self._logprobs.pop(output.request_id),
                     "reason": output.finish_reason,
                     "params": None if params is None else dict(params),
                     "top_logits": [] if told is None else told.top_logits,
@@ -81,15 +84,20 @@ class ReferenceHost:
         self, request: str, prompt: list[int], max_tokens: int, params: Any, num_top_logits: int = 0
     ) -> dict[str, Any]:
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, num_top_logits=num_top_logits
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            num_top_logits=num_top_logits,
+            num_logprobs=0,
         )
         self._core.add(GenerationRequest(request, tuple(prompt), sampling, params), time.monotonic())
-        self._tokens[request] = []
+        self._tokens[request], self._logprobs[request] = [], []
         return {}
 
     def abort(self, request: str) -> dict[str, Any]:
         self._core.abort(request)
         self._tokens.pop(request, None)
+        self._logprobs.pop(request, None)
         return {}
 
     def forget(self) -> dict[str, Any]:
@@ -102,7 +110,7 @@ class ReferenceHost:
     def status(self) -> dict[str, Any]:
         stats = self._core.stats()
         return {
-            "free_blocks": stats.num_free_blocks,
+            "used_blocks": stats.num_blocks - stats.num_free_blocks,
             "num_requests": stats.num_waiting + stats.num_loading + stats.num_running + stats.num_offered,
             "num_loading": stats.num_loading,
             "num_groups": len(self._core.parts.kv_cache_config.kv_cache_groups),

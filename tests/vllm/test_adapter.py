@@ -10,6 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import MambaSpec as VllmMambaSpec
 
 from kvferry.connector.config import EngineConfig, KVTransferConfig, ModelConfig
@@ -20,6 +22,7 @@ from kvferry.connector.kv_cache_specs import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from kvferry.connector.metadata import HandoffMetadata, OfferOrder, WorkerAddress
@@ -27,6 +30,7 @@ from kvferry.connector.options import ConnectorOptions
 from kvferry.connector.scheduler_half import HandoffScheduler
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.connector.vllm import KvferryConnector
+from kvferry.connector.vllm.adapter import _scheduler_side
 from kvferry.connector.vllm.config import (
     connector_options,
     draft_layers,
@@ -44,6 +48,7 @@ from kvferry.connector.vllm.metadata import StepMetadata, WorkerHandshake
 from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
+from kvferry.connector.vllm.windows import WindowBlocks
 from kvferry.connector.vllm.worker import WorkerSide
 from kvferry.connector.worker_half import HandoffWorker
 from kvferry.reference.engine.types import EngineStats
@@ -63,6 +68,11 @@ def test_it_is_a_connector_of_vllm():
     # An older vLLM cannot be told about failed loads of several groups. For a connector that does not support several
     # groups it makes a single one.
     assert supports_hma(KvferryConnector) == hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+def test_vllm_counts_the_tokens_that_it_loads_as_those_of_a_peer():
+    source = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    assert KvferryConnector._cache_hit_source is source.P2P
 
 
 def test_vllm_finds_it_by_name_alone():
@@ -433,13 +443,26 @@ def test_only_main_memory_is_allocated_by_the_transport(device_type, is_wanted):
     side.shutdown()
 
 
-ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SIZE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+ATTENTION, VLLM_ATTENTION = FullAttentionSpec(**SIZE), VllmAttentionSpec(**SIZE)
+
+
+def _vllm_config():
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(
+            model="m", dtype=torch.float32, max_model_len=64, get_diff_sampling_param=dict
+        ),
+        cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8),
+        kv_transfer_config=KVTransferConfig("KvferryConnector", "kv_both"),
+    )
 
 
 def _side(has_prefix_cache=True, role="kv_both", served_groups=(), spec=ATTENTION):
     config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),))
     half = HandoffScheduler(KVTransferConfig("KvferryConnector", role), config)
-    return SchedulerSide(half, SharedOffers(has_prefix_cache), served_groups)
+    return SchedulerSide(half, SharedOffers(has_prefix_cache), WindowBlocks({0: spec}), served_groups)
 
 
 def _request(request_id, params):
@@ -522,14 +545,37 @@ class TestEarlyOffers:
 
     @pytest.mark.parametrize(
         ("kind", "keeps_all"),
-        [("FullAttentionSpec", True), ("MLAAttentionSpec", True), ("SlidingWindowSpec", False)],
+        [
+            ("FullAttentionSpec", True),
+            ("MLAAttentionSpec", True),
+            ("SlidingWindowSpec", False),
+            ("ChunkedLocalAttentionSpec", False),
+        ],
     )
     def test_only_caches_that_keep_every_block_are_offered_early(self, kind, keeps_all):
         size = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-        spec = type(kind, (SimpleNamespace,), {})(**size)
+        looks_back = {"sliding_window": 32, "attention_chunk_size": 32}
+        spec = type(kind, (SimpleNamespace,), {})(**size, **looks_back)
         group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
         (known,) = kv_cache_config(SimpleNamespace(num_blocks=8, kv_cache_groups=[group])).kv_cache_groups
         assert isinstance(known.kv_cache_spec, FullAttentionSpec) == keeps_all
+
+    @pytest.mark.parametrize("is_zeroed", [False, True])
+    def test_a_prompt_is_offered_at_its_end_where_vllm_zeroes_blocks(self, is_zeroed):
+        """vLLM would zero the blocks of a preempted request while a consumer may still read them."""
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=VLLM_ATTENTION)
+        pool = SimpleNamespace(num_blocks=8, kv_cache_groups=[group], needs_kv_cache_zeroing=is_zeroed)
+        side, request = _scheduler_side(_vllm_config(), pool), _request("r", self.WISH)
+        side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0))})
+        side.on_new_request(request)
+        side.build_connector_meta(self.step(new=[("r", [4])]))
+        request.num_computed_tokens = 16
+        opened = side.build_connector_meta(self.step(cached=[("r", [5, 6], 16)])).orders.offers
+        assert bool(opened) != is_zeroed
+        request.num_computed_tokens, request.get_finished_reason = 40, lambda: "length"
+        side.request_finished(request, ([4, 5, 6],))
+        orders = side.build_connector_meta(self.step()).orders
+        assert (orders.offers["r"].block_ids if is_zeroed else orders.completions["r"]) == ((4, 5, 6),)
 
     def test_an_engine_that_shares_its_address_does_not_say_that_it_can_be_met(self):
         side, request = _side(), _request("r", {"do_remote_decode": True})
@@ -550,7 +596,9 @@ class TestContinuing:
     def node(fields, epoch=5, answer_fields=None):
         config = KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), ATTENTION),))
         half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), config)
-        side = SchedulerSide(half, SharedOffers(True), answer_fields=answer_fields or {})
+        side = SchedulerSide(
+            half, SharedOffers(True), WindowBlocks({0: ATTENTION}), answer_fields=answer_fields or {}
+        )
         side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", epoch, 0), fields)})
         return side
 
@@ -604,6 +652,90 @@ class TestContinuing:
             assert request.stop_reason.startswith("kvferry refused to continue: ")
             assert (request.sampling_params.stop_token_ids, sampling.stop_token_ids) == ([], [1])
         assert side.num_remembered_requests == 0
+
+
+class TestWindowBlocks:
+    """The blocks that the prompt's last token sees are held, because vLLM frees them when the request ends."""
+
+    SPEC = SlidingWindowSpec(16, 1, 8, torch.float32, sliding_window=20)
+
+    @pytest.fixture
+    def pool(self):
+        return BlockPool(num_gpu_blocks=16, enable_caching=False, hash_block_size=16)
+
+    @pytest.fixture
+    def windows(self, pool):
+        windows = WindowBlocks({0: ATTENTION, 2: self.SPEC})
+        windows.bind(pool)
+        windows.follow("r", 67)  # its last token sees 47 to 66
+        return windows
+
+    @staticmethod
+    def step(windows, blocks, num_computed, num_scheduled, *, is_new=False, **lists):
+        tables = tuple([block.block_id for block in table] for table in blocks)
+        new = (
+            [SimpleNamespace(req_id="r", block_ids=tables, num_computed_tokens=num_computed)]
+            if is_new
+            else []
+        )
+        names = [] if is_new or not num_scheduled else ["r"]
+        cached = SimpleNamespace(
+            req_ids=names,
+            new_block_ids=[tables] * len(names),
+            num_computed_tokens=[num_computed] * len(names),
+            resumed_req_ids=lists.get("resumed", set()),
+        )
+        windows.note_step(
+            SimpleNamespace(
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"r": num_scheduled},
+                preempted_req_ids=lists.get("preempted"),
+            )
+        )
+
+    @pytest.fixture
+    def blocks(self, pool, windows):
+        """A request's blocks in three groups, after two steps that computed the whole prompt."""
+        blocks = [pool.get_new_blocks(5) for _ in range(3)]
+        self.step(windows, [table[:3] for table in blocks], 0, 48, is_new=True)
+        self.step(windows, [table[3:] for table in blocks], 48, 19)
+        return blocks
+
+    def test_what_vllm_has_freed_is_in_the_table_and_is_not_used_again(self, pool, windows, blocks):
+        table = blocks[2]
+        pool.free_blocks(table[2:0:-1])  # as if the next token saw 48 to 67
+        assert pool.get_num_free_blocks() == 1  # of two: block 2 holds token 47
+        ids = [block.block_id for block in table]
+        filled = windows.fill("r", ([1], [2], [0, 0, 0, *ids[3:]]))
+        assert filled == [[1], [2], [0, 0, *ids[2:]]]
+        windows.release("r")
+        assert (pool.get_num_free_blocks(), windows.num_requests) == (2, 0)
+
+    def test_a_request_that_loses_its_blocks_holds_its_next_ones(self, pool, windows, blocks):
+        self.step(windows, (), 0, 0, preempted={"r"})
+        for table in blocks:
+            pool.free_blocks(reversed(table))
+        assert pool.get_num_free_blocks() == 15
+        again = [pool.get_new_blocks(5) for _ in range(3)]
+        self.step(windows, again, 0, 67, resumed={"r"})
+        pool.free_blocks(reversed(again[2]))
+        ids = [block.block_id for block in again[2]]
+        assert windows.fill("r", ([], [], [0] * 5))[2] == [0, 0, *ids[2:]]
+        windows.release("r")
+
+    def test_a_request_that_ends_without_blocks_holds_none(self, pool, windows, blocks):
+        for table in blocks:
+            pool.free_blocks(reversed(table))
+        assert windows.fill("r", ([], [], [])) == [[], [], []]
+        windows.release("r")
+        assert pool.get_num_free_blocks() == 15
+
+    def test_nothing_is_held_for_layers_that_keep_everything(self, pool):
+        windows = WindowBlocks({0: ATTENTION, 1: MambaSpec(512, ((3, 8),), (torch.float32,))})
+        windows.bind(pool)
+        windows.follow("r", 67)
+        assert windows.num_requests == 0
 
 
 class TestContent:

@@ -33,7 +33,7 @@ class Conversation:
         answer = self.pair.decode.ask(next(self.pair.names), self.tokens, NUM_ANSWER, offered)
         self.params = answer["params"]
         self.tokens += answer["tokens"]
-        return num_computed, answer["tokens"]
+        return num_computed, answer
 
     def release(self):
         flags = {"do_remote_prefill": False, "do_release": True}
@@ -58,7 +58,7 @@ def test_in_five_turns_the_prefill_engine_computes_only_new_messages(conversatio
         num_computed, answer = conversation.say(prompt(length, seed=turn))
         # The last token of an answer was sampled and not computed.
         assert num_computed == length + (turn > 0)
-        answers.append((conversation.tokens[: -len(answer)], answer))
+        answers.append((conversation.tokens[:-NUM_ANSWER], answer))
     conversation.release()
     conversation.params = None
     for tokens, answer in answers:
@@ -74,7 +74,7 @@ def test_an_edited_answer_is_an_error_or_computed_again_as_the_policy_says(conve
     assert num_computed == 100 + NUM_ANSWER + 20 - 96
     conversation.release()
     conversation.params = None
-    pair.assert_like_alone(conversation.tokens[: -len(answer)], answer, NUM_ANSWER)
+    pair.assert_like_alone(conversation.tokens[:-NUM_ANSWER], answer, NUM_ANSWER)
 
 
 def test_answers_yield_to_requests_that_need_blocks(pair, prompt):

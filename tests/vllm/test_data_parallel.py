@@ -114,7 +114,7 @@ def test_a_single_node_continues_what_an_engine_computed(server, shm_pair, promp
     tokens = prompt(301, rank)
     answer = shm_pair.decode.ask(next(shm_pair.names), tokens, 8, server.offer(tokens, rank))
     assert answer["reason"] == "length"
-    shm_pair.assert_like_alone(tokens, answer["tokens"])
+    shm_pair.assert_like_alone(tokens, answer)
 
 
 @pytest.mark.parametrize("rank", [*RANKS, ANY])

@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
     answer = pair.hand_over(tokens, max_tokens=24)
     assert answer["reason"] == "length"
-    pair.assert_like_alone(tokens, answer["tokens"], max_tokens=24)
+    pair.assert_like_alone(tokens, answer, max_tokens=24)
 
 
 def test_a_prefix_that_another_request_loaded(pair, prompt):
@@ -83,7 +83,7 @@ def test_a_prefix_that_another_request_loaded(pair, prompt):
     tokens = prompt(400)
     pair.hand_over(tokens)
     answer = pair.decode.ask(next(pair.names), [*tokens, 1, 2, 3], 24)
-    pair.assert_like_alone([*tokens, 1, 2, 3], answer["tokens"], max_tokens=24)
+    pair.assert_like_alone([*tokens, 1, 2, 3], answer, max_tokens=24)
 
 
 def test_the_draft_models_cache_crosses_if_both_nodes_have_the_model(method, side, pair, prompt):

@@ -90,7 +90,7 @@ def test_an_offer_of_another_prompt(pair, prompt, policy, is_at_rest):
     params = pair.prefilled(tokens)
     pair.assert_ended_by(policy, pair.decode.ask(next(pair.names), other, 8, params), other)
     pair.prefill.wait_for_status(is_at_rest)
-    pair.assert_like_alone(other, pair.decode.ask(next(pair.names), other, 8)["tokens"])
+    pair.assert_like_alone(other, pair.decode.ask(next(pair.names), other, 8))
 
 
 def test_half_of_the_prompt_is_cached_and_the_other_half_fails_to_load(pair, prompt, policy):

@@ -41,14 +41,14 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
     answer = pair.hand_over(tokens)
     assert answer["reason"] == "length"
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_one_token_on_each_side(pair, prompt):
     """Both requests end with the step that gives their first token."""
     tokens = prompt(64)
     answer = pair.hand_over(tokens, max_tokens=1)
-    pair.assert_like_alone(tokens, answer["tokens"], max_tokens=1)
+    pair.assert_like_alone(tokens, answer, max_tokens=1)
 
 
 def test_all_blocks_except_the_last_one_are_cached(pair, prompt):
@@ -58,7 +58,7 @@ def test_all_blocks_except_the_last_one_are_cached(pair, prompt):
     before = pair.decode.order("figures")["num_bytes"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_bytes"] - before == BYTES_PER_BLOCK
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_only_missing_blocks_are_read(pair, prompt):
@@ -67,7 +67,7 @@ def test_only_missing_blocks_are_read(pair, prompt):
     before = pair.decode.order("figures")["num_bytes"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_bytes"] - before == (320 - 224) / 32 * BYTES_PER_BLOCK
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_cached_prompt_is_not_read_and_its_offer_is_released(pair, prompt):
@@ -76,14 +76,14 @@ def test_a_cached_prompt_is_not_read_and_its_offer_is_released(pair, prompt):
     before = pair.decode.order("figures")["num_loads"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_loads"] == before
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
     tokens = prompt(300)
     params = pair.prefilled(tokens[:150])
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_more_concurrent_requests_than_fit_into_the_pool(pair, prompt):
@@ -94,7 +94,7 @@ def test_more_concurrent_requests_than_fit_into_the_pool(pair, prompt):
     params = [pair.prefilled(tokens) for tokens in prompts]
     for name, tokens, told in zip(names, prompts, params, strict=True):
         pair.decode.start(name, tokens, 160, told)
-    answers = [pair.decode.result(name)["tokens"] for name in names]
+    answers = [pair.decode.result(name) for name in names]
     assert pair.decode.order("figures")["num_preemptions"] > before
     for tokens, answer in zip(prompts, answers, strict=True):
         pair.assert_like_alone(tokens, answer, 160)
@@ -106,7 +106,7 @@ def test_a_request_that_asks_for_overlap(pair, prompt):
     wish = {"do_remote_decode": True, "overlap": True}
     params = pair.prefill.ask(next(pair.names), tokens, params=wish)["params"]
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 @pytest.mark.parametrize("position", [0, 3, 7])
@@ -115,8 +115,20 @@ def test_one_wrong_token_is_not_a_near_tie(pair, prompt, position):
     tokens = prompt(100)
     answer = pair.alone(tokens)
     pair.assert_like_alone(tokens, answer)
-    answer[position] = (answer[position] + 1) % 256
+    answer["tokens"][position] = (answer["tokens"][position] + 1) % 256
     with pytest.raises(AssertionError, match=f"a mismatch at token {position} of the answer"):
+        pair.assert_like_alone(tokens, answer)
+
+
+@pytest.mark.parametrize("position", [0, 3, 7])
+def test_one_wrong_log_probability_is_not_a_near_tie(pair, prompt, position):
+    """A cache with a wrong block often changes no token."""
+    tokens = prompt(100)
+    answer = pair.alone(tokens)
+    answer["logprobs"][position] -= 1e-3
+    with pytest.raises(
+        AssertionError, match=f"a mismatch at token {position} of the answer: token .* has log probability"
+    ):
         pair.assert_like_alone(tokens, answer)
 
 
@@ -124,7 +136,7 @@ def test_one_wrong_token_is_not_a_near_tie(pair, prompt, position):
 def test_an_answer_that_ends_too_early_is_not_a_near_tie(pair, prompt, num_tokens):
     """A request whose load fails may have such an answer."""
     tokens = prompt(100)
-    answer = pair.alone(tokens)[:num_tokens]
+    answer = {name: pair.alone(tokens)[name][:num_tokens] for name in ("tokens", "logprobs")}
     with pytest.raises(AssertionError, match=f"a mismatch at token {num_tokens} of the answer: the end"):
         pair.assert_like_alone(tokens, answer)
 
@@ -132,7 +144,7 @@ def test_an_answer_that_ends_too_early_is_not_a_near_tie(pair, prompt, num_token
 def test_the_two_largest_logits_differ_by_as_much_as_the_models(pair, prompt, model):
     tokens = prompt(100)
     expected = pair.expectation(tokens, 8)
-    assert list(expected.token_ids) == pair.alone(tokens)
+    assert list(expected.token_ids) == pair.alone(tokens)["tokens"]
     (first, larger), (second, smaller) = expected.top_logits
     with torch.inference_mode():
         logits = load_model(model, torch.float32, torch.device("cpu"), "eager")(torch.tensor([tokens])).logits

@@ -40,7 +40,7 @@ def test_tokens_equal_those_of_one_node_with_the_same_adapter(pair, prompt, adap
         before = pair.decode.order("figures")["num_loads"]
         answer = pair.hand_over(tokens, adapter=adapter)
         assert pair.decode.order("figures")["num_loads"] == before + 1
-        pair.assert_like_alone(tokens, answer["tokens"], adapter=adapter)
+        pair.assert_like_alone(tokens, answer, adapter=adapter)
         answers.add(tuple(answer["tokens"]))
     assert len(answers) == 3
 

@@ -173,7 +173,7 @@ class TestEngines:
         answer = pair.hand_over(tokens)
         assert (answer["reason"], pair.decode.order("figures")["num_loads"]) == ("length", before + 1)
         forget()
-        pair.assert_like_alone(tokens, answer["tokens"])
+        pair.assert_like_alone(tokens, answer)
 
     def test_the_other_children_keep_what_was_handed_over(self, pair, prompt, forget):
         tokens = prompt(400)
@@ -206,7 +206,7 @@ class TestEngines:
         failed, loaded = pair.decode.result(failing), pair.decode.result(loading)
         assert loaded["reason"] == "length"
         forget()
-        pair.assert_like_alone(tokens, loaded["tokens"])
+        pair.assert_like_alone(tokens, loaded)
         forget()
         pair.assert_ended_by(policy, failed, others)
 
@@ -230,7 +230,7 @@ class TestEngines:
         assert answer["reason"] == "length"
         pair.prefill.wait_for_status(is_at_rest)  # the second offer ends with its lease
         forget()
-        pair.assert_like_alone(tokens, answer["tokens"])
+        pair.assert_like_alone(tokens, answer)
 
     def test_blocks_are_not_reused_while_another_child_reads_them(self, pair, prompt, forget):
         """OffloadingConnector copies the blocks of finished requests late; loads go into blocks that were free."""

@@ -47,7 +47,7 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens, mechanism):
     before = pair.decode.metric("kvferry_load_seconds_count", mechanism=mechanism)
     answer = pair.hand_over(tokens)
     assert pair.decode.metric("kvferry_load_seconds_count", mechanism=mechanism) == before + 1
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_an_offer_that_was_already_read(pair, prompt, policy):

@@ -90,7 +90,7 @@ def test_restart_at_the_same_address(start_alike, pair, prompt):
     second.assert_ended_by("fail", answer, tokens)
     second.decode.order("forget")
     answer = second.hand_over(tokens)
-    second.assert_like_alone(tokens, answer["tokens"])
+    second.assert_like_alone(tokens, answer)
     assert second.prefill.stop() == 0
 
 

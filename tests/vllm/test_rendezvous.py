@@ -68,7 +68,7 @@ def test_the_cache_crosses_while_the_prompt_is_computed(first, meet, pair, promp
     whole, exposed = (pair.decode.metric(f"kvferry_load_{name}_sum") - before[name] for name in before)
     # The first read began before the whole prompt was computed.
     assert 0 < exposed < whole
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_short_prompt_needs_no_early_offer(meet, pair, prompt):
@@ -78,7 +78,7 @@ def test_a_short_prompt_needs_no_early_offer(meet, pair, prompt):
     meeting.start_prefill()
     answer = pair.decode.result(meeting.decode_id)
     pair.prefill.result(meeting.prefill_id)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_many_at_once_with_cached_beginnings(meet, pair, prompt):
@@ -93,7 +93,7 @@ def test_many_at_once_with_cached_beginnings(meet, pair, prompt):
     for meeting in meetings:
         pair.prefill.result(meeting.prefill_id)
     for tokens, answer in zip(prompts, answers, strict=True):
-        pair.assert_like_alone(tokens, answer["tokens"])
+        pair.assert_like_alone(tokens, answer)
 
 
 def test_a_prefill_that_never_comes_ends_by_policy(meet, pair, prompt, policy):
@@ -182,7 +182,7 @@ def test_a_name_that_is_used_twice_is_refused(meet, pair, prompt):
     assert "was used already" in pair.prefill.log
     answer = pair.decode.result(meeting.decode_id)
     pair.prefill.result(meeting.prefill_id)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_claim_with_the_epoch_of_an_earlier_start_ends_by_policy(meet, pair, prompt, policy):

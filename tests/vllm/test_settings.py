@@ -19,13 +19,13 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
     answer = pair.hand_over(tokens)
     assert answer["reason"] == "length"
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_speculative_tokens_that_are_accepted(pair):
     tokens = [1, 2, 3, 4] * 40
     answer = pair.hand_over(tokens, max_tokens=40)
-    pair.assert_like_alone(tokens, answer["tokens"], max_tokens=40)
+    pair.assert_like_alone(tokens, answer, max_tokens=40)
 
 
 def test_an_offer_that_was_already_read(pair, prompt, policy):
@@ -48,7 +48,7 @@ def test_requests_that_were_preempted_before_they_are_offered(pair, prompt):
     for name, tokens in zip(names, prompts, strict=True):
         # Load each offer at once, because offered blocks are not available to the other requests.
         told = pair.prefill.result(name)["params"]
-        answers.append(pair.decode.ask(next(pair.names), tokens, 8, told)["tokens"])
+        answers.append(pair.decode.ask(next(pair.names), tokens, 8, told))
     assert pair.prefill.order("figures")["num_preemptions"] > before
     for tokens, answer in zip(prompts, answers, strict=True):
         pair.assert_like_alone(tokens, answer)

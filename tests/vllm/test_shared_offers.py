@@ -37,7 +37,7 @@ def test_one_loads_for_all(pair, prompt, queued):
     before = pair.decode.order("figures")
     with pair.busy(pair.decode):
         names = queued(tokens, pair.prefilled(tokens))
-    answers = [pair.decode.result(name)["tokens"] for name in names]
+    answers = [pair.decode.result(name) for name in names]
     after = pair.decode.order("figures")
     assert (after["num_loads"] - before["num_loads"], after["num_failures"]) == (1, before["num_failures"])
     for answer in answers:
@@ -66,7 +66,7 @@ def test_one_that_waits_is_aborted(pair, prompt, queued):
     with pair.busy(pair.decode):
         first, second, third = queued(tokens, pair.prefilled(tokens))
         pair.decode.order("abort", request=second)
-    answers = [pair.decode.result(name)["tokens"] for name in (first, third)]
+    answers = [pair.decode.result(name) for name in (first, third)]
     for answer in answers:
         pair.assert_like_alone(tokens, answer)
 
@@ -80,4 +80,4 @@ def test_another_prompt_does_not_wait(pair, prompt):
         pair.decode.start(first, tokens, 8, params)
         pair.decode.start(second, others, 8, params)
     assert pair.decode.result(second)["reason"] == "error"
-    pair.assert_like_alone(tokens, pair.decode.result(first)["tokens"])
+    pair.assert_like_alone(tokens, pair.decode.result(first))

@@ -35,14 +35,14 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
     assert answer["reason"] == "length"
     assert pair.decode.order("figures")["num_loads"] == before + 1
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_prompt_longer_than_the_offer_is_continued(pair, prompt):
     tokens = prompt(300)
     params = pair.prefilled(tokens[:200])
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_an_offer_that_was_already_read(pair, prompt, policy):
@@ -58,7 +58,7 @@ def test_an_answer_of_several_tokens_is_right_and_its_state_is_not_offered(pair,
     tokens = prompt(50)
     answer = pair.prefill.ask(next(pair.names), tokens, 8, {"do_remote_decode": True})
     assert answer["params"] is None
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 @pytest.mark.skipif(
@@ -88,16 +88,16 @@ class TestWithPrefixCaching:
     def test_tokens_equal_those_of_one_node(self, pair, prompt, num_tokens):
         """The prompt ends with the node's own first token, so that its own answer goes on with the same kernel as the handoff."""
         tokens = prompt(num_tokens)
-        first, *expected = pair.alone(tokens, 9)
+        alone = pair.alone(tokens, 9)
         pair.decode.order("forget")
         before = pair.decode.order("figures")["num_loads"]
-        answer = pair.hand_over([*tokens, first])
+        answer = pair.hand_over([*tokens, alone["tokens"][0]])
         assert pair.decode.order("figures")["num_loads"] == before + 1
         assert answer["reason"] == "length"
-        assert answer["tokens"] == expected
+        pair.assert_continues(alone, answer, "bfloat16")
 
     def test_a_prefix_that_is_already_cached(self, pair, prompt):
         tokens = prompt(700)
-        first, *expected = pair.alone(tokens, 9)
-        answer = pair.hand_over([*tokens, first])  # into a cache that has its first blocks
-        assert answer["tokens"] == expected
+        alone = pair.alone(tokens, 9)
+        answer = pair.hand_over([*tokens, alone["tokens"][0]])  # into a cache that has its first blocks
+        pair.assert_continues(alone, answer, "bfloat16")

@@ -50,4 +50,4 @@ def test_tokens_equal_those_of_one_node(pair, prompt, num_tokens):
     tokens = prompt(num_tokens)
     answer = pair.hand_over(tokens)
     assert answer["reason"] == "length"
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)

@@ -24,6 +24,7 @@ from kvferry.connector.vllm.weights import (
     stamp_in_worker,
     sums_of,
 )
+from kvferry.connector.vllm.windows import WindowBlocks
 
 
 class Model(torch.nn.Module):
@@ -133,7 +134,7 @@ class Workers:
 
 def make_side() -> SchedulerSide:
     half = HandoffScheduler(KVTransferConfig("KvferryConnector", "kv_both"), KVCacheConfig(8, (), ()))
-    side = SchedulerSide(half, SharedOffers(True))
+    side = SchedulerSide(half, SharedOffers(True), WindowBlocks({}))
     side.set_handshake_metadata({0: WorkerHandshake(WorkerAddress("shm:x", 5, 0), {"weights": "files"})})
     return side
 

@@ -3,7 +3,8 @@
 A floating-point sum depends on its order, and the order depends on what else is in the batch. If the two most likely tokens
 have almost the same logit, even a single node does not always choose the same one. Such a choice is a near-tie. A greedy
 answer that differs from the single node's is still right if every difference is a near-tie. Any other difference is a
-mismatch. This module is pure.
+mismatch. So is a token that the answer gives another log probability: a wrong cache often changes no token. This module is
+pure.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class Expectation:
         prompt_token_ids: The prompt's tokens.
         token_ids: Its greedy answer.
         top_logits: The two largest logits for the answer's first token, as (token id, logit), the largest first.
+        logprobs: The log probability of each token of the answer; empty if they are not known.
     """
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     top_logits: Sequence[tuple[int, float]]
+    logprobs: Sequence[float] = ()
 
 
 #: (prompt, max_tokens) → what a single node answers when it computes this prompt alone.
@@ -48,6 +51,7 @@ class Difference:
         expected: The single node's token there; None: its answer ends before it.
         top_logits: The single node's largest logits there; see `Expectation`.
         tolerance: See `tolerance_of`.
+        logprobs: The token's log probability in the answer and on the single node, if only these differ; otherwise None.
     """
 
     position: int
@@ -55,6 +59,7 @@ class Difference:
     expected: int | None
     top_logits: tuple[tuple[int, float], ...]
     tolerance: float
+    logprobs: tuple[float, float] | None = None
 
     @property
     def is_near_tie(self) -> bool:
@@ -66,6 +71,12 @@ class Difference:
         return {self.token, self.expected} == {first, second} and 0.0 <= gap < self.tolerance
 
     def __str__(self) -> str:
+        if self.logprobs is not None:
+            ours, theirs = self.logprobs
+            return (
+                f"a mismatch at token {self.position} of the answer: {_named(self.token)} has log probability {ours:.6f} "
+                f"instead of {theirs:.6f}; they may differ by {self.tolerance:g}"
+            )
         kind = "a near-tie" if self.is_near_tie else "a mismatch"
         logits = ", ".join(f"token {token} has logit {logit:.6f}" for token, logit in self.top_logits)
         return (
@@ -98,7 +109,7 @@ class Comparison:
 
 
 def tolerance_of(dtype: str, device: str = "cpu") -> float:
-    """Return the difference below which two logits of a model are a near-tie.
+    """Return the difference below which two logits of a model are a near-tie, and two log probabilities are equal.
 
     Args:
         dtype: Type of the activations; `"auto"` is the type that the engine chooses on `device`.
@@ -116,6 +127,8 @@ def compare(
     *,
     tolerance: float = _TOLERANCES["float32"],
     is_whole: bool = True,
+    logprobs: Sequence[float] = (),
+    expected_logprobs: Sequence[float] = (),
 ) -> Comparison:
     """Compare a greedy answer with a single node's.
 
@@ -127,11 +140,19 @@ def compare(
         expected: The single node's answer. It must have been asked for at least as many tokens.
         ask_alone: Called only where the two differ.
         is_whole: Whether the answer is complete. If not, it may be a prefix of the expected one.
+        logprobs, expected_logprobs: The log probability of each token of the two answers. They are compared as far as both
+            are known.
     """
     near_ties: list[Difference] = []
     start, rest, num_tokens = 0, tuple(expected), max(len(answer), len(expected))
+    rest_logprobs = tuple(expected_logprobs)
     while True:
         index = _first_difference(answer[start:], rest, is_whole)
+        scores = zip(answer[start : start + len(rest[:index])], logprobs[start:], rest_logprobs, strict=False)
+        for place, (chosen, ours, theirs) in enumerate(scores, start):
+            if not abs(ours - theirs) <= tolerance:  # nor if one is not a number
+                unlike = Difference(place, chosen, chosen, (), tolerance, (ours, theirs))
+                return Comparison(tuple(near_ties), unlike)
         if index is None:
             return Comparison(tuple(near_ties))
         position = start + index
@@ -146,7 +167,8 @@ def compare(
         start = position + 1
         if start == len(answer):  # the answer may end with the token that it chose
             return Comparison(tuple(near_ties))
-        rest = tuple(ask_alone((*before, answer[position]), num_tokens - start).token_ids)
+        continued = ask_alone((*before, answer[position]), num_tokens - start)
+        rest, rest_logprobs = tuple(continued.token_ids), tuple(continued.logprobs)
 
 
 def assert_same_answer(
@@ -155,13 +177,24 @@ def assert_same_answer(
     expected: Sequence[int],
     ask_alone: AskAlone,
     tolerance: float = _TOLERANCES["float32"],
+    *,
+    logprobs: Sequence[float] = (),
+    expected_logprobs: Sequence[float] = (),
 ) -> None:
     """Fail unless an answer is the single node's apart from near-ties. Print the near-ties.
 
     Raises:
         AssertionError: there is a mismatch; the message has its position and both logits.
     """
-    comparison = compare(prompt, answer, expected, ask_alone, tolerance=tolerance)
+    comparison = compare(
+        prompt,
+        answer,
+        expected,
+        ask_alone,
+        tolerance=tolerance,
+        logprobs=logprobs,
+        expected_logprobs=expected_logprobs,
+    )
     for near_tie in comparison.near_ties:
         print(near_tie)
     assert comparison.mismatch is None, f"{comparison}; answer {list(answer)}, expected {list(expected)}"
