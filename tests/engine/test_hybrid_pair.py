@@ -17,11 +17,11 @@ from tests.support.tiny_models import generate_greedily, write_tiny_model
 LAYOUTS = ["uniform", "per-layer"]
 #: In tokens: the tiny models' window and chunk of chunked attention, and the nodes' blocks. A step has 16 tokens.
 WINDOW, CHUNK, BLOCK = 24, 24, 4
-#: Longer than the window and than several steps. The last block is not full.
+#: Longer than the window and than several steps. The last block has only the last token.
 PROMPT = [random.Random(21).randrange(256) for _ in range(61)]
-NUM_BLOCKS = -(-len(PROMPT) // BLOCK)
-#: The prompt's last token, which the decode node computes itself. The visible blocks are those that this token sees.
+#: The prompt's last token, which the decode node computes itself. The blocks before it are loaded, if this token sees them.
 LAST = len(PROMPT) - 1
+NUM_BLOCKS = -(-LAST // BLOCK)
 IN_WINDOW = NUM_BLOCKS - (LAST - WINDOW + 1) // BLOCK
 IN_CHUNK = NUM_BLOCKS - LAST // CHUNK * CHUNK // BLOCK
 
@@ -75,7 +75,7 @@ def test_only_visible_blocks_are_transferred_and_the_answer_is_the_same(
     prefill, decode = make_pair(family, layout=layout)
     last = _decode(drive, prefill, decode, PROMPT, _prefill(drive, prefill, PROMPT))
     assert_same(decode.tokens("a"), family, PROMPT, 40)
-    assert last.metrics.num_loaded_tokens == len(PROMPT)
+    assert last.metrics.num_loaded_tokens == LAST
     transfer = last.metrics.transfer
     assert transfer.num_blocks == num_blocks
     # In the uniform layout a run of blocks is one region, however many layers there are. Per layer it is one per layer.
@@ -122,7 +122,7 @@ def test_blocks_outside_the_window_are_null_on_both_sides(make_pair: Any, drive:
     windowed = _group_of(decode, "SlidingWindowSpec")
     params = _prefill(drive, prefill, PROMPT)
     offered = params["remote_block_ids"]
-    assert [len(table) for table in offered] == [NUM_BLOCKS] * 2
+    assert [len(table) for table in offered] == [NUM_BLOCKS + 1] * 2  # with the last token's
     assert 0 not in offered[1 - windowed]
     assert offered[windowed].count(0) > 0
     decode.add("a", PROMPT, max_tokens=2, kv_transfer_params=params)
@@ -185,4 +185,5 @@ def test_layers_of_different_sizes_are_one_group_that_keeps_everything(
     sizes = [spec.page_size_bytes for spec in group.kv_cache_spec.kv_cache_specs.values()]
     assert sizes == [1024, 2048] * 2
     transfer = last.metrics.transfer
-    assert (transfer.num_blocks, transfer.num_bytes) == (NUM_BLOCKS, NUM_BLOCKS * sum(sizes))
+    num_blocks = NUM_BLOCKS + 1  # all of the prompt
+    assert (transfer.num_blocks, transfer.num_bytes) == (num_blocks, num_blocks * sum(sizes))

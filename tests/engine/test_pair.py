@@ -51,7 +51,9 @@ def test_the_answer_is_the_single_nodes(
     drive(prefill, decode, until=lambda: not prefill.core.has_work and not decode.core.has_work)
     for index, prompt in enumerate(prompts):
         assert_same(decode.tokens(f"r{index}"), family, prompt, 20)
-        assert decode.last(f"r{index}").metrics.num_loaded_tokens == (len(prompt) if len(prompt) > 1 else 0)
+        num_loaded = decode.last(f"r{index}").metrics.num_loaded_tokens
+        # Where layers forget tokens, the last token is not loaded.
+        assert num_loaded == (len(prompt) - (family != "llama") if len(prompt) > 1 else 0)
     assert prefill.is_whole
     assert decode.is_whole
 
