@@ -222,7 +222,7 @@ def write_adapter(folder: Path, targets: Mapping[str, tuple[int, int]], seed: in
         targets: Layer → its numbers of inputs and outputs.
         config: Fields of the configuration to change.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     noise = torch.Generator().manual_seed(seed)

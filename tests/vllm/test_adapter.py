@@ -628,7 +628,7 @@ class TestContinuing:
         assert self.asked(side, {"do_remote_decode": True})["remote_identity"] == side.identity
 
     def test_an_adapters_first_token_is_not_the_models(self, tmp_path):
-        adapter = SimpleNamespace(lora_name="adapter", lora_path=str(tmp_path))
+        adapter = SimpleNamespace(lora_name="adapter", lora_path=str(tmp_path), lora_int_id=1)
         params = self.asked(self.node(self.FIELDS), {"do_remote_decode": True}, adapter)
         assert params["remote_num_tokens"] == 40
         assert "remote_identity" not in params
@@ -747,7 +747,7 @@ class TestContent:
         ("key", "value"),
         [
             ("prompt_token_ids", [7] * 39 + [8]),
-            ("lora_request", SimpleNamespace(lora_name="adapter", lora_path="org/adapter")),
+            ("lora_request", SimpleNamespace(lora_name="adapter", lora_path="org/adapter", lora_int_id=1)),
             ("cache_salt", "salt"),
             ("mm_features", [IMAGE]),
             ("prompt_embeds", torch.ones(40, 4)),
@@ -790,7 +790,7 @@ class TestAdapters:
         folder.mkdir()
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(weights)
-        return SimpleNamespace(lora_name="adapter", lora_path=str(folder))
+        return SimpleNamespace(lora_name="adapter", lora_path=str(folder), lora_int_id=1)
 
     def test_its_identity_depends_on_its_contents_not_on_its_path(self, tmp_path):
         one = self._adapter(tmp_path / "one", b"weights")
@@ -805,18 +805,35 @@ class TestAdapters:
         (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"more weights")
         assert adapter_identity(adapter) != before
 
+    def test_an_adapter_whose_files_changed_after_it_was_loaded_equals_no_other(self, tmp_path):
+        """vLLM may hold the old ones, so another node that loaded the new ones must not take its cache."""
+        adapter = self._adapter(tmp_path / "one", b"weights")
+        before = adapter_identity(adapter)
+        (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"more weights")
+        elsewhere = self._adapter(tmp_path / "elsewhere", b"more weights")
+        assert adapter_identity(adapter) not in (
+            before,
+            adapter_identity(elsewhere),
+            adapter_identity(adapter),
+        )
+        loaded_again = SimpleNamespace(**vars(adapter) | {"lora_int_id": 2})
+        assert adapter_identity(loaded_again) == adapter_identity(elsewhere)
+
     def test_the_same_files_with_another_name_are_another_adapter(self, tmp_path):
         adapter = self._adapter(tmp_path / "one", b"weights")
-        renamed = SimpleNamespace(lora_name="renamed", lora_path=adapter.lora_path)
+        renamed = SimpleNamespace(lora_name="renamed", lora_path=adapter.lora_path, lora_int_id=1)
         assert adapter_identity(adapter) != adapter_identity(renamed)
 
     def test_an_adapter_from_the_hub_is_identified_by_the_name_of_its_repository(self):
-        fetched = [SimpleNamespace(lora_name="adapter", lora_path=path) for path in ("org/one", "org/two")]
+        fetched = [
+            SimpleNamespace(lora_name="adapter", lora_path=path, lora_int_id=1)
+            for path in ("org/one", "org/two")
+        ]
         assert adapter_identity(fetched[0]) != adapter_identity(fetched[1])
 
     def test_a_space_does_not_move_from_the_name_to_the_repository(self):
-        one = SimpleNamespace(lora_name="polite", lora_path="small org/adapter")
-        another = SimpleNamespace(lora_name="polite small", lora_path="org/adapter")
+        one = SimpleNamespace(lora_name="polite", lora_path="small org/adapter", lora_int_id=1)
+        another = SimpleNamespace(lora_name="polite small", lora_path="org/adapter", lora_int_id=1)
         assert adapter_identity(one) != adapter_identity(another)
 
     def test_none(self):

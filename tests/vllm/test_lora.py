@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.tiny_models import write_adapter
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Layer → its inputs and outputs in the model of these tests.
@@ -17,8 +19,6 @@ TARGETS = {
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """What requests name: adapter → its name and folder. The third has the first one's name and other weights."""
-    from tests.support.tiny_models import write_adapter
-
     root, modules = tmp_path_factory.mktemp("adapters"), ["q_proj", "v_proj", "down_proj"]
     folders = [write_adapter(root / str(seed), TARGETS, seed, target_modules=modules) for seed in range(3)]
     names = ("polite", "terse", "polite")
@@ -57,3 +57,20 @@ def test_an_offer_made_with_another_adapter_is_not_loaded(pair, prompt, policy, 
     assert (after["num_failures"], after["num_bytes"]) == (before["num_failures"] + 1, before["num_bytes"])
     assert "was not computed from this request's prompt" in pair.decode.log
     pair.assert_ended_by(policy, answer, tokens, adapter=adapters.get(other))
+
+
+def test_files_that_changed_after_the_adapter_was_loaded_are_not_taken_for_it(
+    pair, prompt, policy, tmp_path, is_at_rest
+):
+    """The prefill node has the old weights in memory; the decode node loads the new ones, from a copy."""
+    modules = ["q_proj", "v_proj", "down_proj"]
+    old = write_adapter(tmp_path / "old", TARGETS, 3, target_modules=modules)
+    new = write_adapter(tmp_path / "new", TARGETS, 4, target_modules=modules)
+    pair.prefilled(prompt(40, seed=7), adapter=["same", str(old)])
+    pair.prefill.wait_for_status(is_at_rest)
+    write_adapter(old, TARGETS, 4, target_modules=modules)
+    tokens = prompt(100, seed=6)
+    params = pair.prefilled(tokens, adapter=["same", str(old)])
+    answer = pair.decode.ask(next(pair.names), tokens, 8, params, adapter=["same", str(new)])
+    pair.prefill.wait_for_status(is_at_rest)
+    pair.assert_ended_by(policy, answer, tokens, adapter=["same", str(new)])
