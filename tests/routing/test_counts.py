@@ -62,7 +62,7 @@ class Node:
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             answer: dict[str, Any] = {"choices": [], "kv_transfer_params": PARAMS if self.offers else None}
             if self.passes_first:
-                chunk = {"choices": [{"text": "one"}]}
+                chunk = {"choices": [{"text": "one", "finish_reason": "length"}]}
                 answer["first_token"] = {
                     "token_id": 1,
                     "created": 1,

@@ -135,7 +135,7 @@ async def test_the_prefill_node_is_asked_for_one_token_and_to_keep_the_blocks() 
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
-        "stop": "x",
+        "temperature": 0,
         "kv_transfer_params": {
             "do_remote_decode": True,
             "do_remote_prefill": False,
