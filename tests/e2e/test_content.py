@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.reference.demo.launcher import Launcher
+from kvferry.reference.demo.near_tie import tolerance_of
 from tests.support.client import DO_REMOTE_DECODE, Client, Reply, wait_until
 from tests.support.tiny_models import write_tiny_model
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 ONE = "A ferry takes what others have packed; it does not open the boxes. " * 4
 #: The same length, with other tokens from the first block on.
 OTHER = "B ferry shows what others have packed; it does not shut the boxes. " * 4
-MAX_TOKENS = 12
+ASKED = {"max_tokens": 12, "logprobs": 0}
 #: Far less than a lease (6 s), and enough for a busy machine.
 AT_ONCE_S = 4.0
 
@@ -41,34 +42,41 @@ def offer(prefill: Client, prompt: str, **fields: Any) -> dict[str, Any]:
     return params
 
 
+def assert_same_scores(reply: Reply, expected: Reply) -> None:
+    """Check that the answers have the same tokens with the same log probabilities."""
+    assert reply.token_ids == expected.token_ids
+    assert len(reply.logprobs) == len(reply.token_ids)
+    assert reply.logprobs == pytest.approx(expected.logprobs, abs=tolerance_of("float32"))
+
+
 def assert_refused(reply: Reply, expected: Reply) -> None:
     """Check that nothing was read, and that the answer is right all the same."""
     assert reply.status == 200
     assert "was not computed from this request's prompt" in reply.transfer["error"]
     assert reply.transfer["num_bytes"] == 0
-    assert reply.token_ids == expected.token_ids
+    assert_same_scores(reply, expected)
 
 
 @pytest.mark.every_transport
 def test_an_offer_of_another_prompt_is_not_loaded(tiny_fleet: Fleet, transport: str) -> None:
     other = f"{transport}: {OTHER}"
     params = offer(tiny_fleet.prefill, f"{transport}: {ONE}")
-    expected = tiny_fleet.single.complete(other, max_tokens=MAX_TOKENS)
-    reply = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    expected = tiny_fleet.single.complete(other, **ASKED)
+    reply = tiny_fleet.decode.complete(other, **ASKED, kv_transfer_params=params)
     assert_refused(reply, expected)
     wait_until(tiny_fleet.prefill.is_whole, AT_ONCE_S)
     # A request without the offer finds no wrong block in the prefix cache.
-    again = tiny_fleet.decode.complete(other, max_tokens=MAX_TOKENS)
-    assert again.token_ids == expected.token_ids
+    again = tiny_fleet.decode.complete(other, **ASKED)
+    assert_same_scores(again, expected)
 
 
 def test_an_offer_under_another_salt_is_not_loaded(tiny_fleet: Fleet) -> None:
     prompt = f"salted: {ONE}"
     params = offer(tiny_fleet.prefill, prompt, cache_salt="one")
-    expected = tiny_fleet.single.complete(prompt, max_tokens=MAX_TOKENS)
+    expected = tiny_fleet.single.complete(prompt, **ASKED)
     for salt in ({"cache_salt": "another"}, {}):
-        reply = tiny_fleet.decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params, **salt)
-        assert reply.token_ids == expected.token_ids
+        reply = tiny_fleet.decode.complete(prompt, **ASKED, kv_transfer_params=params, **salt)
+        assert_same_scores(reply, expected)
         assert reply.transfer["error"]
         assert reply.transfer["num_bytes"] == 0
 
@@ -76,17 +84,17 @@ def test_an_offer_under_another_salt_is_not_loaded(tiny_fleet: Fleet) -> None:
 def test_an_offer_of_a_longer_prompt_is_not_loaded(tiny_fleet: Fleet) -> None:
     prompt = f"longer: {ONE}"
     params = offer(tiny_fleet.prefill, prompt)
-    expected = tiny_fleet.single.complete(prompt[:150], max_tokens=MAX_TOKENS)
-    reply = tiny_fleet.decode.complete(prompt[:150], max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    expected = tiny_fleet.single.complete(prompt[:150], **ASKED)
+    reply = tiny_fleet.decode.complete(prompt[:150], **ASKED, kv_transfer_params=params)
     assert_refused(reply, expected)
 
 
 def test_an_offer_of_a_shorter_prompt_is_loaded_as_far_as_it_goes(tiny_fleet: Fleet) -> None:
     prompt = f"shorter: {ONE}"
     params = offer(tiny_fleet.prefill, prompt[:150])
-    expected = tiny_fleet.single.complete(prompt, max_tokens=MAX_TOKENS)
-    reply = tiny_fleet.decode.complete(prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params)
-    assert reply.token_ids == expected.token_ids
+    expected = tiny_fleet.single.complete(prompt, **ASKED)
+    reply = tiny_fleet.decode.complete(prompt, **ASKED, kv_transfer_params=params)
+    assert_same_scores(reply, expected)
     assert not reply.transfer["error"]
     assert reply.body["metrics"]["num_loaded_tokens"] == 150
 
@@ -95,7 +103,7 @@ def test_the_load_failure_policy_decides_how_the_request_ends(
     tiny_fleet: Fleet, failing_decode: Client
 ) -> None:
     params = offer(tiny_fleet.prefill, f"policy: {ONE}")
-    reply = failing_decode.complete(f"policy! {OTHER}", max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    reply = failing_decode.complete(f"policy! {OTHER}", **ASKED, kv_transfer_params=params)
     assert reply.status == 500
     assert "was not computed from this request's prompt" in reply.error
     wait_until(lambda: tiny_fleet.prefill.is_whole() and failing_decode.is_whole(), AT_ONCE_S)

@@ -38,6 +38,12 @@ class Reply:
         return ids
 
     @property
+    def logprobs(self) -> list[float]:
+        """The log probability of each token of a completion that asked for them by `logprobs`; otherwise empty."""
+        told = self.body["choices"][0]["logprobs"]
+        return list(told["token_logprobs"]) if told else []
+
+    @property
     def transfer(self) -> Mapping[str, Any]:
         """How the KV cache was transferred. Empty if it was not."""
         return self.body["metrics"]["transfer"] or {}
@@ -128,16 +134,25 @@ def ask_alone(single: Client, **fields: Any) -> AskAlone:
 
 
 def assert_answers_like(
-    single: Client, prompt: str | Sequence[int], token_ids: Sequence[int], max_tokens: int, **fields: Any
+    single: Client,
+    prompt: str | Sequence[int],
+    answer: Reply | Sequence[int],
+    max_tokens: int,
+    **fields: Any,
 ) -> None:
     """Fail unless a single node gives the same answer to the prompt, apart from near-ties of logits.
 
     Args:
-        token_ids: A greedy answer of at most `max_tokens`.
+        answer: A greedy answer of at most `max_tokens`, or only its tokens. If it has log probabilities, they are compared as
+            well: a wrong cache often changes no token. Ask for them, unless the test is about what a request without them does.
         fields: The other fields of its request.
     """
     ask = ask_alone(single, **fields)
-    assert_same_answer(prompt, token_ids, ask(prompt, max_tokens).token_ids, ask)
+    token_ids, logprobs = (answer.token_ids, answer.logprobs) if isinstance(answer, Reply) else (answer, ())
+    expected = ask(prompt, max_tokens)
+    assert_same_answer(
+        prompt, token_ids, expected.token_ids, ask, logprobs=logprobs, expected_logprobs=expected.logprobs
+    )
 
 
 def completion_body(prompt: str | Sequence[int], fields: Mapping[str, Any]) -> dict[str, Any]:

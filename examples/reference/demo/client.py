@@ -123,7 +123,9 @@ def complete(port: int, prompt: str | Sequence[int], **fields: Any) -> Any:
 
 
 def ask_alone(port: int, **fields: Any) -> AskAlone:
-    """Return a function that asks a single node on this host for its answer and its top logits, for `near_tie.compare`.
+    """Return a function that asks a single node on this host for its answer, its top logits and its log probabilities.
+
+    It is for `near_tie.compare`.
 
     Args:
         fields: Further fields of the body of every request.
@@ -131,10 +133,11 @@ def ask_alone(port: int, **fields: Any) -> AskAlone:
 
     def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
         asked = prompt if isinstance(prompt, str) else list(prompt)
-        body = complete(port, asked, max_tokens=max_tokens, return_top_logits=2, **fields)
+        body = complete(port, asked, max_tokens=max_tokens, return_top_logits=2, logprobs=0, **fields)
         choice = body["choices"][0]
         top_logits = [(int(token), float(logit)) for token, logit in choice["top_logits"]]
-        return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits)
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits, logprobs)
 
     return ask
 
