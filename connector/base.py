@@ -167,7 +167,11 @@ class ContentItem(Protocol):
 
 
 class ConnectorRequest(Protocol):
-    """The part of an engine's request that a connector reads. A connector changes nothing in it."""
+    """The part of an engine's request that a connector reads. A connector changes nothing in it.
+
+    A host whose ids contain the clients' also has `client_request_id`, the id that the client gave, as text. Without it
+    `request_id` is taken for that.
+    """
 
     @property
     def request_id(self) -> str: ...

@@ -89,8 +89,9 @@ class _OwnOffer:
 
 @dataclass(frozen=True)
 class _Answer:
-    """An offer of prompt and answer: the blocks that it holds, and its params."""
+    """An offer of prompt and answer: the id that the client gave, the blocks that it holds, and its params."""
 
+    client_request_id: str
     num_blocks: int
     params: dict[str, Any]
 
@@ -513,17 +514,23 @@ class HandoffScheduler(SchedulerHalf):
         self._move(record, RequestState.OFFERED)
         # A router need not send the next prompt with an offer whose lease has run out.
         params = {**offer_params(offer, record.traceparent), "answer_lease_s": self._answer_lease_s}
-        self._answers[request.request_id] = _Answer(num_blocks, params)
+        # Hosts that make their own ids of the clients' say so; see `ConnectorRequest`.
+        client_request_id = getattr(request, "client_request_id", request.request_id)
+        self._answers[request.request_id] = _Answer(client_request_id, num_blocks, params)
         while sum(answer.num_blocks for answer in self._answers.values()) > self._max_answer_blocks:
             self._end_oldest_answer()
         return True, params
 
     def _params_of_answer(self, answered: str) -> dict[str, Any] | None:
-        """Find the newest answer to a request that was sent under this id. Engines put the id between parts of their own."""
-        for request_id, answer in reversed(self._answers.items()):
-            if f"-{answered}-" in f"-{request_id}-":
-                return answer.params
-        return None
+        """Find the newest answer to a request that was sent under this id, the whole of it: who knows it may have the offer."""
+        return next(
+            (
+                answer.params
+                for answer in reversed(self._answers.values())
+                if answer.client_request_id == answered
+            ),
+            None,
+        )
 
     def _describe(self) -> dict[str, Any]:
         """Return what a router should know of this start of the node."""

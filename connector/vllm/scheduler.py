@@ -62,6 +62,10 @@ class VllmRequest:
     mm_features: Sequence[_Item]
     prompt_embeds: torch.Tensor | None
 
+    @property
+    def client_request_id(self) -> str:
+        return client_request_id(self.request_id)
+
     @classmethod
     def of(cls, request: Any, num_left_out: int = 0) -> Self:
         """Translate vLLM's request, without the last `num_left_out` tokens of its prompt."""
@@ -84,6 +88,18 @@ class VllmRequest:
             ],
             request.prompt_embeds,
         )
+
+
+def client_request_id(request_id: str) -> str:
+    """Return the id that a client gave, of an id of the engine: `chatcmpl-ID-RANDOM`, `cmpl-ID-0-RANDOM` or `ID-RANDOM`."""
+    from vllm import envs
+
+    is_random = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+    outer = request_id.rpartition("-")[0] if is_random else request_id
+    kind, _, inner = outer.partition("-")
+    if kind == "chatcmpl":
+        return inner
+    return inner.rpartition("-")[0] if kind == "cmpl" else outer
 
 
 def _can_be_cut(request: Any) -> bool:

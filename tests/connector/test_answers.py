@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvferry.connector.config import KVRole
 from kvferry.connector.content import content_digest
 from kvferry.connector.handoff.events import GroupBlocks
@@ -41,6 +43,20 @@ def prompt_params(request_id: str = "p") -> dict[str, Any]:
     return params
 
 
+class FromClient(Request):
+    """A request of a host that puts the client's id between `cmpl-` and a suffix."""
+
+    @property
+    def client_request_id(self) -> str:
+        return self.request_id.rpartition("-")[0].partition("-")[2]
+
+
+def _asked(decoder: HandoffScheduler, answered: str) -> tuple[bool, dict[str, Any] | None]:
+    question = Request(f"asks for {answered}", 1, {"answer_of": answered}, 1, "length")
+    decoder.on_new_request(question)
+    return decoder.request_finished(question, [[5]])
+
+
 def decode(
     decoder: HandoffScheduler,
     request_id: str = "d",
@@ -48,10 +64,11 @@ def decode(
     reason: str = "stop",
     num_computed: int = len(PROMPT) + len(ANSWER) - 1,
     blocks: tuple[int, ...] = (1, 2, 3),
+    request_type: type[Request] = Request,
     **params: Any,
 ) -> tuple[bool, dict[str, Any] | None]:
     """Answer one request to its end, with the prompt loaded."""
-    request = Request(request_id, len(PROMPT), {**prompt_params(), **params})
+    request = request_type(request_id, len(PROMPT), {**prompt_params(), **params})
     decoder.on_new_request(request)
     decoder.get_num_new_matched_tokens(request, 0)
     decoder.update_state_after_alloc(request, [blocks], len(PROMPT))
@@ -95,14 +112,20 @@ class TestTheOffer:
         assert decode(scheduler(offers=False), offer_answer=True) == (False, None)
         assert decode(scheduler(), offer_answer=False) == (False, None)
 
+    @pytest.mark.parametrize("asked", ["cmpl", "id7", "cmpl-id7", "conv-id7", "id7-0", "0", "ab12cd34"])
+    def test_only_the_whole_id_of_the_client_names_an_answer(self, asked: str) -> None:
+        """The params name the offer, and who knows them can release it."""
+        decoder = scheduler()
+        decode(decoder, "cmpl-conv-id7-0-ab12cd34", request_type=FromClient)
+        assert _asked(decoder, asked) == (False, None)
+
     def test_another_request_can_ask_for_its_params(self) -> None:
         """vLLM cannot put them into a stream."""
         decoder = scheduler()
-        _, params = decode(decoder, "cmpl-id7-0-ab12")
-        for number, (asked, expected) in enumerate({"id7": params, "d7": None}.items()):
-            question = Request(f"q{number}", 1, {"answer_of": asked}, 1, "length")
-            decoder.on_new_request(question)
-            assert decoder.request_finished(question, [[5]]) == (False, expected)
+        _, first = decode(decoder, "cmpl-id7-ab12cd34", request_type=FromClient)
+        _, newest = decode(decoder, "cmpl-id7-ab12cd35", request_type=FromClient)
+        assert first != newest
+        assert _asked(decoder, "id7") == (False, newest)
 
     def test_another_request_can_ask_what_the_node_is(self) -> None:
         for role in ("kv_consumer", "kv_producer"):
