@@ -33,6 +33,10 @@ from .messages import (
 from .pairing import NodePlanner, NodePlanners, RankPlan
 from .peers import Peers, PeerSession
 
+#: So many times in a row an address whose handshake timed out is tried again, to release what its rank offers. With the default
+#: deadlines this takes as long as a lease.
+_MAX_LATE_TRIES = 3
+
 
 class ConsumerProtocol:
     """Claims offers and reads them. Every load that was asked for is reported exactly once.
@@ -279,13 +283,19 @@ class ConsumerProtocol:
         session = self._peers.session(address)
         if session is not None:
             self._planners.forget(session.peer_id)
+        # Whatever the transport says about it: a rank whose process does not get the core in time is alive, and does not know
+        # that its offer will not be read.
+        is_late = address in self._peers.overdue(now)
         actions = self._peers.fail(address, now)
-        self._unreleased.pop(address, None)
+        may_come = is_late and self._peers.num_failures(address) <= _MAX_LATE_TRIES
+        if not may_come:
+            self._unreleased.pop(address, None)
         for load in self._loads.at(address):
-            # A read of this peer ends by itself, now that the peer is dropped, so its deadline no longer counts.
-            load.forgive(load.part_at(address))
+            if not may_come:
+                # A read of this peer ends by itself, now that the peer is dropped, so its deadline no longer counts.
+                load.forgive(load.part_at(address))
             actions += self._end(load, Verdict("failed", error))
-        return actions
+        return actions + (self._peers.want(address, now) if address in self._unreleased else [])
 
     def _heartbeat(self, address: str, session: PeerSession, now: float) -> list[Action]:
         leases = [
@@ -450,7 +460,9 @@ class ConsumerProtocol:
             if not part.is_owed_release:
                 continue
             if session is None:
-                self._unreleased.setdefault(part.address, []).append(load.offer)
+                unreleased = self._unreleased.setdefault(part.address, [])
+                unreleased.append(load.offer)
+                del unreleased[: -self._config.max_failed_claims]
             elif _is_of(load.offer, session):
                 if part.state is LoadState.CONNECTING:
                     actions.append(self._claim(load.offer, session))

@@ -224,6 +224,11 @@ class Peers:
             actions.append(Disconnect(state.peer_id))
         return actions + self._start_waiting(now)
 
+    def num_failures(self, address: str) -> int:
+        """How many attempts to connect to a resting address have failed in a row; 0 for any other."""
+        state = self._states.get(address)
+        return state.failures if isinstance(state, _Resting) else 0
+
     def forget(self, address: str) -> None:
         """End the backoff of an address, so that the next attempt is made at once."""
         if isinstance(self._states.get(address), _Resting):

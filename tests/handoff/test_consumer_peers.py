@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
@@ -12,6 +13,7 @@ from kvferry.connector.errors import InvalidTransferParamsError, StaleLeaseError
 from kvferry.connector.handoff.config import HandoffConfig
 from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import (
+    Action,
     Connect,
     Disconnect,
     GroupBlocks,
@@ -57,6 +59,7 @@ from kvferry.transports.errors import (
     PeerLostError,
     ProtocolError,
     RegionError,
+    TransferTimeoutError,
     TransportClosedError,
 )
 
@@ -333,6 +336,73 @@ def test_shutdown_ends_every_load_and_drops_every_peer(
         assert ended.outcome == ("dropped" if reach is draining else "failed")
     assert consumer.num_loads == 0
     assert consumer.next_deadline() == math.inf
+
+
+# -- a rank that is late -------------------------------------------------------------------------------
+
+
+LATE, LATE_PEER = "sim://late", 8
+BY_TWO = replace(OFFER, addresses=(ADDRESS, LATE))
+
+
+def time_out(consumer: ConsumerProtocol) -> list[Action]:
+    return consumer.advance(4.0)
+
+
+def hear_of_a_timeout(consumer: ConsumerProtocol) -> list[Action]:
+    """Network transports report the loss of a peer whose handshake takes too long."""
+    return consumer.peer_lost(LATE_PEER, PeerLostError("timed out"), 4.0)
+
+
+def lose_the_late_rank(
+    consumer: ConsumerProtocol,
+    welcome: Welcome,
+    lose: Callable[[ConsumerProtocol], list[Action]] = time_out,
+) -> None:
+    """Claim an offer of two ranks, of which one does not answer until the load has failed."""
+    assert consumer.claim("ours", BY_TWO, 0.0) == [Connect(ADDRESS, 4.0), Connect(LATE, 4.0)]
+    for address, peer in ((ADDRESS, PEER), (LATE, LATE_PEER)):
+        consumer.connecting(address, peer, 0.0)
+    consumer.peer_connected(PEER, 0.0)
+    consumer.receive(PEER, welcome, 0.0)
+    consumer.load("ours", BLOCKS, 0.0)
+    actions = lose(consumer)
+    assert isinstance(only_end(actions).error, TransferTimeoutError | PeerLostError)
+    assert Send(PEER, Release("theirs", 3, False, 0, 1)) in actions
+
+
+@pytest.mark.parametrize("lose", [time_out, hear_of_a_timeout])
+def test_a_rank_that_answers_after_the_load_has_failed_is_released(
+    consumer: ConsumerProtocol, welcome: Welcome, lose: Callable[[ConsumerProtocol], list[Action]]
+) -> None:
+    """Otherwise it would hold the blocks, and so its node would, until the lease ends."""
+    lose_the_late_rank(consumer, welcome, lose)
+    assert consumer.next_deadline() == 5.0  # after the backoff
+    assert consumer.advance(5.0) == [Connect(LATE, 4.0)]
+    consumer.connecting(LATE, LATE_PEER + 1, 5.0)
+    consumer.peer_connected(LATE_PEER + 1, 5.0)
+    assert consumer.receive(LATE_PEER + 1, welcome, 5.0) == [
+        Send(LATE_PEER + 1, Claim("theirs", 3, 0, 1)),
+        Send(LATE_PEER + 1, Release("theirs", 3, False, 0, 1)),
+    ]
+
+
+def test_a_rank_that_never_answers_is_not_tried_for_ever(
+    consumer: ConsumerProtocol, welcome: Welcome
+) -> None:
+    lose_the_late_rank(consumer, welcome)
+    consumer.peer_lost(PEER, PeerLostError("it is gone"), 4.0)
+    num_tries = 0
+    while (now := consumer.next_deadline()) < math.inf:
+        num_tries += Connect(LATE, 4.0) in consumer.advance(now)
+        assert now < 30.0  # an offer's lease
+    assert num_tries == 3
+
+
+def test_a_rank_that_refuses_is_not_tried_again(consumer: ConsumerProtocol, welcome: Welcome) -> None:
+    consumer.claim("ours", BY_TWO, 0.0)
+    consumer.connect_failed(LATE, PeerLostError("no node there"), 0.0)
+    assert Connect(LATE, 4.0) not in consumer.advance(1.0)
 
 
 # -- many addresses ------------------------------------------------------------------------------------
