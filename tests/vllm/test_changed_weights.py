@@ -24,7 +24,10 @@ SEEDS = count(1)
 
 @pytest.fixture(scope="module")
 def running_pair(start_module_pair) -> Pair:
-    return start_module_pair()
+    # The worker of one node is in its engine's process, that of the other in a process of its own.
+    return start_module_pair(
+        prefill={"distributed_executor_backend": "mp"}, extra={"connect_timeout_s": 20, "claim_timeout_s": 20}
+    )
 
 
 @pytest.fixture
@@ -79,12 +82,12 @@ def test_unlike_weights_are_refused_until_both_nodes_have_them(pair: Pair, promp
     loads = pair.decode.order("figures")["num_loads"]
     answer = pair.hand_over(tokens)
     assert pair.decode.order("figures")["num_loads"] == loads + 1
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
     for node in nodes:
         change(node, 1 / FACTOR)
     tokens = prompt(100, next(SEEDS))
     answer = pair.hand_over(tokens)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 @pytest.mark.parametrize("changed", ["prefill", "decode"])
@@ -125,7 +128,7 @@ def test_nothing_is_handed_over_before_the_prefix_cache_is_reset(pair: Pair, pro
     for each in both:
         forget(each)
     answer = pair.hand_over(tokens)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_change_while_nothing_is_computed_needs_no_reset_after_it(pair: Pair, prompt) -> None:
@@ -135,7 +138,7 @@ def test_a_change_while_nothing_is_computed_needs_no_reset_after_it(pair: Pair, 
         node.order("scale", parameter=WEIGHT, factor=FACTOR)
     tokens = prompt(100, next(SEEDS))
     answer = pair.hand_over(tokens)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
     for node in (pair.prefill, pair.decode):
         change(node, 1 / FACTOR)
 
@@ -146,7 +149,7 @@ def test_calls_that_change_no_weights_end_nothing(pair: Pair, prompt) -> None:
     pair.prefill.order("call", method="reset_mm_cache")
     pair.prefill.order("call", method="reload_weights")
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)
 
 
 def test_a_reset_of_the_connectors_cache_ends_offers(pair: Pair, prompt, is_at_rest) -> None:
@@ -182,7 +185,7 @@ class TestReloads:
                 assert "loaded over" in refused(pair, prompt(100, next(SEEDS)))
         tokens = prompt(100, next(SEEDS))
         answer = pair.hand_over(tokens)
-        pair.assert_like_alone(tokens, answer["tokens"])
+        pair.assert_like_alone(tokens, answer)
         for node in nodes:
             node.order("call", method="reload_weights", arguments={"weights_path": str(model)})
             forget(node)
@@ -196,4 +199,4 @@ class TestReloads:
         forget(pair.prefill)
         tokens = prompt(100, next(SEEDS))
         answer = pair.hand_over(tokens)
-        pair.assert_like_alone(tokens, answer["tokens"])
+        pair.assert_like_alone(tokens, answer)
