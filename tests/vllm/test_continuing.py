@@ -35,4 +35,4 @@ def test_it_continues_its_own_models(pair, prompt, policy):
     tokens = [*prompt(100), 7]
     params = {**pair.prefilled(tokens[:-1]), "first_token": {"model": own}}
     answer = pair.decode.ask(next(pair.names), tokens, 8, params)
-    pair.assert_like_alone(tokens, answer["tokens"])
+    pair.assert_like_alone(tokens, answer)

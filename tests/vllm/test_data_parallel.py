@@ -40,7 +40,13 @@ class Server:
     def complete(self, prompt: list[int], max_tokens: int, rank: int | None, **more: Any) -> dict[str, Any]:
         """Return the answer of the engine with this data-parallel rank."""
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-        body |= {"temperature": 0, "ignore_eos": True, **more}
+        body |= {
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
         headers = {"Content-Type": "application/json"}
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
@@ -57,11 +63,10 @@ class Server:
         params: dict[str, Any] = answer["kv_transfer_params"]
         return params
 
-    def tokens(self, prompt: list[int], params: Any, rank: int | None) -> list[int]:
-        """Return the tokens of an answer to a prompt that another engine computed."""
+    def answer(self, prompt: list[int], params: Any, rank: int | None) -> dict[str, Any]:
+        """Return the answer to a prompt that another engine computed, in the form of a `Node`'s."""
         (choice,) = self.complete(prompt, 8, rank, kv_transfer_params=params)["choices"]
-        found: list[int] = choice["token_ids"]
-        return found
+        return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
 
     def metrics_page(self) -> str:
         with urllib.request.urlopen(f"{self.process.url}/metrics", timeout=ANSWER_S) as response:
@@ -95,14 +100,14 @@ def test_an_offer_names_the_engine_that_holds_the_blocks(server, prompt):
     assert len(ids) == len(addresses) == len(RANKS)
     for rank, offer in enumerate(offers):
         assert offer["remote_engine_id"].endswith(f"_dp{rank}")
-        server.tokens(prompt(40, rank), offer, 1 - rank)
+        server.answer(prompt(40, rank), offer, 1 - rank)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 1), (ANY, ANY)])
 def test_one_engine_continues_what_another_one_computed(server, shm_pair, prompt, first, second):
     tokens = prompt(300, f"{first} {second}")
     before = server.by_engine("kvferry_load_seconds_count")
-    answer = server.tokens(tokens, server.offer(tokens, first), second)
+    answer = server.answer(tokens, server.offer(tokens, first), second)
     loads = server.by_engine("kvferry_load_seconds_count") - before
     assert sum(loads.values()) == 1
     assert second is ANY or loads[str(second)] == 1
@@ -120,7 +125,7 @@ def test_a_single_node_continues_what_an_engine_computed(server, shm_pair, promp
 @pytest.mark.parametrize("rank", [*RANKS, ANY])
 def test_an_engine_continues_what_a_single_node_computed(server, shm_pair, prompt, rank):
     tokens = prompt(302, rank)
-    answer = server.tokens(tokens, shm_pair.prefilled(tokens), rank)
+    answer = server.answer(tokens, shm_pair.prefilled(tokens), rank)
     shm_pair.assert_like_alone(tokens, answer)
 
 
