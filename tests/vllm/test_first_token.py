@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from kvferry.reference.demo.foreign import free_port
 from kvferry.reference.demo.launcher import Launcher
 from tests.support.client import Client, wait_until
 from tests.support.tiny_models import scale_tensor
+from tests.support.vllm_servers import USAGE as USAGE_OF_CACHE
 from tests.support.vllm_servers import Server
 from vllm_pair.cluster import KVFERRY, start_vllm
 
@@ -30,6 +32,8 @@ ARGUMENTS = (
 #: More than one chunk, also by the router's estimate.
 LONG = "A ferry carries a box from one quay to the other. " * 7
 USAGE = {"stream_options": {"include_usage": True}}
+#: The default `lease_s`, after which an offer that nothing loads ends by itself.
+LEASE_S = 30.0
 COUNTER = "kvferry_router_first_tokens_total"
 MET, OTHER = "kvferry_router_rendezvous_total", "kvferry_router_other_first_tokens_total"
 #: Answers of random bytes: their first tokens are whole characters, parts of characters, and tokens without text.
@@ -216,18 +220,25 @@ def test_a_decode_server_that_chose_another_token_continues_after_the_clients(se
 
 
 @pytest.fixture(scope="module")
-def other(servers, model, tmp_path_factory):
-    """A decode server with other weights, which computes prompts that it cannot load, as after half a rolling update."""
+def others(servers, model, tmp_path_factory):
+    """Decode servers with other weights, as after half a rolling update; by their load failure policy."""
     launcher, _ = servers
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(model, folder)
     for layer in range(2):
         scale_tensor(folder, f"model.layers.{layer}.mlp.up_proj.weight", -1.5)
-    transfer = {**KVFERRY, "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
-    server = start_vllm(launcher, "other server", str(folder), ARGUMENTS, transfer)
-    launcher.wait_listening([server], START_S)
-    launcher.wait_ready([server], START_S)
-    return server
+    started = {}
+    for policy in ("recompute", "fail"):
+        transfer = {**KVFERRY, "kv_role": "kv_consumer", "kv_load_failure_policy": policy}
+        started[policy] = start_vllm(launcher, f"other server ({policy})", str(folder), ARGUMENTS, transfer)
+    launcher.wait_listening(started.values(), START_S)
+    launcher.wait_ready(started.values(), START_S)
+    return started
+
+
+@pytest.fixture
+def other(others):
+    return others["recompute"]
 
 
 @pytest.fixture
@@ -267,6 +278,36 @@ def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other
     for number in range(4):
         assert ask(client, {"prompt": f"{number} of two roles: {LONG}"}, f"roles-{number}")[0] == 200
     assert Server(other).metric("vllm:request_success_total") == asked
+
+
+@pytest.mark.parametrize("path", ["/v1/completions"])
+def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launcher, servers, others, path):
+    _, (prefill, _) = servers
+    router = launcher.start_router("failing", [prefill], [others["fail"]])
+    launcher.wait_ready([router], START_S)
+    wait_until(lambda: states(Client(router)) == ["ready", "ready"])
+    text = {"messages": [{"role": "user", "content": LONG}]} if "chat" in path else {"prompt": LONG}
+    for number in range(3):
+        body = {
+            "model": "model",
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": 8,
+            "cache_salt": f"{number}",
+        }
+        payload = posted(router, path, {**body, **text})
+        assert b"cannot be handed over" in payload
+        assert b"these nodes differ in weights; start both" in payload
+    began = time.monotonic()
+    Server(prefill).wait_for(USAGE_OF_CACHE, lambda usage: usage == 0)
+    assert time.monotonic() - began < LEASE_S / 2
+
+
+def posted(process, path, body):
+    connection = http.client.HTTPConnection("127.0.0.1", process.port, timeout=120)
+    with closing(connection):
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse().read()
 
 
 def states(client):
