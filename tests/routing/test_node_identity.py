@@ -233,6 +233,22 @@ async def test_the_client_is_told_in_what_the_nodes_differ(temperature: float) -
         await asyncio.wait_for(prefill.released.wait(), DEADLINE_S)
 
 
+async def test_a_client_whose_stream_has_begun_is_told_too_in_what_the_nodes_differ() -> None:
+    """vLLM begins a chat's stream before it loads."""
+    prefill, decode = VllmServer("kv_producer"), Failing("kv_consumer", identity="other")
+    decode.begins = asyncio.Event()
+    async with routed([prefill], [decode]) as client, asyncio.timeout(DEADLINE_S):
+        response = await client.post("/v1/completions", json=STREAM | {"temperature": 1})
+        assert await response.content.readany() == ROLE
+        decode.begins.set()
+        rest = await response.text()
+        assert "Internal server error: the prompt's cache cannot be handed over" in rest
+        assert "these nodes differ in weights; start both" in rest
+        assert rest.count('"error"') == 1
+        assert rest.endswith("data: [DONE]\n\n")
+        await prefill.released.wait()
+
+
 # -- roles -------------------------------------------------------------------------------------------
 
 

@@ -280,7 +280,7 @@ def test_a_decode_server_is_refused_as_a_prefill_server(launcher, servers, other
     assert Server(other).metric("vllm:request_success_total") == asked
 
 
-@pytest.mark.parametrize("path", ["/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_offer_of_a_refused_stream_is_released_before_its_lease_ends(launcher, servers, others, path):
     _, (prefill, _) = servers
     router = launcher.start_router("failing", [prefill], [others["fail"]])

@@ -563,6 +563,7 @@ class Router:
                 self._metrics.without_handoff.inc()
             # While the answer is copied: a client may take its next turn as soon as it has read the last event.
             reply.taker.note = functools.partial(self._end_turn, call, node)
+            reply.explain = functools.partial(self._explain_event, call, handoff, node, upstream)
             try:
                 response = await reply.copy(node, upstream, first, continues=known is not None)
             except (asyncio.CancelledError, ConnectionError):
@@ -573,6 +574,24 @@ class Router:
                 tried[node] = reply.lost  # the client has part of the answer, so no other node can give it
             self._note_end(call, node, handoff, reply, upstream)
             return response
+
+    def _explain_event(
+        self,
+        call: Call,
+        handoff: Handoff,
+        node: UpstreamNode,
+        upstream: aiohttp.ClientResponse,
+        events: bytes,
+    ) -> None:
+        """Explain an error in the middle of a stream: vLLM begins a chat's stream before a load has ended.
+
+        Raises:
+            ApiError: See `_explain_failure`.
+        """
+        self._handoffs.ended(
+            call, handoff, events
+        )  # if the error is explained, nothing else ends the handoff
+        self._explain_failure(handoff, node, upstream)
 
     def _explain_failure(
         self, handoff: Handoff, node: UpstreamNode, upstream: aiohttp.ClientResponse

@@ -108,7 +108,7 @@ class Handoffs:
         if handoff.offer is None or handoff.result is not None:
             return
         handoff.offer.settle()
-        body = _error_event(first) if is_stream(response) else object_of(first)
+        body = error_event(first) if is_stream(response) else object_of(first)
         handoff.error = _error_in(body)
         self._end(call, handoff.offer, handoff, _result(response, body))
 
@@ -118,8 +118,9 @@ class Handoffs:
         Args:
             tail: The last bytes of the stream.
         """
+        was_failed = bool(handoff.error)
         handoff.read_tail(tail)
-        if handoff.offer is not None and handoff.result == "unknown" and handoff.error:
+        if handoff.offer is not None and handoff.result == "unknown" and handoff.error and not was_failed:
             # vLLM begins a chat's stream before it says that the load has failed. A release of what was loaded does nothing.
             handoff.offer.hang_up()
             self.release(call, handoff.offer)
@@ -274,7 +275,7 @@ def _result(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> Result
     return "unknown" if response.status == 200 and "error" not in body else "unanswered"
 
 
-def _error_event(beginning: bytes) -> Mapping[str, Any]:
+def error_event(beginning: bytes) -> Mapping[str, Any]:
     """Return the error with which a stream begins; empty if it begins otherwise. vLLM answers 200 before a load has ended."""
     if b'"error"' in beginning:
         for event in beginning.split(b"\n\n"):

@@ -13,6 +13,7 @@ from aiohttp import web
 from ..web.errors import ApiError, note_answered
 from ..web.json_body import object_of
 from .first_tokens import DONE, FirstToken
+from .handoffs import error_event
 from .metrics import NotePiece, Way
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import is_stream
@@ -48,6 +49,7 @@ class Reply:
         lost: Why the stream ended early. None if its node has not failed.
         error: What ended a stream that had begun. None if nothing did.
         way: How the decode node gets the cache of the prompt.
+        explain: Called with events of a stream of which one is an error. It may raise an `ApiError` that says more.
         first: The first token, if the client has it from the prefill node. Every decode node must continue after it.
     """
 
@@ -61,6 +63,7 @@ class Reply:
         self.error: ApiError | None = None
         self.first: FirstToken | None = None
         self.way: Way = "in_turn"
+        self.explain: Callable[[bytes], object] = lambda events: None
 
     @property
     def is_complete(self) -> bool:
@@ -105,7 +108,7 @@ class Reply:
             continues: The node was asked to continue after the first token. Otherwise it has chosen all tokens itself.
 
         Raises:
-            ApiError: The stream began with the first token, and the node refused to continue it.
+            ApiError: The stream began with the first token, and the node refused to continue it; or `explain` raised it.
             OtherTokenError: The stream began with another first token than the node's. Nothing of the node's was sent.
         """
         rewritten = self._continued(upstream, first, continues=continues)
@@ -121,6 +124,8 @@ class Reply:
             while chunk:
                 async with node.exchange():
                     events = rewritten(self.taker.events(chunk))
+                if error_event(events):
+                    self.explain(events)
                 if events:
                     self._note_piece(self.way, "decode")
                     await self._write(events)

@@ -15,6 +15,7 @@ from ..web.errors import ApiError, bad_request, note_answered
 from ..web.fields import Fields
 from ..web.json_body import object_of
 from .first_tokens import DONE, FirstToken
+from .handoffs import error_event
 from .nodes import NodeGoneError, UpstreamNode
 from .phases import Call, is_stream
 from .reading import MAX_ANSWER_BYTES
@@ -226,6 +227,8 @@ class _Part(Reply):
             while chunk:
                 async with node.exchange():
                     events = rewritten(self.taker.events(chunk))
+                if error_event(events):
+                    self.explain(events)
                 self.tail = (self.tail + events)[-TAIL_BYTES:]
                 await self._pass_on(events, headers)
                 async with node.exchange():
