@@ -121,7 +121,7 @@ def test_nodes_with_other_chat_templates_answer_right(launcher: Launcher, tmp_pa
     """Templates that insert different dates, for example: prompts have the same length and other tokens."""
     nodes = []
     for role, word in (("prefill", "Monday"), ("decode", "Friday")):
-        folder = write_tiny_model(tmp_path / role)
+        folder = write_tiny_model(tmp_path / role / "model")  # under one name
         set_chat_template(folder, f"Today is {word}. " + "{% for m in messages %}{{ m.content }}{% endfor %}")
         nodes.append(launcher.start_node(role, role, "--model", str(folder), *TINY_NODE))
     launcher.wait_listening(nodes, START_TIMEOUT_S)
