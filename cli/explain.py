@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
-
-from kvferry.transports.checked import Check, Refused, each, integer, record, seconds
+from typing import Any, Final
 
 from .access import Get, add_access, fetch, getter, json_of
 from .errors import FAILED, OK, CommandError
@@ -79,13 +76,13 @@ def _ask_node(request: str, url: str, get: Get, get_admin: Get) -> dict[str, Any
     try:
         admin_url, hint = _admin_url(url, get)
         page = get_admin(f"{admin_url}/admin/requests/{urllib.parse.quote(request, safe='')}", _TIMEOUT_S)
-        answer = json_of(page)
-        record(_Answer).read_known(answer)
+        # Not above, because it brings NumPy, which most commands do not need.
+        from .stories import checked_answer
+
+        answer = checked_answer(json_of(page))
         return known | {"engine_id": answer["engine_id"], "stories": answer["stories"]}
     except CommandError as error:
         return known | {"error": _message_in(str(error)) + hint}
-    except Refused as error:
-        return known | {"error": f"it answers what no reference node answers: {error}"}
 
 
 def _admin_url(url: str, get: Get) -> tuple[str, str]:
@@ -165,68 +162,3 @@ def _summary(story: Mapping[str, Any]) -> list[str]:
 
 def _details(event: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "name"))
-
-
-# == what a node may tell, as far as it is told here ===============================================
-
-_time, _count = seconds(0, 1e15), integer(0, 1 << 62)
-
-
-def _known(cls: type) -> Check:
-    return lambda value: record(cls).read_known(value)
-
-
-def _ending(value: object) -> object:
-    """Accept what a story says of its end: an empty mapping while there is none."""
-    return _known(_Ending)(value) if value != {} else None
-
-
-@dataclass(frozen=True)
-class _Event:
-    at: Annotated[float, _time]
-    name: str
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    transport: str
-    mechanism: str
-    num_blocks: Annotated[int, _count]
-    num_regions: Annotated[int, _count]
-    num_bytes: Annotated[int, _count]
-    seconds: Annotated[float, _time]
-    exposed_seconds: Annotated[float, _time]
-    reason: str
-    error: str
-
-
-@dataclass(frozen=True)
-class _Metrics:
-    num_cached_tokens: Annotated[int, _count]
-    num_loaded_tokens: Annotated[int, _count]
-    num_output_tokens: Annotated[int, _count]
-    ttft_s: Annotated[float, _time]
-    transfer: Annotated[_Transfer | None, _known(_Transfer)] = None
-
-
-@dataclass(frozen=True)
-class _Ending:
-    error: str
-    finish_reason: str
-    metrics: Annotated[_Metrics, _known(_Metrics)]
-
-
-@dataclass(frozen=True)
-class _Story:
-    request_id: str
-    phase: str
-    arrived: Annotated[float, _time]
-    num_prompt_tokens: Annotated[int, _count]
-    events: Annotated[tuple[_Event, ...], each(_known(_Event), 1 << 20)]
-    ending: Annotated[_Ending | None, _ending]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    engine_id: str
-    stories: Annotated[tuple[_Story, ...], each(_known(_Story), 1 << 20)]

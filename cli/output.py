@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from kvferry.transports.checked import printable
-
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Declare `--json`."""
@@ -27,6 +25,9 @@ def say(*lines: str, start: str = "", file: TextIO | None = None) -> None:
         start: Written first, as it is.
         file: Standard output, if it is not given.
     """
+    # Not above, because it brings NumPy, which most commands do not need.
+    from kvferry.transports.checked import printable
+
     print(start + "\n".join(map(printable, lines)), file=file, flush=True)
 
 

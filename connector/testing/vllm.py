@@ -770,6 +770,8 @@ def nodes_of(transfer: Mapping[str, Any], folder: Path, deadline_s: float = 20.0
 def skip_unless_drivable(transfer: Mapping[str, Any]) -> None:
     """Skip the test if the connector needs something that a model-free node does not have."""
     connector = VllmFactory.get_connector_class(KVTransferConfig(**{"kv_role": "kv_both", **transfer}))
+    if getattr(connector, "can_do_without_block_pool", False):
+        return
     for method in ("bind_kv_cache_manager", "bind_gpu_block_pool"):
         if getattr(connector, method, None) is not getattr(KVConnectorBase_V1, method, None):
             pytest.skip(f"{connector.__name__} overrides {method}: it needs vLLM's own block pool")

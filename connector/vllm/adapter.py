@@ -89,6 +89,8 @@ class KvferryConnector(KVConnectorBase_V1, _Groups):  # type: ignore[misc]
             return self._side
         raise KVTransferStateError("a method of the worker half was called on a scheduler half")
 
+    #: For `kvferry.connector.testing.vllm`, whose nodes have none: only windows and chunks need vLLM's block pool.
+    can_do_without_block_pool = True
     #: vLLM's label for the tokens that we load, in its metrics since 0.32.
     _cache_hit_source = getattr(CacheHitSource, "P2P", None)
 

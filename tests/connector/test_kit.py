@@ -254,6 +254,9 @@ _NO_READ_AT_WILL = (
     "shows only if a read is under way when its blocks are freed; the suite cannot hold back a read of any transport. "
     "tests/connector/test_faults.py does so with a faulty transport, and the suite of transports checks the guard itself"
 )
+_OTHER_WEIGHTS = (
+    "the suite has no model; tests/connector/test_changed_weights.py has nodes whose weights change"
+)
 _ONE_RANK = "needs a node of several ranks; tests/connector/test_several_ranks.py has them"
 
 #: Bugs of the simulator that the suite cannot find, and why. Each of a kind that a store can have is in `BUGS` as well.
@@ -265,6 +268,8 @@ WITHOUT_COUNTERPART: dict[type[object], str] = {
     simulated.AcceptsStaleBytes: f"{_NO_READ_AT_WILL}; of a store: DoesNotReportAFailedLoad",
     simulated.ReportsBeforeTheReadEnded: f"{_NO_READ_AT_WILL}; of a store: ReportsBeforeTheBytes, WritesAfterAnAbort",
     simulated.AwaitsRequestsForever: "the suite has no rendezvous, because a connector need not have any",
+    simulated.KeepsOffersOfOtherWeights: _OTHER_WEIGHTS,
+    simulated.KeepsLoadsOfOtherWeights: _OTHER_WEIGHTS,
     simulated.ForgetsWhatItAnnounced: "costs memory, and changes nothing that an engine sees",
     simulated.ReportsWithTheFirstPart: _ONE_RANK,
     simulated.DeliversToTheFirstRank: _ONE_RANK,
