@@ -315,7 +315,9 @@ class Router:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """Answer as a decode node does. If nodes serve different models, list those of all of them."""
         if name := request.match_info.get("model"):
-            return await self._got(request, lambda node: node.serves(name))
+            is_served = any(node.serves(name) for node in self._decode_pool.nodes)
+            # If no node serves it, any node says so in its own words (404).
+            return await self._got(request, lambda node: node.serves(name) or not is_served)
         kinds = {node.models for node in self._decode_pool.nodes if node.state in USABLE}
         if len(kinds) <= 1:
             return await self._got(request, lambda node: True)
