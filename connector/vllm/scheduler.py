@@ -205,7 +205,7 @@ class SchedulerSide:
         self._loaded_fields: Mapping[str, str | int] = NO_FIELDS
         self._start = ""
         self._begins_anew = False
-        #: Whether vLLM has computed something since its prefix cache was last reset. Whoever resets the cache clears it.
+        #: Whether vLLM has computed something since its prefix cache was last reset. The code that resets the cache clears it.
         self.has_computed = False
         self._early: dict[str, _Early] = {}
         self._half = half
