@@ -69,17 +69,19 @@ def test_nodes_of_several_ranks_load_everything_without_faults(spreads: tuple[Sp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(20_000, 21_000, 250))
 @pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
 def test_promises_hold_between_nodes_of_several_ranks_in_many_more_schedules(
-    spreads: tuple[Spread, ...],
+    spreads: tuple[Spread, ...], first_seed: int
 ) -> None:
-    for seed in range(20_000, 21_000):
+    for seed in range(first_seed, first_seed + 250):
         explore(Simulation(spreads=spreads), seed, num_steps=200)
 
 
 @pytest.mark.slow
-def test_promises_hold_in_many_more_and_longer_schedules() -> None:
-    for seed in range(10_000, 12_500):
+@pytest.mark.parametrize("first_seed", range(10_000, 12_500, 500))
+def test_promises_hold_in_many_more_and_longer_schedules(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 500):
         explore(Simulation(), seed, num_steps=200)
 
 
