@@ -839,7 +839,7 @@ class _Driver:
     def _end_offer(self, ended: OfferEnded) -> None:
         level = logging.DEBUG if ended.outcome == "delivered" else logging.INFO
         about = {"request_id": ended.request_id}
-        logger.log(level, "offer of request %s ended: %s", ended.request_id, ended.reason, extra=about)
+        logger.log(level, "offer of request %r ended: %s", ended.request_id, ended.reason, extra=about)
         self._must("reporting the end of an offer", partial(self._outcomes.offer_ended, ended))
 
     def _end_load(self, ended: LoadEnded) -> None:
@@ -853,7 +853,7 @@ class _Driver:
             # As text: a log record that lives on must not keep the error's frames alive, and with them the pool.
             about = {"request_id": ended.request_id}
             logger.log(
-                level, "load of request %s failed: %s", ended.request_id, str(ended.error), extra=about
+                level, "load of request %r failed: %s", ended.request_id, str(ended.error), extra=about
             )
         self._must("reporting the end of a load", partial(self._outcomes.load_ended, ended, _now()))
 

@@ -284,7 +284,7 @@ class HandoffScheduler(SchedulerHalf):
             return 0, False
         if self._has_state and record.claim.num_tokens >= request.num_prompt_tokens:
             logger.warning(
-                "request %s: not loading the recurrent state on offer: it includes the prompt's last token, which this "
+                "request %r: not loading the recurrent state on offer: it includes the prompt's last token, which this "
                 "node computes itself; send the prompt without that token to the prefill node",
                 request.request_id,
             )
@@ -560,7 +560,7 @@ class HandoffScheduler(SchedulerHalf):
             return False
         if self._has_state and request.num_computed_tokens > request.num_prompt_tokens:
             logger.warning(
-                "request %s: not offering its recurrent state, which is past the prompt; set max_tokens to 1",
+                "request %r: not offering its recurrent state, which is past the prompt; set max_tokens to 1",
                 request.request_id,
             )
             return False
@@ -691,7 +691,7 @@ class HandoffScheduler(SchedulerHalf):
             role = self._config.kv_role
             better = "kv_consumer" if role == "kv_producer" else "kv_producer"
             self._role_log.warning(
-                "ignoring %r of request %s: this node's kv_role %r does not support it; send such requests to a node "
+                "ignoring %r of request %r: this node's kv_role %r does not support it; send such requests to a node "
                 "with kv_role %r or 'kv_both'",
                 key,
                 request_id,

@@ -138,7 +138,7 @@ def _end_at_once(request: Any, identity: str) -> None:
         f"{REFUSED_TO_CONTINUE}: the answer's first token is that of a node with another model; this node is "
         f"{identity[:16] or 'not known'}"
     )
-    logger.warning("request %s: %s", request.request_id, request.stop_reason)
+    logger.warning("request %r: %s", request.request_id, request.stop_reason)
 
 
 def _traced_params(request: Any) -> Mapping[str, Any] | None:
@@ -294,7 +294,7 @@ class SchedulerSide:
                 if wish.rendezvous and self._can_be_early:
                     self._early[request_id] = _Early(request)
         except KVTransferError as error:
-            logger.warning("request %s cannot be handed over: %s", request_id, error)
+            logger.warning("request %r cannot be handed over: %s", request_id, error)
             self._refused[request_id] = str(error)
             # vLLM reads them once more after us, and assumes that they are a dictionary. A dictionary stays as it is: beside
             # us in a MultiConnector there may be connectors with keys of their own in it.
@@ -439,11 +439,11 @@ class SchedulerSide:
         if wish.load_from is not None:
             raise ConnectorError(why)
         if wish.offer_result:
-            logger.warning("not offering request %s: %s", request.request_id, why)
+            logger.warning("not offering request %r: %s", request.request_id, why)
         return TransferWish()
 
     def _fail_followers(self, request_id: str) -> None:
         for follower in self._shared.end_load(request_id):
             self._refused[follower] = (
-                f"request {request_id}, which was to load the same offer, did not load it"
+                f"request {request_id!r}, which was to load the same offer, did not load it"
             )

@@ -162,7 +162,7 @@ class TestProducer:
         for number in range(100):
             assert run_producer(consumer, f"p-{number}") == (False, None)
         (line,) = caplog.messages
-        assert "ignoring 'do_remote_decode' of request p-0" in line
+        assert "ignoring 'do_remote_decode' of request 'p-0'" in line
         assert "kv_role 'kv_consumer' does not support it" in line
         assert "send such requests to a node with kv_role 'kv_producer' or 'kv_both'" in line
 
@@ -202,7 +202,7 @@ class TestProducer:
 class TestConsumer:
     def test_a_producer_logs_that_it_loads_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         request = arrived(scheduler("kv_producer"))
-        assert f"ignoring 'do_remote_prefill' of request {request.request_id}" in caplog.text
+        assert f"ignoring 'do_remote_prefill' of request {request.request_id!r}" in caplog.text
         assert "with kv_role 'kv_consumer' or 'kv_both'" in caplog.text
 
     def test_an_offer_is_claimed_while_the_request_queues(self) -> None:

@@ -45,7 +45,7 @@ from kvferry.connector.vllm.config import (
 from kvferry.connector.vllm.lora import adapter_identity
 from kvferry.connector.vllm.memory import PoolPlacement
 from kvferry.connector.vllm.metadata import StepMetadata, WorkerHandshake
-from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest
+from kvferry.connector.vllm.scheduler import SchedulerSide, VllmRequest, client_request_id
 from kvferry.connector.vllm.sharing import SharedOffers
 from kvferry.connector.vllm.stats import KvferryStats
 from kvferry.connector.vllm.windows import WindowBlocks
@@ -869,10 +869,37 @@ class TestRefusedRequests:
         assert side.num_remembered_requests == 0
 
 
+@pytest.mark.parametrize(
+    ("request_id", "client_id"),
+    [
+        ("chatcmpl-ours-12ab34cd", "ours"),
+        ("cmpl-ours-0-12ab34cd", "ours"),
+        ("ours-12ab34cd", "ours"),
+        # A client may choose any text, also what vLLM itself adds.
+        ("chatcmpl-chatcmpl-ours-0-12ab34cd", "chatcmpl-ours-0"),
+        ("cmpl-cmpl-ours-0-3-12ab34cd", "cmpl-ours-0"),
+        ("-12ab34cd", ""),
+        ("chatcmpl--12ab34cd", ""),
+    ],
+)
+@pytest.mark.parametrize("is_random", [True, False])
+def test_a_clients_id_is_found_in_the_engines(request_id, client_id, is_random, monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0" if is_random else "1")
+    assert client_request_id(request_id if is_random else request_id.rpartition("-")[0]) == client_id
+
+
+def test_a_request_id_cannot_forge_a_line_of_the_log(caplog):
+    _side(role="kv_consumer").on_new_request(
+        _request("r\n12:00:00 all is well \x1b[2J", {"do_remote_decode": True})
+    )
+    (line,) = caplog.messages
+    assert line.isprintable()
+
+
 def test_a_consumer_that_is_asked_for_an_offer_logs_that_it_ignores_this(caplog):
     side, request = _side(role="kv_consumer"), _request("r", {"do_remote_decode": True})
     side.on_new_request(request)
-    assert "ignoring 'do_remote_decode' of request r: this node's kv_role 'kv_consumer'" in caplog.text
+    assert "ignoring 'do_remote_decode' of request 'r': this node's kv_role 'kv_consumer'" in caplog.text
     request.get_finished_reason = lambda: "stop"
     assert side.request_finished(request, ([1, 2, 3],)) == (False, None)
 
