@@ -67,9 +67,9 @@ def single(spawn: Spawn, arguments: Sequence[str]) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def expected(single: Client, tokens: list[int]) -> list[list[int]]:
-    """The single node's tokens for each prompt. It is asked once for all transports."""
-    return [reply.token_ids for reply in complete_all(single, prompts(tokens))]
+def expected(single: Client, tokens: list[int]) -> list[Reply]:
+    """The single node's answers to each prompt. It is asked once for all transports."""
+    return complete_all(single, prompts(tokens), every=1)
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +95,41 @@ def prompts(tokens: Sequence[int]) -> list[Any]:
     return [*QUESTIONS, *slices, *shared, *again, *short]
 
 
-def complete_all(client: Client, prompts: Sequence[Any]) -> list[Reply]:
+def complete_all(client: Client, prompts: Sequence[Any], *, every: int = 2) -> list[Reply]:
+    """Return the answers, every second one with log probabilities: for these a router passes no first token on."""
+
+    def complete(index: int) -> Reply:
+        fields = {} if index % every else {"logprobs": 0}
+        return client.complete(prompts[index], max_tokens=MAX_TOKENS, **fields)
+
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda prompt: client.complete(prompt, max_tokens=MAX_TOKENS), prompts))
+        return list(pool.map(complete, range(len(prompts))))
+
+
+def assert_same(
+    prompts: Sequence[Any], replies: Sequence[Reply], expected: Sequence[Reply], single: Client
+) -> None:
+    for prompt, reply, alone in zip(prompts, replies, expected, strict=True):
+        assert reply.status == 200
+        assert_same_answer(
+            prompt,
+            reply.token_ids,
+            alone.token_ids,
+            ask_alone(single),
+            logprobs=reply.logprobs,
+            expected_logprobs=alone.logprobs,
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_fifty_prompts_of_a_real_model_have_the_single_nodes_tokens(
-    expected: list[list[int]], single: Client, smollm2: Any, transport: str, tokens: list[int]
+    expected: list[Reply], single: Client, smollm2: Any, transport: str, tokens: list[int]
 ) -> None:
     asked = prompts(tokens)
     assert len(asked) >= 50
     replies = complete_all(smollm2.router, asked)
-    for prompt, reply, reference in zip(asked, replies, expected, strict=True):
-        assert reply.status == 200
-        assert_same_answer(prompt, reply.token_ids, reference, ask_alone(single))
+    assert_same(asked, replies, expected, single)
     assert_moved_as_promised(replies, transport, num_layers=30)
     wait_until(smollm2.prefill.is_whole)
     wait_until(smollm2.decode.is_whole)
@@ -149,9 +168,7 @@ def assert_identical(fleet: Any, transport: str, layout: str, num_layers: int) -
     slices = [ids[offset : offset + length] for offset, length in enumerate(lengths())]
     asked = [*slices, ids[:300], ids[50:400]]
     replies = complete_all(fleet.router, asked)
-    expected = [reply.token_ids for reply in complete_all(fleet.single, asked)]
-    for prompt, reply, reference in zip(asked, replies, expected, strict=True):
-        assert_same_answer(prompt, reply.token_ids, reference, ask_alone(fleet.single))
+    assert_same(asked, replies, complete_all(fleet.single, asked, every=1), fleet.single)
     assert {reply.transfer["layout"] for reply in replies if reply.transfer} == {layout}
     assert_moved_as_promised(replies, transport, num_layers)
     wait_until(fleet.prefill.is_whole)

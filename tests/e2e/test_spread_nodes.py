@@ -76,8 +76,8 @@ def assert_handed_over(prefill: Client, decode: Client, single: Client, prompt: 
     """Check that the answer is the single node's, the whole cache was loaded, and all blocks are free again."""
     offered = prefill.complete(prompt, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     params = offered.body["kv_transfer_params"]
-    reply = decode.complete(prompt, max_tokens=8, kv_transfer_params=params)
-    assert_answers_like(single, prompt, reply.token_ids, 8)
+    reply = decode.complete(prompt, max_tokens=8, logprobs=0, kv_transfer_params=params)
+    assert_answers_like(single, prompt, reply, 8)
     assert (reply.transfer["error"], reply.transfer["num_bytes"] > 0) == ("", True)
     wait_until(lambda: prefill.is_whole() and decode.is_whole())
     return reply
@@ -124,14 +124,21 @@ def test_two_stages_of_a_real_model_hand_over(launcher: Launcher) -> None:
     prefill, decode = map(Client, nodes)
     offered = prefill.complete(PROMPT, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
     handed_over = decode.complete(
-        PROMPT, max_tokens=16, kv_transfer_params=offered.body["kv_transfer_params"]
+        PROMPT, max_tokens=16, logprobs=0, kv_transfer_params=offered.body["kv_transfer_params"]
     )
     # With a salt the node uses none of the loaded blocks. It computes the whole prompt itself.
-    alone = decode.complete(PROMPT, max_tokens=16, cache_salt="alone")
+    alone = decode.complete(PROMPT, max_tokens=16, logprobs=0, cache_salt="alone")
     assert (handed_over.transfer["error"], alone.transfer) == ("", {})
     assert alone.body["metrics"]["num_cached_tokens"] == 0
     ask = ask_alone(decode, cache_salt="alone")
-    assert_same_answer(PROMPT, handed_over.token_ids, alone.token_ids, ask)
+    assert_same_answer(
+        PROMPT,
+        handed_over.token_ids,
+        alone.token_ids,
+        ask,
+        logprobs=handed_over.logprobs,
+        expected_logprobs=alone.logprobs,
+    )
     wait_until(lambda: prefill.is_whole() and decode.is_whole())
 
 
@@ -140,9 +147,11 @@ def assert_early(prefill: Client, decode: Client, single: Client, prompt: str) -
     with prefill.streaming(prompt, max_tokens=1, kv_transfer_params=EARLY) as events:
         early = next(events)
         assert (early["choices"], early["kv_transfer_params"]["remote_num_tokens"]) == ([], len(prompt))
-        reply = decode.complete(prompt, max_tokens=8, kv_transfer_params=early["kv_transfer_params"])
+        reply = decode.complete(
+            prompt, max_tokens=8, logprobs=0, kv_transfer_params=early["kv_transfer_params"]
+        )
         *_, last = events
-    assert_answers_like(single, prompt, reply.token_ids, 8)
+    assert_answers_like(single, prompt, reply, 8)
     assert reply.transfer["exposed_seconds"] <= reply.transfer["seconds"]
     assert last["kv_transfer_params"]["remote_lease"] == early["kv_transfer_params"]["remote_lease"]
 
@@ -159,14 +168,16 @@ def assert_killed(prefill: Client, decode: Client, single: Client, prompt: str) 
     ):
         params = next(events)["kv_transfer_params"]
         os.kill(last_rank, signal.SIGSTOP)  # it gets a claim, and never answers
-        answer = background.submit(decode.complete, prompt, max_tokens=8, kv_transfer_params=params)
+        answer = background.submit(
+            decode.complete, prompt, max_tokens=8, logprobs=0, kv_transfer_params=params
+        )
         wait_until(lambda: decode.metric("kvferry_engine_loading_requests") == 1)
         os.kill(last_rank, signal.SIGKILL)
         reply = answer.result()
         # The stream may have ended before the rank was stopped.
         last = list(events)[-1]
         assert "rank 1" in last["error"]["message"] if "error" in last else last["choices"]
-    assert_answers_like(single, prompt, reply.token_ids, 8)
+    assert_answers_like(single, prompt, reply, 8)
     assert reply.transfer["error"]
     assert prefill.process.wait(60) == 1
     said = prefill.process.describe_end()

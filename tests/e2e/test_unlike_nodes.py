@@ -50,11 +50,18 @@ def nodes(spawn: Spawn, model: str, tiny_model: Any, transport: str) -> Iterator
 def test_each_node_loads_prompts_that_the_other_computed(nodes: tuple[Client, Client], model: str) -> None:
     small, large = nodes
     single = ask_alone(small)  # without an offer it acts as a single node, and it has no prefix cache
-    expected = single(TEXT, 8).token_ids
+    expected = single(TEXT, 8)
     for prefill, decode, layout in ((small, large, "per-layer"), (large, small, "uniform")):
         offer = ask(prefill, TEXT, max_tokens=1, kv_transfer_params=DO_REMOTE_DECODE)
-        reply = ask(decode, TEXT, kv_transfer_params=offer.body["kv_transfer_params"])
-        assert_same_answer(TEXT, reply.token_ids, expected, single)
+        reply = ask(decode, TEXT, logprobs=0, kv_transfer_params=offer.body["kv_transfer_params"])
+        assert_same_answer(
+            TEXT,
+            reply.token_ids,
+            expected.token_ids,
+            single,
+            logprobs=reply.logprobs,
+            expected_logprobs=expected.logprobs,
+        )
         transfer, metrics = reply.transfer, reply.body["metrics"]
         assert (transfer["error"], transfer["layout"]) == ("", layout)
         assert metrics["num_loaded_tokens"] == metrics["num_prompt_tokens"] > 32

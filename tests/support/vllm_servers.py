@@ -7,7 +7,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,12 @@ class Reply:
         return [choice["token_ids"] for choice in self.content["choices"]]
 
     @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The samples, for `Server.assert_like_alone`."""
+        found: list[dict[str, Any]] = self.content["choices"]
+        return found
+
+    @property
     def params(self) -> dict[str, Any]:
         found: dict[str, Any] = self.content["kv_transfer_params"]
         return found
@@ -54,7 +60,13 @@ class Server:
 
     def complete(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Reply:
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-        body |= {"temperature": 0, "ignore_eos": True, **more}
+        body |= {
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
         request = urllib.request.Request(
             f"{self.process.url}/v1/completions",
             json.dumps(body).encode(),
@@ -74,17 +86,24 @@ class Server:
         choice: dict[str, Any] = content["choices"][0]
         return choice
 
-    def assert_like_alone(self, prompt: list[int], tokens: list[int], max_tokens: int = 8) -> None:
-        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits."""
+    def assert_like_alone(self, prompt: list[int], answer: Mapping[str, Any], max_tokens: int = 8) -> None:
+        """Fail unless an answer is the server's own answer without cached blocks, apart from near-ties of logits.
+
+        Args:
+            answer: Its choice, with log probabilities.
+        """
 
         def ask(prompt: str | Sequence[int], max_tokens: int) -> Expectation:
             tokens = [int(token) for token in prompt]
             choice = self.alone(tokens, max_tokens, **ASK_FOR_LOGITS)
-            return Expectation(tokens, choice["token_ids"], top_logits(choice))
+            return Expectation(tokens, choice["token_ids"], top_logits(choice), logprobs_of(choice))
 
-        assert_same_answer(prompt, tokens, self.alone(prompt, max_tokens)["token_ids"], ask)
+        alone, tokens, logprobs = self.alone(prompt, max_tokens), answer["token_ids"], logprobs_of(answer)
+        assert_same_answer(
+            prompt, tokens, alone["token_ids"], ask, logprobs=logprobs, expected_logprobs=logprobs_of(alone)
+        )
         # A near-tie at the last token must not hide that the answer ends too early.
-        assert len(tokens) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
+        assert len(tokens) == len(logprobs) == max_tokens, f"{len(tokens)} tokens instead of {max_tokens}"
 
     def offer(self, prompt: list[int]) -> dict[str, Any]:
         """Compute a prompt for another server. Returns the params for that server."""
@@ -109,3 +128,13 @@ class Server:
 
     def assert_no_block_is_in_use(self) -> None:
         self.wait_for(USAGE, lambda usage: usage == 0.0)
+
+
+def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
+    """Return the log probability of each token of a choice of a completion or of a chat."""
+    told = choice["logprobs"]
+    return (
+        list(told["token_logprobs"])
+        if "token_logprobs" in told
+        else [each["logprob"] for each in told["content"]]
+    )

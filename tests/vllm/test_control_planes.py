@@ -21,6 +21,7 @@ from kvferry.reference.demo.launcher import LaunchedProcess, Launcher
 from kvferry.reference.demo.near_tie import Expectation, assert_same_answer
 from kvferry.reference.demo.vllm_router import find_program, start_vllm_router
 from tests.support.llm_d import PREFILL_HEADER, Answer, Sidecar
+from tests.support.vllm_servers import logprobs_of
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.figures import Transfers, read_transfers
 from vllm_pair.run import ASK_FOR_LOGITS, top_logits
@@ -56,7 +57,7 @@ class Pair:
 
         return asyncio.run(read())
 
-    def assert_like_alone(self, prompt: str, token_ids: list[int]) -> None:
+    def assert_like_alone(self, prompt: str, answer: Answer) -> None:
         """Fail unless this is the decode server's own answer to a prompt that it has computed itself, apart from near-ties."""
         alone = {"cache_salt": "alone"}
 
@@ -64,10 +65,20 @@ class Pair:
             choice = complete(self.decode, prompt, max_tokens=max_tokens, **alone, **ASK_FOR_LOGITS).body[
                 "choices"
             ][0]
-            return Expectation(choice["prompt_token_ids"], choice["token_ids"], top_logits(choice))
+            tokens = choice["prompt_token_ids"], choice["token_ids"]
+            return Expectation(*tokens, top_logits(choice), logprobs_of(choice))
 
-        expected = complete(self.decode, prompt, **alone).body["choices"][0]["token_ids"]
-        assert_same_answer(prompt, token_ids, expected, ask)
+        found, expected = (
+            told.body["choices"][0] for told in (answer, complete(self.decode, prompt, **alone))
+        )
+        assert_same_answer(
+            prompt,
+            found["token_ids"],
+            expected["token_ids"],
+            ask,
+            logprobs=logprobs_of(found),
+            expected_logprobs=logprobs_of(expected),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +108,8 @@ def host_of(server: LaunchedProcess) -> str:
 
 def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
     wanted = {"model": "model", "max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
-    return {"prompt": prompt, "ignore_eos": True, **wanted, **fields}
+    scores = {"logprobs": 0, "return_tokens_as_token_ids": True}
+    return {"prompt": prompt, "ignore_eos": True, **wanted, **scores, **fields}
 
 
 def complete(server: LaunchedProcess, prompt: Any, **fields: Any) -> Answer:
@@ -128,7 +140,7 @@ def test_llm_ds_requests_are_handoffs(pair: Pair) -> None:
     assert answer.status == 200, answer.payload
     # The params have become Go's sorted keys and 64-bit floats on the way.
     assert json.loads(sidecar.bodies[1])["kv_transfer_params"]["do_remote_prefill"] is True
-    pair.assert_like_alone(PROMPT, answer.body["choices"][0]["token_ids"])
+    pair.assert_like_alone(PROMPT, answer)
     chat = sidecar.post("/v1/chat/completions", chat_of(PROMPT), headers)
     assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
     assert pair.transfers.num_loads == before + 2
@@ -139,7 +151,7 @@ def test_requests_through_vllm_router_are_handoffs(pair: Pair, router: LaunchedP
     before, prompt = pair.transfers.num_loads, f"Through vllm-router. {PROMPT}"
     answer = complete(router, prompt)
     assert answer.status == 200, answer.payload
-    pair.assert_like_alone(prompt, answer.body["choices"][0]["token_ids"])
+    pair.assert_like_alone(prompt, answer)
     chat = post(router, "/v1/chat/completions", chat_of(prompt))
     assert chat.events[-1]["usage"]["completion_tokens"] == MAX_TOKENS
     assert pair.transfers.num_loads == before + 2
@@ -156,4 +168,4 @@ def test_a_prefill_server_that_dies_in_the_middle_of_a_prefill(pair: Pair, route
         assert asked.result().status in (500, 503)
     answer = complete(pair.decode, prompt)
     assert answer.status == 200
-    pair.assert_like_alone(prompt, answer.body["choices"][0]["token_ids"])
+    pair.assert_like_alone(prompt, answer)

@@ -47,6 +47,6 @@ def test_a_prefill_server_that_is_stopped_ends_as_soon_as_its_offers_are_deliver
     began = time.monotonic()
     reply = decode.complete(tokens, kv_transfer_params=params)
     assert (reply.status, decode.metric(LOADS)) == (200, 1)
-    decode.assert_like_alone(tokens, *reply.tokens)
+    decode.assert_like_alone(tokens, *reply.choices)
     assert prefill.process.wait(END_S) == 0
     assert time.monotonic() - began < END_S

@@ -10,7 +10,7 @@ import pytest
 from kvferry.reference.demo.launcher import Launcher
 from kvferry.reference.engine.default_model import default_model_folder
 from tests.support.client import Client, wait_until
-from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server
+from tests.support.vllm_servers import FAILURES, LOADS, USAGE, Server, logprobs_of
 from vllm_pair.cluster import KVFERRY, start_vllm
 from vllm_pair.run import NODE_ARGUMENTS
 
@@ -50,6 +50,7 @@ class Turn:
     """What the client of one turn received, and what the prefill server did for it.
 
     Attributes:
+        logprobs: The log probability of each token of the answer.
         num_computed: Tokens of the prompt that the prefill server computed.
         num_cached: Tokens of the prompt that were in its prefix cache.
         num_loaded: Tokens of the prompt that it loaded.
@@ -57,6 +58,7 @@ class Turn:
 
     prompt: list[int]
     answer: list[int]
+    logprobs: list[float]
     num_computed: int
     num_cached: int
     num_loaded: int
@@ -122,6 +124,7 @@ class Chat:
             "max_tokens": max_tokens,
             "stream": self.stream,
             "return_token_ids": True,
+            "logprobs": True,
         }
         events = self.served.ask("/v1/chat/completions", body, self.headers)
         (prompt,) = [event["prompt_token_ids"] for event in events if event.get("prompt_token_ids")]
@@ -132,13 +135,15 @@ class Chat:
             {"role": "assistant", "content": "".join(part.get("content") or "" for part in parts)}
         )
         assert choices[-1]["finish_reason"] == ("stop" if answer[-1] == END else "length")
-        self.turns.append(Turn(prompt, answer, *self.served.counted_since(before, len(prompt))))
+        logprobs = [score for choice in choices if choice["logprobs"] for score in logprobs_of(choice)]
+        self.turns.append(Turn(prompt, answer, logprobs, *self.served.counted_since(before, len(prompt))))
         return self.turns[-1]
 
     def assert_like_alone(self):
         """Fail unless each answer is that of one server that computed the whole prompt itself."""
         for turn in self.turns:
-            self.served.decode.assert_like_alone(turn.prompt, turn.answer, len(turn.answer))
+            answer = {"token_ids": turn.answer, "logprobs": {"token_logprobs": turn.logprobs}}
+            self.served.decode.assert_like_alone(turn.prompt, answer, len(turn.answer))
 
 
 @pytest.fixture(scope="module")

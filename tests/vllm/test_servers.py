@@ -129,7 +129,7 @@ def restarted(killed, servers, start_server, model, address) -> Server:
 
 
 def test_a_request_that_was_loaded_before_continues(killed, decode):
-    (answer,) = killed.replies["loaded"].tokens
+    (answer,) = killed.replies["loaded"].choices
     decode.assert_like_alone(killed.prompts["loaded"], answer, 1200)
 
 
@@ -156,14 +156,14 @@ def test_after_the_restart_prompts_are_handed_over_again(restarted, decode, prom
     before = decode.metric(LOADS)
     reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens))
     assert decode.metric(LOADS) == before + 1
-    decode.assert_like_alone(tokens, *reply.tokens)
+    decode.assert_like_alone(tokens, *reply.choices)
     decode.assert_no_block_is_in_use()
 
 
 def test_one_wrong_token_is_not_a_near_tie(decode, prompt):
     tokens = prompt(300)
-    answer = decode.alone(tokens)["token_ids"]
-    answer[3] = (answer[3] + 1) % 256
+    answer = decode.alone(tokens)
+    answer["token_ids"][3] = (answer["token_ids"][3] + 1) % 256
     with pytest.raises(AssertionError, match="a mismatch at token 3 of the answer"):
         decode.assert_like_alone(tokens, answer)
 
@@ -189,15 +189,15 @@ def test_each_of_several_samples_continues_the_prompt(restarted, decode, prompt)
     how = {"n": 3, "temperature": 1, "top_k": 1}
     reply = decode.complete(tokens, kv_transfer_params=restarted.offer(tokens), **how)
     assert (decode.metric(LOADS), decode.metric(FAILURES)) == (before[0] + 1, before[1])
-    assert len(reply.tokens) == 3
-    for sample in reply.tokens:
+    assert len(reply.choices) == 3
+    for sample in reply.choices:
         decode.assert_like_alone(tokens, sample)
 
 
 def test_a_server_of_another_model_computes_the_prompt_itself(restarted, servers, prompt):
     tokens, stranger = prompt(100), servers["stranger"]
     reply = stranger.complete(tokens, kv_transfer_params=restarted.offer(tokens))
-    stranger.assert_like_alone(tokens, *reply.tokens)
+    stranger.assert_like_alone(tokens, *reply.choices)
     assert (stranger.metric(LOADS), stranger.metric(FAILURES)) == (0, 1)
     stranger.assert_no_block_is_in_use()
 
