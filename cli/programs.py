@@ -1,4 +1,4 @@
-"""`kvferry serve`, `kvferry router` and `kvferry demo`: the programs of `kvferry.reference`.
+"""`kvferry serve`, `kvferry router` and `kvferry demo`: the programs of `kvferry.reference` and `kvferry.router`.
 
 Their parsers, and the packages that they need, are imported only when one of them runs or its options are completed. So
 the other commands work without the extra `reference`, and none of them waits for an import that it does not use.
@@ -23,7 +23,7 @@ _FOR_A_NODE: Final = (
 
 
 class Program:
-    """A command whose options and work are those of modules of `kvferry.reference`.
+    """A command whose options and work are those of other modules of kvferry.
 
     Args:
         options: The module whose `configure(parser)` declares the options. Importing it must not import PyTorch.
@@ -35,8 +35,8 @@ class Program:
         self.name = name
         self.needs = needs
         self._about = about
-        self._options = f"kvferry.reference.{options}"
-        self._work = f"kvferry.reference.{work}"
+        self._options = f"kvferry.{options}"
+        self._work = f"kvferry.{work}"
 
     def add(self, commands: Any) -> argparse.ArgumentParser:
         """Declare the command without its options; see `configure`."""
@@ -79,8 +79,8 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         Program(
             "serve",
             "serve a model, as one node of a prefill/decode pair or alone",
-            options="node.cli",
-            work="node.main",
+            options="reference.node.cli",
+            work="reference.node.main",
             needs=_FOR_A_NODE,
         ),
         Program(
@@ -93,8 +93,8 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         Program(
             "demo",
             "run a pair and a single node on this machine, and compare them",
-            options="demo.cli",
-            work="demo.run",
+            options="reference.demo.cli",
+            work="reference.demo.run",
             needs=_FOR_A_NODE,
         ),
     )

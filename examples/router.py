@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvferry.reference.router.main import main
+from kvferry.router.main import main
 
 if __name__ == "__main__":
     sys.exit(main(program="router.py"))

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvferry.reference.web.errors import bad_request, error_middleware
+from kvferry.web.errors import bad_request, error_middleware
 
 ASK_TO_OFFER = {
     "do_remote_decode": True,

@@ -22,8 +22,8 @@ from kvferry.reference.demo import near_tie
 from kvferry.reference.demo.client import Answer, ask, complete
 from kvferry.reference.demo.launcher import LaunchedProcess, Launcher, LaunchError
 from kvferry.reference.engine.default_model import default_model_folder
-from kvferry.reference.web.connections import ConnectionLimits
-from kvferry.reference.web.serving import bind, serving
+from kvferry.web.connections import ConnectionLimits
+from kvferry.web.serving import bind, serving
 
 from .cluster import KVFERRY, start_vllm
 from .figures import Transfers, read_transfers

@@ -11,8 +11,8 @@ from kvferry.reference.demo.cli import parse_arguments
 from kvferry.reference.demo.launcher import Launcher, LaunchError
 from kvferry.reference.demo.report import Way
 from kvferry.reference.node.openai_request import parse_completion
-from kvferry.reference.web.errors import ApiError
-from kvferry.reference.web.serving import StartupError
+from kvferry.web.errors import ApiError
+from kvferry.web.serving import StartupError
 
 DO_REMOTE_DECODE = {"do_remote_decode": True}
 

@@ -16,7 +16,7 @@ from kvferry.reference.engine.errors import InvalidRequestError
 from kvferry.reference.engine.types import PromptItem
 from kvferry.reference.engine.weights import load_model
 from kvferry.reference.node.openai_request import parse_chat, parse_completion
-from kvferry.reference.web.errors import ApiError
+from kvferry.web.errors import ApiError
 
 HIDDEN = 64
 #: Steps have 16 tokens, blocks 4. The first item spans two steps; two positions of the second one are plain tokens.

@@ -24,7 +24,7 @@ from kvferry.reference.demo.report import (
 )
 from kvferry.reference.engine import progress
 from kvferry.reference.engine.progress import Elapsed
-from kvferry.reference.web.serving import StartupError
+from kvferry.web.serving import StartupError
 from tests.support.client import wait_until
 
 TRANSFER = {"num_bytes": 4096, "seconds": 0.1, "num_blocks": 3, "num_regions": 2, "transport": "shm"}

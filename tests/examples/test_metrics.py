@@ -10,9 +10,9 @@ import pytest
 from kvferry.connector.stats import COUNTERS, METRICS, KVConnectorStats, TransferRecord
 from kvferry.reference.engine.types import EngineStats, EngineTotals, RequestMetrics, RequestOutput
 from kvferry.reference.node.metrics import NodeMetrics
-from kvferry.reference.router.handoffs import Handoffs
-from kvferry.reference.router.metrics import RouterMetrics
-from kvferry.reference.router.nodes import UpstreamNode
+from kvferry.router.handoffs import Handoffs
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.nodes import UpstreamNode
 from tests.support.metrics_page import assert_promtool_is_content, declared, with_rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

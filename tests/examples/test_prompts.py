@@ -20,7 +20,7 @@ from kvferry.reference.engine.weights import model_folder
 from kvferry.reference.node.openai_request import ChatPrompt, Message, parse_completion
 from kvferry.reference.node.prompt_sizes import size_bound_of
 from kvferry.reference.node.prompts import MAX_WAITING, NUM_THREADS, SHORT_CHARS, PromptReader
-from kvferry.reference.web.errors import ApiError
+from kvferry.web.errors import ApiError
 
 LONGEST = 100
 #: Pieces of text that tokenizers treat very differently: many bytes become one token, one character many, or none.

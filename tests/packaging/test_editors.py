@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("cli", "connector", "runner_mixin", "transports", "src", "examples", "benchmarks", "tests")
+PACKAGES = ("cli", "connector", "reference", "router", "runner_mixin", "transports", "web")
+FOLDERS = (*PACKAGES, "src", "examples", "benchmarks", "tests")
 
 
 def _only_imports(source: str) -> str:

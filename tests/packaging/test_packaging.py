@@ -21,9 +21,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "cli": ROOT / "cli",
     "connector": ROOT / "connector",
-    "reference": ROOT / "examples" / "reference",
+    "reference": ROOT / "reference",
+    "router": ROOT / "router",
     "runner_mixin": ROOT / "runner_mixin",
     "transports": ROOT / "transports",
+    "web": ROOT / "web",
 }
 
 

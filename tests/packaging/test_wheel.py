@@ -75,13 +75,13 @@ def _run(python: str, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_wheel_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"kvferry/__init__.py", "kvferry/py.typed"} <= names
-    for package in ("cli", "connector", "reference", "transports", "runner_mixin"):
+    for package in ("cli", "connector", "reference", "router", "runner_mixin", "transports", "web"):
         folder = (ROOT / "src" / "kvferry" / package).resolve()
         sources = {str(path.relative_to(folder.parent)) for path in folder.rglob("*.py")}
         assert sources
         assert {f"kvferry/{source}" for source in sources} <= names
         assert f"kvferry/{package}/py.typed" in names
-    assert {"kvferry/transports/_native.abi3.so", "kvferry/reference/router/page.html"} <= names
+    assert {"kvferry/transports/_native.abi3.so", "kvferry/router/page.html"} <= names
     assert "-cp311-abi3-" in wheel.name
     assert not any(name.startswith(("examples/", "tests/")) or name.endswith(".c") for name in names)
 

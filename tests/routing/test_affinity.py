@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.reference.router.policies import PrefixAffinity, prefix_key
-from kvferry.reference.router.ring import Ring, bound, choose
+from kvferry.router.policies import PrefixAffinity, prefix_key
+from kvferry.router.ring import Ring, bound, choose
 
 KEYS = [f"key {index}".encode() for index in range(2000)]
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, make_mocked_request
 
-from kvferry.reference.web.errors import note_answered
-from kvferry.reference.web.tracing import observed
+from kvferry.web.errors import note_answered
+from kvferry.web.tracing import observed
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -129,7 +129,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_a_stream_whose_client_leaves_at_its_last_event_has_been_answered(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvferry.reference")
+    caplog.set_level(logging.INFO, "kvferry")
     # In a rendezvous the decode node may have answered before the prefill node's own answer has ended.
     prefill = Node(wait_at=2 if way == "rendezvous" else 0)
     decode = Node(holds=way == "one after the other")
@@ -159,7 +159,7 @@ async def test_a_stream_whose_client_leaves_at_its_last_event_has_been_answered(
 async def test_a_client_that_leaves_before_the_end_is_counted_as_such(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvferry.reference")
+    caplog.set_level(logging.INFO, "kvferry")
     decode = Node(wait_at=1)
     async with routed([Node()], [decode]) as client:
         await leave_when(decode.is_asked, client, stream=stream)
@@ -247,7 +247,7 @@ async def test_a_turn_whose_client_leaves_at_the_last_event_is_remembered() -> N
 async def test_an_answer_that_was_noted_is_logged_as_answered_although_its_handler_was_cancelled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "kvferry.reference")
+    caplog.set_level(logging.INFO, "kvferry")
 
     async def answer(request: web.Request) -> web.StreamResponse:
         note_answered(request, 200)

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.reference.router.main import main
+from kvferry.router.main import main
 from tests.support.fake_nodes import serving
 
 ROUTER = Path(__file__).parents[2] / "examples" / "router.py"

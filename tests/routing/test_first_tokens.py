@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvferry.reference.engine.default_model import default_model_folder
-from kvferry.reference.router.first_tokens import (
+from kvferry.router.first_tokens import (
     COMPLETIONS,
     Abilities,
     OtherTokenError,

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from kvferry.reference.router.handoffs import RESULTS
+from kvferry.router.handoffs import RESULTS
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0

@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.reference.router.health import MAX_HEALTH_BYTES, Prober, ask_health
-from kvferry.reference.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError, refuse_no_answers
-from kvferry.reference.router.states import Health, NodeState
-from kvferry.reference.web.json_body import MAX_VALUES, object_of
+from kvferry.router.health import MAX_HEALTH_BYTES, Prober, ask_health
+from kvferry.router.reading import MAX_ANSWER_BYTES, EventBuffer, TooLongError, refuse_no_answers
+from kvferry.router.states import Health, NodeState
+from kvferry.web.json_body import MAX_VALUES, object_of
 from tests.support.fake_nodes import routed, serving
 
 DEADLINE_S = 60.0

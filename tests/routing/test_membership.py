@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvferry.reference.router.app import Router
-from kvferry.reference.router.membership import DnsTarget
-from kvferry.reference.router.nodes import NodeGoneError, NodePool, UpstreamNode
-from kvferry.reference.router.policies import Policy, PrefixAffinity
-from kvferry.reference.router.sources import DnsName, NodesFile, NodeSource
-from kvferry.reference.router.states import EjectionRule, Health, NodeState
-from kvferry.reference.web.access import ClientTls, NodeAccess
+from kvferry.router.app import Router
+from kvferry.router.membership import DnsTarget
+from kvferry.router.nodes import NodeGoneError, NodePool, UpstreamNode
+from kvferry.router.policies import Policy, PrefixAffinity
+from kvferry.router.sources import DnsName, NodesFile, NodeSource
+from kvferry.router.states import EjectionRule, Health, NodeState
 from kvferry.transports.testing.certificates import Authority
+from kvferry.web.access import ClientTls, NodeAccess
 from tests.support.fake_dns import Names
 from tests.support.fake_nodes import serving
 

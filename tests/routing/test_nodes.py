@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from kvferry.reference.router.app import kept_alive_socket
-from kvferry.reference.router.nodes import UpstreamNode
-from kvferry.reference.router.states import Health, NodeState
+from kvferry.router.app import kept_alive_socket
+from kvferry.router.nodes import UpstreamNode
+from kvferry.router.states import Health, NodeState
 from tests.support.fake_nodes import routed
 
 DEADLINE_S = 20.0
@@ -120,9 +120,7 @@ async def until_checked(node: Player, times: int) -> None:
 
 def changes_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
     """Return the states in the log's lines about nodes with that role, in order."""
-    lines = [
-        record.getMessage() for record in caplog.records if record.name == "kvferry.reference.router.nodes"
-    ]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.router.nodes"]
     return [line.split(" is ")[1].split(":")[0] for line in lines if line.startswith(f"{role} node")]
 
 

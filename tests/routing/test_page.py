@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout, web
 
-from kvferry.reference.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests
+from kvferry.router.timelines import MAX_ERROR_CHARS, MAX_ID_CHARS, MAX_RECENT, RecentRequests
 from tests.support.fake_nodes import NodeHandler, routed
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[3]], "remote_host": "h"}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.reference.router.nodes import NodePool, NoNodeError
-from kvferry.reference.router.states import Health, NodeState
-from kvferry.reference.web.json_body import MAX_DEPTH
+from kvferry.router.nodes import NodePool, NoNodeError
+from kvferry.router.states import Health, NodeState
+from kvferry.web.json_body import MAX_DEPTH
 from tests.support.fake_nodes import routed
 
 PARAMS = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.reference.router.nodes import UpstreamNode
-from kvferry.reference.router.sessions import MAX_OFFER_CHARS, Answer, AnswerTaker, Sessions
+from kvferry.router.nodes import UpstreamNode
+from kvferry.router.sessions import MAX_OFFER_CHARS, Answer, AnswerTaker, Sessions
 from tests.support.fake_nodes import routed
 
 PROMPT_PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[3]]}

@@ -14,8 +14,8 @@ from aiohttp.abc import AbstractResolver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.reference.router.main import main
-from kvferry.reference.router.membership import (
+from kvferry.router.main import main
+from kvferry.router.membership import (
     BadNodesError,
     Contributions,
     DnsTarget,
@@ -23,7 +23,7 @@ from kvferry.reference.router.membership import (
     parse_nodes,
     parse_target,
 )
-from kvferry.reference.router.sources import DnsName, LookUpError, NodesFile
+from kvferry.router.sources import DnsName, LookUpError, NodesFile
 from tests.support.fake_dns import Names
 
 A, B, C = (f"http://10.0.0.{number}:8100" for number in (1, 2, 3))

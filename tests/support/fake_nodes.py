@@ -10,10 +10,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Handler
 
-from kvferry.reference.router.app import DecodeAlone, Router
-from kvferry.reference.router.nodes import NodePool
-from kvferry.reference.router.states import NodeState
-from kvferry.reference.web.errors import error_middleware
+from kvferry.router.app import DecodeAlone, Router
+from kvferry.router.nodes import NodePool
+from kvferry.router.states import NodeState
+from kvferry.web.errors import error_middleware
 
 #: Seconds for the first health check of a fake node.
 DEADLINE_S = 10.0

@@ -20,10 +20,12 @@ from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.node.app import NodeServer
 from kvferry.reference.node.cli import parse_arguments
-from kvferry.reference.router.app import Router
-from kvferry.reference.router.main import main as router_main
-from kvferry.reference.router.nodes import NodePool
-from kvferry.reference.web.access import (
+from kvferry.router.app import Router
+from kvferry.router.main import main as router_main
+from kvferry.router.nodes import NodePool
+from kvferry.transports.errors import ConfigurationError
+from kvferry.transports.testing.certificates import Authority
+from kvferry.web.access import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     Access,
@@ -34,13 +36,11 @@ from kvferry.reference.web.access import (
     ServerTls,
     has_key,
 )
-from kvferry.reference.web.admin import Admin, serving_admin
-from kvferry.reference.web.connections import ConnectionLimits, is_overloaded, turn_of
-from kvferry.reference.web.errors import error_middleware
-from kvferry.reference.web.json_body import read_json
-from kvferry.reference.web.serving import StartupError, bind, serving
-from kvferry.transports.errors import ConfigurationError
-from kvferry.transports.testing.certificates import Authority
+from kvferry.web.admin import Admin, serving_admin
+from kvferry.web.connections import ConnectionLimits, is_overloaded, turn_of
+from kvferry.web.errors import error_middleware
+from kvferry.web.json_body import read_json
+from kvferry.web.serving import StartupError, bind, serving
 from tests.support import fake_nodes
 
 DEADLINE_S = 20.0

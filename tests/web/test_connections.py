@@ -19,10 +19,10 @@ import pytest
 from aiohttp import web
 
 from kvferry.reference.node.cli import parse_arguments
-from kvferry.reference.web.connections import ConnectionLimits
-from kvferry.reference.web.errors import error_middleware
-from kvferry.reference.web.json_body import MAX_BODY_BYTES, read_json
-from kvferry.reference.web.serving import StartupError, bind, serving
+from kvferry.web.connections import ConnectionLimits
+from kvferry.web.errors import error_middleware
+from kvferry.web.json_body import MAX_BODY_BYTES, read_json
+from kvferry.web.serving import StartupError, bind, serving
 from tests.support.zygote import EXAMPLES
 
 #: The longest time that a test waits.

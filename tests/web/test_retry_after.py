@@ -8,9 +8,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.settings import EngineSettings
 from kvferry.reference.node.app import NodeServer
-from kvferry.reference.router.nodes import RETRY_AFTER_S, NodePool
-from kvferry.reference.router.states import Health, NodeState
-from kvferry.reference.web.errors import ApiError, unavailable
+from kvferry.router.nodes import RETRY_AFTER_S, NodePool
+from kvferry.router.states import Health, NodeState
+from kvferry.web.errors import ApiError, unavailable
 
 
 def test_only_a_temporary_failure_says_when_to_retry() -> None:

@@ -1,1 +1,0 @@
-"""HTTP serving shared by node and router: start, listen, refuse, stop."""

@@ -1,0 +1,276 @@
+"""The demo's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from ...web.serving import StartupError
+from ..engine.settings import DEFAULT_MODEL
+from ..node.options import DEFAULT_CONNECTOR, add_option, words_of
+from .display import say
+from .report import Way
+
+#: Enough for a few prompts, and quick to allocate.
+DEFAULT_NUM_BLOCKS = 512
+#: Small, so that the second default prompt takes several chunks and its transfer can overlap with the prefill.
+DEFAULT_CHUNK_TOKENS = 128
+#: Questions that the default model answers sensibly and briefly. They are asked in `CHAT_TEMPLATE`.
+DEFAULT_PROMPTS = (
+    "What is a ferry? Answer in one sentence.",
+    (
+        "Here is a text.\n\n"
+        "The crossing between the two towns of Norhaven and Suthaven is nine kilometres wide. For two hundred "
+        "years the only way across was a rowing boat that took six passengers and left whenever it was full.\n\n"
+        "In 1921 the towns bought a steam ferry together. They called it the Heron. It carried forty "
+        "passengers and four carts, and it crossed eight times a day, in summer and in winter. The captain, "
+        "Ada Lind, was known for two rules. Nothing was loaded before the manifest was signed, and no box was "
+        "ever opened on board. What was packed in Norhaven arrived in Suthaven in the same order, complete "
+        "and dry.\n\n"
+        "The Heron carried letters, milk, bricks, sheep and once a church bell. The bell was too heavy for "
+        "the crane, so the crew waited for high tide, when the deck lay level with the quay, and rolled it "
+        "aboard on logs. It took a whole night. The bell still hangs in Suthaven and rings every day at noon.\n\n"
+        "In 1954 the ferry was replaced by a larger one with a diesel engine, the Tern. The Tern could load "
+        "cars through a gate in the bow while passengers were still boarding at the stern. This saved a "
+        "quarter of an hour on every trip, because no one had to wait until everything else was on board. The "
+        "timetable was changed from eight crossings a day to fourteen.\n\n"
+        "A bridge was planned in 1978 but never built. The channel is deep, the ground is soft, and the towns "
+        "found that a ferry was enough. Today the third ferry, the Swift, runs on batteries. It charges for "
+        "ten minutes at each quay, which is as long as it takes to unload. The old Heron lies in Norhaven as "
+        "a museum, and children may ring its brass bell.\n\n"
+        "Name the captain of the Heron."
+    ),
+)
+#: How a question to the default model is written: the ChatML that it was trained with.
+CHAT_TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+PLAIN_TEMPLATE = "{prompt}"
+
+#: What stands in front of the pair: our router, or vllm-router, the router of the vLLM project.
+ROUTERS = ("kvferry", "vllm-router")
+
+#: Options about the connector, passed to the prefill node and the decode node.
+PAIR_OPTIONS = ("connector", "load-failure-policy", "connector-module", "connector-option")
+#: Options passed to every node.
+NODE_OPTIONS = (
+    *("model", "layout", "page-order", "block-size", "num-blocks", "max-num-batched-tokens"),
+    *("dtype", "device", "threads"),
+)
+#: Options that one node of the pair can have for itself.
+OWN_OPTIONS = (
+    *("tensor-parallel-size", "pipeline-parallel-size"),
+    *("layout", "page-order", "block-size"),
+)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Hold the values of the command line.
+
+    Attributes:
+        prompts: At least one, as a person reads it.
+        prompt_template: What is sent for a prompt: this text with the prompt instead of `{prompt}`.
+        ways: How the pair is asked, one way after the other.
+        router: What stands in front of the pair, one of `ROUTERS`.
+        layout: Layout of the decode node's cache.
+        json_path: The file for the records; None writes no file.
+        keep: Leave the pair running until Ctrl-C.
+        concurrency: Prompts in flight at once.
+        pair_arguments: Options about the connector for the prefill and the decode node.
+        own_arguments: Options of the prefill node alone, and of the decode node alone.
+        node_arguments: Options of every node.
+        dtype, device: As in `EngineSettings`. Near-ties depend on them.
+    """
+
+    prompts: tuple[str, ...]
+    prompt_template: str
+    ways: tuple[Way, ...]
+    max_tokens: int
+    router: str
+    connector: str
+    layout: str
+    model: str
+    json_path: Path | None
+    keep: bool
+    concurrency: int
+    start_timeout_s: float
+    pair_arguments: tuple[str, ...]
+    own_arguments: tuple[tuple[str, ...], tuple[str, ...]]
+    node_arguments: tuple[str, ...]
+    dtype: str
+    device: str
+
+    @property
+    def requests(self) -> tuple[tuple[str, Way], ...]:
+        """What the pair is asked: each prompt, each way."""
+        return tuple(product(self.prompts, self.ways))
+
+    def sent(self, prompt: str) -> str:
+        """Return what is sent to a node for a prompt."""
+        return self.prompt_template.replace("{prompt}", prompt)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = "kvferry demo") -> DemoOptions:
+    """Read the command line of a program of this name.
+
+    Raises:
+        StartupError: a value cannot work.
+        SystemExit: argparse has printed what the user asked for or did wrong, e.g. after `--help`.
+    """
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    configure(parser)
+    return options_of(parser.parse_args(arguments))
+
+
+def options_of(options: argparse.Namespace) -> DemoOptions:
+    """Check what a parser with these options has read.
+
+    Raises:
+        StartupError: a value cannot work.
+    """
+    if options.max_tokens < 1 or options.concurrency < 1:
+        raise StartupError("--max-tokens and --concurrency must be at least 1")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise StartupError(f"cannot write --json {str(options.json)!r}: its folder does not exist")
+    # A user's own prompt is continued as it is, and asked once unless the user wants otherwise.
+    is_default = not options.prompt and options.prompt_file is None
+    is_chat = is_default and options.model == DEFAULT_MODEL
+    return DemoOptions(
+        prompts=_prompts(options),
+        prompt_template=CHAT_TEMPLATE if is_chat else PLAIN_TEMPLATE,
+        ways=_ways(options.overlap, is_default, options.router),
+        max_tokens=options.max_tokens,
+        router=options.router,
+        connector=options.connector,
+        layout=options.decode_layout or options.layout,
+        model=options.model,
+        json_path=options.json,
+        keep=options.keep,
+        concurrency=options.concurrency,
+        start_timeout_s=options.start_timeout_s,
+        pair_arguments=words_of(options, PAIR_OPTIONS),
+        own_arguments=(
+            words_of(options, OWN_OPTIONS, prefix="prefill-"),
+            words_of(options, OWN_OPTIONS, prefix="decode-"),
+        ),
+        node_arguments=words_of(options, NODE_OPTIONS),
+        dtype=options.dtype,
+        device=options.device,
+    )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the demo."""
+    parser.description = (
+        "Answer prompts with a prefill node and a decode node behind a router, then with a single node, and "
+        "compare the answers. Everything runs on this machine and ends with this program."
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt to continue; may be repeated (default: two questions)",
+    )
+    prompts.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with one prompt per line; blank lines are reported and skipped",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="longest answer, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="prompts in flight at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the pair and its router running after the demo, until Ctrl-C (default: stop everything)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one record per request to FILE")
+    parser.add_argument(
+        "--router",
+        choices=ROUTERS,
+        default=ROUTERS[0],
+        help="program in front of the pair; vllm-router must be installed (default: %(default)s)",
+    )
+    _add_connector_arguments(parser.add_argument_group("connector"))
+    _add_node_arguments(parser.add_argument_group("nodes"))
+
+
+def _add_connector_arguments(group: argparse._ArgumentGroup) -> None:
+    for name in PAIR_OPTIONS:
+        add_option(group, name)
+    group.set_defaults(connector=DEFAULT_CONNECTOR)
+    group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="transfer the KV cache chunk by chunk while the rest of the prompt is computed (default: the default prompts "
+        "are asked without overlap, with the prefill node's first token, and with overlap; your own prompts only with the "
+        "first token)",
+    )
+
+
+def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
+    for name in NODE_OPTIONS:
+        add_option(group, name)
+    group.set_defaults(num_blocks=DEFAULT_NUM_BLOCKS, max_num_batched_tokens=DEFAULT_CHUNK_TOKENS)
+    for role, name in product(("prefill", "decode"), OWN_OPTIONS):
+        own = {"default": None, "help": f"--{name} for the {role} node alone (default: --{name})"}
+        add_option(group, name, prefix=f"{role}-", **own)
+    group.add_argument(
+        "--start-timeout-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds that the nodes have to get ready (default: %(default)g)",
+    )
+
+
+def _ways(overlap: bool | None, is_default: bool, router: str) -> tuple[Way, ...]:
+    is_ours = router == "kvferry"
+    if overlap and not is_ours:
+        raise StartupError(
+            f"--overlap with --router {router}: only the router of kvferry can do that; leave one out"
+        )
+    usual = Way(first_token=is_ours)
+    if overlap is not None:
+        return (Way(overlap=True) if overlap else usual,)
+    return (Way(), usual, Way(overlap=True)) if is_default and is_ours else (usual,)
+
+
+def _prompts(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.prompt_file is not None:
+        return _read_prompts(options.prompt_file)
+    prompts = tuple(options.prompt or DEFAULT_PROMPTS)
+    if not all(prompts):
+        raise StartupError("a --prompt is empty: there is nothing to continue")
+    return prompts
+
+
+def _read_prompts(path: Path) -> tuple[str, ...]:
+    """Read one prompt per line. Name each blank line: it may be a prompt that got lost."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read --prompt-file {str(path)!r}: {error}") from None
+    blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if len(blank) == len(lines):
+        raise StartupError(
+            f"--prompt-file {str(path)!r} has no prompt: it is empty or all its lines are blank"
+        )
+    for number in blank:
+        say(f"skipping line {number} of --prompt-file {str(path)!r}: it is blank")
+    return tuple(line for line in lines if line.strip())

@@ -1,0 +1,611 @@
+"""The HTTP server of a node: routes, answers and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import ClientConnectionResetError, web
+
+from ...connector.errors import ConnectorError
+from ...connector.stats import KVConnectorStats
+from ...web.admin import admin_application
+from ...web.api_pages import add_api_pages
+from ...web.connections import is_overloaded, turn_of
+from ...web.errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    bad_request,
+    error_middleware,
+    note_answered,
+    unavailable,
+)
+from ...web.json_body import MAX_BODY_BYTES, read_json
+from ...web.serving import close_connections_while
+from ...web.tracing import current_span, name_request, observed, span_of_work
+from ..engine.engine import Engine
+from ..engine.errors import EngineDeadError, InvalidRequestError
+from ..engine.types import GenerationRequest, Logprobs, RequestOutput
+from .fan_out import Piece, pieces_of
+from .first_token import FIRST_TOKEN, KnownToken, passed_on
+from .logprobs import PROMPT_LOGPROBS, TokenNames, take_prompt_logprobs
+from .metrics import NodeMetrics
+from .openai_request import ClientRequest, parse_chat, parse_completion
+from .prompts import PromptReader
+from .replies import (
+    TRANSFER_HEADER,
+    ChatFormat,
+    Choice,
+    CompletionFormat,
+    Echo,
+    Envelope,
+    ReplyFormat,
+    failure,
+    transfer_outcome,
+)
+from .stories import MAX_STORIES, Stories
+
+#: Most characters of a client's `X-Request-Id`. The rest is cut off. vllm-router puts both nodes' addresses into an id, before
+#: the part that makes it unique.
+MAX_REQUEST_ID_CHARS = 640
+SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+logger = logging.getLogger(__name__)
+
+Parser = Callable[[Mapping[str, Any]], ClientRequest]
+
+
+class NodeServer:
+    """Serves OpenAI's API over one engine. Before the engine runs it answers too, with status `starting`.
+
+    `/health` says whether the process is alive, and `/ready` whether it should receive new requests. Both answer
+    `{"status": ...}` and, if something is wrong, `"error"`. The status is one of
+
+                   /health  /ready
+        starting   503      503    the model is being loaded
+        ok         200      200
+        overloaded 200      503    as many requests wait as may; the next one would be answered 429
+        draining   200      503    the node is stopping; it finishes what it has accepted, and delivers its offers
+        failing    503      503    the node can no longer transfer caches; `"error"` says why, and it must be restarted
+        dead       503      503    the engine ended; `"error"` says why, and the process is about to exit
+
+    Args:
+        engine: The engine. The caller starts it, and then calls `engine_is_ready`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._metrics = NodeMetrics(engine.stats)
+        self._stories = Stories()
+        engine.on_handoffs = self._observe_handoffs
+        self._prompts: PromptReader
+        self._names: TokenNames
+        self._is_ready = False
+        self._is_draining = False  # says `/ready`
+        self._refuses = False  # new requests
+        self._num_answering = 0
+        self._admin_port: int | None = None
+        self._created = int(time.time())
+
+    def engine_is_ready(self) -> None:
+        """Serve requests from now on."""
+        # The longest prompt leaves room for an answer of one token.
+        self._prompts = PromptReader(self._engine.tokenizer, self._engine.max_model_len - 1)
+        self._names = TokenNames(self._engine.tokenizer)
+        self._is_ready = True
+
+    def announce_drain(self) -> None:
+        """Answer 503 on `/ready` from now on, and still accept requests."""
+        self._is_draining = True
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Requests in flight continue."""
+        self._is_draining = self._refuses = True
+
+    @property
+    def num_answering(self) -> int:
+        """The number of accepted requests whose answers are not completely written."""
+        return self._num_answering
+
+    def application(self) -> web.Application:
+        """Return the routes for aiohttp."""
+        app = web.Application(
+            middlewares=[observed("kvferry.node"), error_middleware], client_max_size=MAX_BODY_BYTES
+        )
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics_text)
+        add_api_pages(app, "kvferry node")
+        app.on_cleanup.append(self._close_prompts)
+        close_connections_while(app, lambda: self._is_draining)
+        return app
+
+    def admin_application(self, on_drain: Callable[[], None], port: int | None) -> web.Application:
+        """Return the admin endpoints.
+
+        Args:
+            on_drain: Starts the drain, after which the process ends.
+            port: Where they are served, for `/health`. None: they are not.
+        """
+        self._admin_port = port
+
+        async def drain(request: web.Request) -> web.Response:
+            on_drain()
+            return web.json_response({"status": "draining", "requests": self._num_answering}, status=202)
+
+        return admin_application(
+            [
+                web.post("/admin/drain", drain),
+                web.get("/admin/requests", self._latest_requests),
+                web.get("/admin/requests/{request_id:.+}", self._story),
+            ]
+        )
+
+    async def _close_prompts(self, app: web.Application) -> None:
+        if self._is_ready:
+            await self._prompts.close()
+
+    # -- small answers -------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        status, error = self._status()
+        # A node that drains is alive: a supervisor that restarted it now would cut off its last requests.
+        is_alive = status in ("ok", "draining")
+        # `kvferry explain` asks for stories at this port.
+        admin = {"admin_port": self._admin_port} if self._admin_port is not None else {}
+        return self._described(status, error, is_alive, **admin)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        status, error = self._status()
+        if status == "ok" and is_overloaded(request):
+            status, error = "overloaded", "as many requests wait as --max-queued-requests allows"
+        is_up = status in ("ok", "overloaded")
+        return self._described(status, error, status == "ok", **(self._what_it_is() if is_up else {}))
+
+    def _what_it_is(self) -> dict[str, Any]:
+        """Say which requests fit: a router refuses a node that cannot do what it was named for."""
+        settings = self._engine.settings
+        role = {"kv_role": settings.kv_transfer.kv_role} if settings.kv_transfer else {}
+        return {**role, "models": [self._engine.model_name, *settings.lora_modules]}
+
+    def _described(self, status: str, error: str, is_well: bool, **facts: Any) -> web.Response:
+        body = {"status": status, **({"error": error} if error else {}), **facts}
+        if status == "ok":
+            kv_transfer = self._engine.settings.kv_transfer
+            # If no prefill node is ready, a router sends whole prompts to a decode node, if the node's policy is to recompute.
+            if kv_transfer:
+                # A router passes an answer's first token only to a decode node that would have chosen the same one.
+                body |= {
+                    "load_failure_policy": kv_transfer.kv_load_failure_policy,
+                    "continues_answers": self._engine.model_digest,
+                }
+            warning = self._engine.stats().transfer_warning
+            body |= {"warning": warning} if warning else {}
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in ("starting", "overloaded") else {}
+        return web.json_response(body, status=200 if is_well else 503, headers=headers)
+
+    def _status(self) -> tuple[str, str]:
+        """Return the status, and what is wrong."""
+        if not self._is_ready:
+            return "starting", ""
+        if self._is_draining:
+            return "draining", ""
+        stats = self._engine.stats()
+        if not stats.healthy:
+            return "dead", stats.error
+        # The node could only recompute or fail every handoff, so routers should use another one.
+        return ("failing", stats.transfer_error) if stats.transfer_error else ("ok", "")
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+
+    def _observe_handoffs(self, stats: KVConnectorStats) -> None:
+        self._metrics.observe_handoffs(stats)
+        self._stories.observe_handoffs(stats)
+
+    async def _latest_requests(self, request: web.Request) -> web.Response:
+        return web.json_response({"requests": self._stories.latest()})
+
+    async def _story(self, request: web.Request) -> web.Response:
+        """Answer with what this node knows of a request; see `stories`."""
+        wanted = request.match_info["request_id"]
+        stories = self._stories.find(wanted)
+        if not stories:
+            message = (
+                f"no story of request {wanted!r}; this node keeps those of its latest {MAX_STORIES} requests"
+            )
+            raise ApiError(404, message, kind="invalid_request_error", param="request_id")
+        kv_transfer = self._engine.settings.kv_transfer
+        return web.json_response(
+            {"engine_id": kv_transfer.engine_id if kv_transfer else "", "stories": stories}
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self._served_models()})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        found = [model for model in self._served_models() if model["id"] == name]
+        if not found:
+            raise self._no_such_model(name)
+        return web.json_response(found[0])
+
+    def _served_models(self) -> list[dict[str, Any]]:
+        engine = self._running_engine()
+        model = {
+            "id": engine.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvferry",
+            "max_model_len": engine.max_model_len,
+        }
+        adapters = [
+            {**model, "id": name, "parent": engine.model_name} for name in engine.settings.lora_modules
+        ]
+        return [model, *adapters]
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._admit(request, parse_completion, CompletionFormat())
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._admit(request, parse_chat, ChatFormat())
+
+    async def _admit(
+        self, request: web.Request, parse: Parser, reply_format: ReplyFormat
+    ) -> web.StreamResponse:
+        """Answer, and count the answer until its last byte is written, so that a drain waits for it."""
+        body = None
+        if self._refuses:
+            body = await read_json(request)
+            if not _is_release(body):
+                # Do not decline the offer that the request names: a router may send it to another node.
+                return unavailable(
+                    "the node is stopping and accepts no new requests; send the request to another node"
+                ).response()
+            # Without the release the drain would wait for this offer until its lease ends.
+        self._num_answering += 1
+        try:
+            async with turn_of(request):
+                response = await self._answer(request, body, parse, reply_format)
+                if not response.prepared:
+                    await response.prepare(request)
+                    await response.write_eof()
+            return response
+        finally:
+            self._num_answering -= 1
+
+    async def _answer(
+        self,
+        request: web.Request,
+        body: Mapping[str, Any] | None,
+        parse: Parser,
+        reply_format: ReplyFormat,
+    ) -> web.StreamResponse:
+        """Answer a request. A body of None has not been read yet."""
+        engine = self._running_engine()
+        body = await read_json(request) if body is None else body
+        try:
+            with span_of_work(request, body.get("kv_transfer_params")):
+                return await self._answer_to(request, body, parse, reply_format)
+        except Exception as error:
+            # The engine has not seen the request, or has failed it. Either way nothing here will load the offer, so tell the
+            # node that made it. The exception is an error with which a router may send the offer to another node.
+            may_retry_elsewhere = isinstance(error, ApiError) and error.status >= 500
+            params = body.get("kv_transfer_params")
+            if not may_retry_elsewhere and isinstance(params, dict):
+                engine.decline(params)
+            raise
+
+    async def _answer_to(
+        self, request: web.Request, body: Mapping[str, Any], parse: Parser, reply_format: ReplyFormat
+    ) -> web.StreamResponse:
+        engine = self._engine
+        with _refusals_as_api_errors():
+            self._prompts.refuse_by_size(body.get("prompt"))
+            client = parse(body)
+            self._refuse_another_model(client.known)
+            lora_name = self._lora_name(client.model)
+            try:
+                prompts = [await self._prompts.read(prompt) for prompt in client.prompts]
+            except asyncio.CancelledError:  # the client left before the engine got the request
+                if client.kv_transfer_params is not None:
+                    engine.decline(client.kv_transfer_params)
+                raise
+            if len(prompts) > 1:  # an answer that has begun could not be refused any more
+                self._prompts.refuse_too_long(prompts)
+            client, prompt_logprobs = self._with_prompt_logprobs(client, len(prompts[0]))
+            if client.wish is not None and not engine.samples_after_whole_prompt:
+                client = client.without_wish()
+        client_request_id = name_request(_client_request_id(request))
+        request_id = f"{reply_format.id_prefix}-{client_request_id}"
+        requests = [
+            [
+                # A node loads a prompt once; further answers to it find it in the prefix cache.
+                self._generation(request_id, client, prompt, lora_name, number)
+                for number in range(client.num_answers)
+            ]
+            for prompt in prompts
+        ]
+        choices = [
+            Choice(number * client.num_answers + index, self._echo(client, number, prompt, prompt_logprobs))
+            for number, prompt in enumerate(prompts)
+            for index in range(client.num_answers)
+        ]
+        envelope = Envelope(
+            reply_format,
+            request_id,
+            lora_name or engine.model_name,
+            int(time.time()) if client.known is None else client.known.created,
+            self._names,
+            client.return_token_ids,
+            client.sampling.num_logprobs is not None,
+            client.num_answers,
+        )
+        async with contextlib.aclosing(pieces_of(requests, self._followed)) as outputs:
+            with _refusals_as_api_errors():
+                first = await anext(outputs)
+            pieces = _uncut(_prepend(first, outputs))
+            if client.stream:
+                outcome = transfer_outcome(
+                    first[1].metrics
+                )  # a load has ended before the first piece arrives
+                return await self._stream(request, pieces, choices, envelope, client, outcome)
+            return await self._whole(pieces, choices, envelope, client)
+
+    def _refuse_another_model(self, known: KnownToken | None) -> None:
+        """Check that this node would have chosen the token after which it is to continue.
+
+        Raises:
+            ApiError: it has another model than the router knew (503).
+        """
+        if known is not None and known.model and known.model != self._engine.model_digest:
+            raise unavailable(
+                "the answer's first token is that of another model: this node may have been restarted with other weights; "
+                "send the request to another node"
+            )
+
+    def _with_prompt_logprobs(
+        self, client: ClientRequest, num_prompt_tokens: int
+    ) -> tuple[ClientRequest, tuple[Logprobs, ...] | None]:
+        """Decide where the log probabilities of the prompt come from, if the client wants them.
+
+        Returns:
+            The request as the engine shall compute it, and what a prefill node has sent along; None if it has not.
+
+        Raises:
+            ApiError: what it sent is malformed (400).
+        """
+        params, given = take_prompt_logprobs(client.kv_transfer_params, num_prompt_tokens)
+        client = replace(client, kv_transfer_params=params)
+        if client.sampling.num_prompt_logprobs is None:
+            return client, None
+        if given is not None:
+            return replace(client, sampling=replace(client.sampling, num_prompt_logprobs=None)), given
+        if params is not None and params.get("do_remote_prefill"):
+            # Only computing the prompt gives its log probabilities, so this node does that, and loads nothing.
+            self._engine.decline(params)
+            params = None
+        elif params is not None:
+            # An early offer would leave before they are known.
+            params = {key: value for key, value in params.items() if key != "overlap"}
+        return replace(client, kv_transfer_params=params), None
+
+    def _echo(
+        self,
+        client: ClientRequest,
+        number: int,
+        prompt: tuple[int, ...],
+        prompt_logprobs: tuple[Logprobs, ...] | None,
+    ) -> Echo | None:
+        if not client.echo:
+            return None
+        text = self._prompts.text_of(client.prompts[number], prompt)
+        return Echo(text, prompt, prompt_logprobs, client.only_echo)
+
+    def _generation(
+        self, request_id: str, client: ClientRequest, prompt: tuple[int, ...], lora_name: str, number: int
+    ) -> GenerationRequest:
+        """Return the request for the answer of this number to a prompt."""
+        sampling = client.sampling
+        if number and sampling.seed is not None:  # otherwise all answers would be the same
+            sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 63))
+        return GenerationRequest(
+            # A client may use an id twice, and a router may retry with the same id. The suffix makes ids unique.
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            kv_transfer_params=None if number else current_span().traced_params(client.kv_transfer_params),
+            cache_salt=client.cache_salt,
+            lora_name=lora_name,
+            items=client.items,
+            continues_elsewhere=client.wish is not None,
+            first_token_id=None if client.known is None else client.known.token_id,
+        )
+
+    async def _followed(self, generation: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Generate, and on the way measure the answer and tell the request's story."""
+        self._stories.begin(generation, current_span())
+        measured = self._metrics.begin_request()
+        try:
+            async with contextlib.aclosing(self._engine.generate(generation)) as outputs:
+                async for output in outputs:
+                    self._stories.observe_output(generation.request_id, output)
+                    measured.observe(output)
+                    if output.prompt_logprobs and output.kv_transfer_params is not None:
+                        # The decode node will not compute the prompt, so it needs them from here.
+                        params = {**output.kv_transfer_params, PROMPT_LOGPROBS: output.prompt_logprobs}
+                        output = replace(output, kv_transfer_params=params)
+                    yield output
+        except Exception as error:
+            reason = {"reason": f"{type(error).__name__}: {error}"}
+            self._stories.note(generation.request_id, "refused or failed", time.time(), reason)
+            raise
+        finally:
+            self._stories.left(generation.request_id)
+
+    async def _whole(
+        self,
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
+        envelope: Envelope,
+        client: ClientRequest,
+    ) -> web.Response:
+        with _refusals_as_api_errors():
+            async for index, output in pieces:
+                choices[index].add(output)
+                if output.finish_reason:
+                    self._metrics.observe(output.metrics)
+        outcome = transfer_outcome(choices[0].last.metrics)
+        headers = {"X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
+        for choice in choices:
+            if choice.last.finish_reason == "error":
+                refusal = failure(choice.last).response()
+                refusal.headers.update(headers)
+                return refusal
+        first = self._first_token(envelope, choices[0].last, client)
+        return web.json_response({**envelope.whole(choices), **first}, headers=headers)
+
+    def _first_token(
+        self, envelope: Envelope, output: RequestOutput, client: ClientRequest
+    ) -> dict[str, Any]:
+        """Return the field that passes the first token on, for the end of the answer to a router that asked for it."""
+        if client.wish is None or output.finish_reason not in ("stop", "length"):
+            return {}
+        digest, include_usage = self._engine.model_digest, client.wish.include_usage
+        return {FIRST_TOKEN: passed_on(envelope, output, model_digest=digest, include_usage=include_usage)}
+
+    async def _stream(
+        self,
+        request: web.Request,
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
+        envelope: Envelope,
+        client: ClientRequest,
+        outcome: str,
+    ) -> web.StreamResponse:
+        headers = {**SSE_HEADERS, "X-Request-Id": envelope.request_id, TRANSFER_HEADER: outcome}
+        response = web.StreamResponse(headers=headers)
+        try:
+            async for event in self._events(pieces, choices, envelope, client):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
+        except EngineDeadError as error:
+            if not response.prepared:
+                raise _engine_ended(error) from error
+            await response.write(_event(_engine_ended(error).body()))
+        except ClientConnectionResetError:
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            # The status has been sent, so an error response is no longer possible. Send the error as the last event.
+            logger.exception("%s %s failed in the middle of its answer", request.method, request.path)
+            failed = ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
+            await response.write(_event(failed.body()))
+        await response.write(b"data: [DONE]\n\n")
+        note_answered(request, response.status)
+        await response.write_eof()
+        return response
+
+    async def _events(
+        self,
+        pieces: AsyncGenerator[Piece, None],
+        choices: Sequence[Choice],
+        envelope: Envelope,
+        client: ClientRequest,
+    ) -> AsyncGenerator[bytes, None]:
+        async for index, output in pieces:
+            delta = choices[index].add(output)
+            if output.is_known:
+                choices[index].has_begun = True  # the router has sent this piece
+            elif output.new_token_ids or output.text_delta or output.finish_reason:
+                first = self._first_token(envelope, output, client)
+                yield _event({**envelope.chunk(choices[index], delta), **first})
+            elif output.kv_transfer_params is not None:
+                yield _event(envelope.early_chunk(output.kv_transfer_params))
+            if output.finish_reason:
+                self._metrics.observe(output.metrics)
+        if client.include_usage:
+            yield _event(envelope.usage_chunk(choices))
+
+    def _running_engine(self) -> Engine:
+        if not self._is_ready:
+            raise unavailable("the node is still starting")
+        return self._engine
+
+    def _lora_name(self, model: str) -> str:
+        """Return the adapter that a client chose by the name of a model; empty for the model itself."""
+        if model in self._engine.settings.lora_modules:
+            return model
+        if model and model not in (self._engine.model_name, self._engine.settings.model):
+            raise self._no_such_model(model)
+        return ""
+
+    def _no_such_model(self, model: str) -> ApiError:
+        message = f"the model {model!r} does not exist; this node serves {self._engine.model_name!r}"
+        return ApiError(404, message, kind="invalid_request_error", param="model", code="model_not_found")
+
+
+@contextlib.contextmanager
+def _refusals_as_api_errors() -> Iterator[None]:
+    """Turn the engine's errors into errors of the API, for the whole server in one place."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise bad_request(str(error), error.param) from error
+    except ConnectorError as error:
+        raise bad_request(f"kv_transfer_params: {error}", "kv_transfer_params") from error
+    except EngineDeadError as error:
+        raise _engine_ended(error) from error
+
+
+def _engine_ended(error: EngineDeadError) -> ApiError:
+    return unavailable(f"the engine does not run: {error}", retry_after_s=None)  # only a restart would help
+
+
+async def _prepend(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+async def _uncut(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of answers until they are complete.
+
+    Raises:
+        EngineDeadError: the node stopped in the middle of an answer.
+    """
+    async for piece in pieces:
+        if piece[1].finish_reason == "abort":
+            raise EngineDeadError("the node stopped before the answer was complete")
+        yield piece
+
+
+def _is_release(body: Mapping[str, Any]) -> bool:
+    """Return whether a request only says that no node will load an offer."""
+    params = body.get("kv_transfer_params")
+    return isinstance(params, dict) and params.get("do_release") is True
+
+
+def _client_request_id(request: web.Request) -> str:
+    given = request.headers.get("X-Request-Id", "").strip()
+    printable = "".join(char for char in given if char.isascii() and char.isprintable())
+    return printable[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+
+def _event(payload: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"

@@ -1,0 +1,301 @@
+"""Read the JSON bodies of OpenAI's API into frozen types.
+
+Fields that the engine does not support and that would change the answer are refused. Other unknown fields are ignored, as
+in vLLM, so that ordinary clients work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...web.errors import bad_request
+from ...web.fields import Fields
+from ..engine.types import MAX_LOGPROBS, PromptItem, SamplingParams
+from .first_token import FirstTokenWish, KnownToken, may_pass_on, take_first_token
+from .prompt_items import parse_items
+
+#: OpenAI's default for completions. A chat's answer may be as long as the context allows.
+DEFAULT_COMPLETION_TOKENS = 16
+UNLIMITED_TOKENS = 1 << 30
+MAX_STOP_TEXTS = 16
+#: Most answers to one request: its prompts times `n`.
+MAX_ANSWERS = 256
+
+#: Fields that the engine accepts only with values that change nothing. `min_tokens` may also be 1 in a request for a prefill,
+#: where vllm-router writes it.
+ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (0,),
+    "logit_bias": ({},),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "prompt_embeds": (),
+}
+#: The same for one of the two endpoints only.
+ONLY_VALUES_OF_COMPLETIONS: Mapping[str, tuple[object, ...]] = {"top_logprobs": (0,)}
+ONLY_VALUES_OF_CHATS: Mapping[str, tuple[object, ...]] = {"echo": (False,)}
+
+#: What a client can do instead, for the messages about some of these fields.
+ALTERNATIVES: Mapping[str, str] = {
+    "best_of": ": ask for n answers, and choose",
+    "prompt_logprobs": ": use 'echo' and 'logprobs'",
+    "top_logprobs": ": completions have 'logprobs'",
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The messages of a chat, which the model's template turns into a text."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A request's body, checked as far as possible without the model.
+
+    Attributes:
+        model: The model's name as the client wrote it; empty means the model that is served.
+        prompts: Each a text, token ids, or a chat.
+        num_answers: Answers to each prompt.
+        echo: Answers begin with the prompt.
+        only_echo: Answers have nothing but the prompt. The engine makes one token all the same.
+        include_usage: Whether a stream ends with a chunk that has the usage.
+        return_token_ids: Whether answers have `token_ids` in addition to the text.
+        cache_salt: The request shares the prefix cache only with requests that have the same salt; empty for no salt.
+        items: The parts of the prompt that are vectors rather than tokens.
+        wish: Answer with the first token only, for another node that continues the answer. None: answer as usual.
+        known: The answer's first token, after which this node continues. None: this node chooses it.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    num_answers: int
+    echo: bool
+    only_echo: bool
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    kv_transfer_params: Mapping[str, Any] | None
+    cache_salt: str
+    items: tuple[PromptItem, ...]
+    wish: FirstTokenWish | None = None
+    known: KnownToken | None = None
+
+    def without_wish(self) -> ClientRequest:
+        """Return the request of a router that has to do without the first token."""
+        return replace(self, wish=None, sampling=replace(self.sampling, max_tokens=1))
+
+
+def parse_completion(body: Mapping[str, Any]) -> ClientRequest:
+    """Read the body of `/v1/completions`.
+
+    Raises:
+        ApiError: a field is missing, malformed or not supported (400, naming it).
+        InvalidRequestError: a sampling parameter is outside its range.
+    """
+    if "prompt" not in body:
+        raise bad_request("the request lacks 'prompt'", "prompt")
+    _refuse_unsupported(body, ONLY_VALUES_OF_COMPLETIONS)
+    fields = Fields(body)
+    # Some clients write false for an absent number.
+    num_logprobs = None if body.get("logprobs") is False else fields.optional_integer("logprobs")
+    echo = fields.boolean("echo", False)
+    if echo and body.get("prompt_items"):
+        raise bad_request("echo: a prompt with vectors (prompt_items) has no text", "echo")
+    return _client_request(body, _prompts(body["prompt"]), DEFAULT_COMPLETION_TOKENS, num_logprobs, echo=echo)
+
+
+def parse_chat(body: Mapping[str, Any]) -> ClientRequest:
+    """Read the body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: a field is missing, malformed or not supported (400, naming it).
+        InvalidRequestError: a sampling parameter is outside its range.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("'messages' must be a list of at least one message", "messages")
+    chat = ChatPrompt(tuple(_message(index, message) for index, message in enumerate(messages)))
+    _refuse_unsupported(body, ONLY_VALUES_OF_CHATS)
+    fields = Fields(body)
+    num_top = fields.integer("top_logprobs", 0)
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs={num_top}: it must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
+    wants_logprobs = fields.boolean("logprobs", False)
+    if num_top and not wants_logprobs:
+        raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
+    return _client_request(body, (chat,), UNLIMITED_TOKENS, num_top if wants_logprobs else None, echo=False)
+
+
+def _client_request(
+    body: Mapping[str, Any],
+    prompts: tuple[Prompt, ...],
+    default_max_tokens: int,
+    num_logprobs: int | None,
+    *,
+    echo: bool,
+) -> ClientRequest:
+    fields = Fields(body)
+    max_tokens = fields.integer("max_tokens", default_max_tokens)
+    max_tokens = fields.integer("max_completion_tokens", max_tokens)
+    kv_transfer_params, wish, known = take_first_token(fields.optional_mapping("kv_transfer_params"))
+    if wish is not None:
+        max_tokens = default_max_tokens if wish.max_tokens is None else wish.max_tokens
+    only_echo = echo and max_tokens == 0
+    num_answers = fields.integer("n", 1)
+    if num_answers < 1:
+        raise bad_request(f"n={num_answers}: it must be at least 1", "n")
+    if num_answers * len(prompts) > MAX_ANSWERS:
+        what = f"n={num_answers}" if len(prompts) == 1 else f"n={num_answers} with {len(prompts)} prompts"
+        raise bad_request(
+            f"{what}: at most {MAX_ANSWERS} answers per request are possible",
+            "n" if num_answers > 1 else "prompt",
+        )
+    sampling = SamplingParams(
+        max_tokens=1 if only_echo else max_tokens,
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        seed=fields.optional_integer("seed"),
+        stop=_stop(body.get("stop")),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        num_top_logits=fields.integer("return_top_logits", 0),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_logprobs if echo else None,
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0),
+    )
+    if kv_transfer_params and len(prompts) > 1:
+        raise bad_request(
+            f"kv_transfer_params are for one prompt, and the request has {len(prompts)}: send one request per prompt",
+            "kv_transfer_params",
+        )
+    if num_answers > 1 and (kv_transfer_params or {}).get("do_remote_decode"):
+        raise bad_request(
+            f"n={num_answers}: with do_remote_decode it must be 1, because a node loads a prompt once", "n"
+        )
+    if known is not None and (num_answers * len(prompts) > 1 or echo or not may_pass_on(sampling)):
+        raise bad_request(
+            "kv_transfer_params.first_token needs one answer to one prompt, temperature 0 or a seed, and neither echo "
+            "nor log probabilities: leave it out",
+            "kv_transfer_params",
+        )
+    # As vLLM does. A client that sends an empty salt by mistake would share cached prompts without knowing it.
+    if body.get("cache_salt") == "":
+        raise bad_request(
+            "'cache_salt' must not be empty: leave it out to share cached prompts", "cache_salt"
+        )
+    request = ClientRequest(
+        model=fields.text("model", ""),
+        prompts=prompts,
+        num_answers=num_answers,
+        echo=echo,
+        only_echo=only_echo,
+        sampling=sampling,
+        stream=fields.boolean("stream", False),
+        include_usage=Fields(fields.mapping("stream_options")).boolean("include_usage", False),
+        return_token_ids=fields.boolean("return_token_ids", False),
+        kv_transfer_params=kv_transfer_params,
+        cache_salt=fields.text("cache_salt", ""),
+        items=parse_items(body),
+        wish=wish,
+        known=known,
+    )
+    is_prefill = (kv_transfer_params or {}).get("do_remote_decode") is True
+    if wish is not None and not (is_prefill and may_pass_on(sampling) and not echo and len(prompts) == 1):
+        return request.without_wish()
+    return request
+
+
+def _refuse_unsupported(body: Mapping[str, Any], more: Mapping[str, tuple[object, ...]]) -> None:
+    for name, allowed in {**ONLY_VALUES, **more}.items():
+        value = body.get(name)
+        if value is None or any(_same(value, only) for only in allowed):
+            continue
+        if name == "min_tokens" and value == 1 and _is_prefill(body):
+            continue
+        shown = json.dumps(value)
+        hint = f"; only {' or '.join(json.dumps(only) for only in allowed)} is" if allowed else ""
+        alternative = ALTERNATIVES.get(name, "")
+        raise bad_request(
+            f"{name}={shown[:80]} is not supported{hint}{alternative}", name, "unsupported_value"
+        )
+
+
+def _is_prefill(body: Mapping[str, Any]) -> bool:
+    """Whether this is a router's request for a prefill. Its only token goes to no client, so it does not matter which it is."""
+    params = body.get("kv_transfer_params")
+    return body.get("max_tokens") == 1 and isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def _same(value: object, other: object) -> bool:
+    # In Python `True == 1`, but `"n": true` is wrong.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        return tuple(map(_prompt, value))
+    return (_prompt(value),)
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return tuple(value)
+    raise bad_request(
+        "'prompt' must be a string or a list of at least one token id, or a list of such prompts", "prompt"
+    )
+
+
+def _message(index: int, message: object) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad_request(f"{where} must be an object with 'role' and 'content'", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise bad_request(f"{where}.role must be a string that is not empty", "messages")
+    return Message(role, _content(where, message.get("content")))
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    raise bad_request(f"{where}.content must be a string or a list of text parts", "messages")
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise bad_request("'stop' must be a string or a list of strings, none of them empty", "stop")
+    if len(texts) > MAX_STOP_TEXTS:
+        raise bad_request(f"'stop' has {len(texts)} strings: at most {MAX_STOP_TEXTS} are supported", "stop")
+    return tuple(texts)

@@ -1,0 +1,111 @@
+"""Options of a node that other programs take as well and pass on. Each is declared once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from ...connector.config import PageOrder
+from ..engine.settings import DEFAULT_MODEL, DTYPES, Layout
+
+DEFAULT_CONNECTOR = "shm"
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "connector": {
+        "metavar": "NAME",
+        "help": f"registered connector (default: {DEFAULT_CONNECTOR})",
+    },
+    "connector-module": {"metavar": "MODULE", "help": "import path of an out-of-tree connector's module"},
+    "connector-option": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "an option of the connector; VALUE is JSON, or plain text if it is not valid JSON; may be repeated",
+    },
+    "load-failure-policy": {
+        "choices": ("recompute", "fail"),
+        "help": "recompute the prompt or fail the request if its KV cache cannot be loaded (default: recompute)",
+    },
+    "model": {
+        "default": DEFAULT_MODEL,
+        "metavar": "PATH",
+        "help": "local folder of a Hugging Face decoder-only model (default: %(default)s, from the package index)",
+    },
+    "dtype": {
+        "choices": DTYPES,
+        "default": "auto",
+        "help": "type of weights and cache; auto is float32 on a CPU, bfloat16 on a GPU (default: %(default)s)",
+    },
+    "device": {
+        "default": "cpu",
+        "help": "device of model and cache: cpu, cuda or cuda:N (default: %(default)s)",
+    },
+    "threads": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "threads of PyTorch; 0 lets PyTorch choose (default: 0)",
+    },
+    "tensor-parallel-size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "worker processes that share each layer, on the CPU only; 1 means no extra process (default: 1)",
+    },
+    "pipeline-parallel-size": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "stages that share the layers, each with --tensor-parallel-size processes; 1 means no extra process (default: 1)",
+    },
+    "layout": {
+        "choices": get_args(Layout),
+        "default": "uniform",
+        "help": "layout of the pool: uniform keeps a block of all layers in one run of bytes (default: %(default)s)",
+    },
+    "page-order": {
+        "choices": get_args(PageOrder),
+        "default": "NHD",
+        "help": "order inside a page: tokens (N) or heads (H) first; nodes with different orders can pair (default: %(default)s)",
+    },
+    "block-size": {
+        "type": int,
+        "default": 16,
+        "metavar": "N",
+        "help": "tokens per block (default: %(default)s)",
+    },
+    "num-blocks": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "blocks of the pool; 0 takes as many as fit into a share of the memory (default: %(default)s)",
+    },
+    "max-num-batched-tokens": {
+        "type": int,
+        "default": 512,
+        "metavar": "N",
+        "help": "most tokens per step, which is also the size of a prefill chunk (default: %(default)s)",
+    },
+}
+#: Former names of options, which still work. `kv-cache-layout` was one of three options called a layout.
+_FORMER_NAMES: Mapping[str, Sequence[str]] = {"page-order": ("kv-cache-layout",)}
+
+
+def add_option(group: argparse._ArgumentGroup, name: str, *, prefix: str = "", **changes: Any) -> None:
+    """Add `--name`, or `--{prefix}name`, as a node has it, with `changes` to its declaration."""
+    names = [name, *_FORMER_NAMES.get(name, ())]
+    group.add_argument(*(f"--{prefix}{name}" for name in names), **{**_OPTIONS[name], **changes})
+
+
+def words_of(options: argparse.Namespace, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
+    """Return the command line words that pass the given options on to a node."""
+
+    def words() -> Iterator[str]:
+        for name in names:
+            given = getattr(options, f"{prefix}{name}".replace("-", "_"))
+            for value in given if isinstance(given, list) else [given]:
+                if value is not None:
+                    yield from (f"--{name}", str(value))
+
+    return tuple(words())

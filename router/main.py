@@ -1,0 +1,365 @@
+"""The router's command line, start and stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from yarl import URL
+
+from ..transports.errors import ConfigurationError
+from ..web.access import Access, NodeAccess, add_node_access_arguments, node_access_of
+from ..web.admin import Admin, add_admin_arguments, admin_of, serving_admin
+from ..web.connections import ConnectionLimits
+from ..web.launcher_link import Link, open_link
+from ..web.logs import set_up_logging
+from ..web.serving import (
+    StartupError,
+    StopRequest,
+    add_drain_arguments,
+    add_serving_arguments,
+    bind,
+    checked_access,
+    exit_status_of,
+    limits_of,
+    say,
+    serving,
+    steer_to_newest,
+)
+from ..web.tracing import set_up_tracing
+from .app import DecodeAlone, Router
+from .membership import ROLES, DnsTarget, parse_target
+from .nodes import NodePool
+from .policies import DEFAULT_LOAD_FACTOR, DEFAULT_PREFIX_LENGTH, LeastLoaded, PolicyName, PrefixAffinity
+from .sources import DnsName, LookUpError, NodesFile, NodeSource
+from .states import FAILED_CHECKS_UNTIL_GONE, EjectionRule
+
+DEFAULT_PORT = 8000
+#: The client's connection, one to a prefill node and one to a decode node.
+DESCRIPTORS_EACH = 3
+
+#: Seconds in which a connection that is being made is complete, or the next request of a connection arrives.
+HALF_OPEN_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "kvferry router") -> int:
+    """Run the router until a signal, or the end of its launcher, stops it.
+
+    Args:
+        program: The program's name in messages.
+
+    Returns:
+        The exit status: 0, or 2 if the router could not start.
+    """
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    configure(parser)
+    return exit_status_of(program, lambda: _run(parser.parse_args(arguments)))
+
+
+def run(arguments: argparse.Namespace, program: str) -> int:
+    """Run the router with the options that a parser has read; see `main`."""
+    return exit_status_of(program, lambda: _run(arguments))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the router."""
+    parser.description = (
+        "Send each request of an OpenAI-compatible API to a prefill node, then to a decode node."
+    )
+    parser.epilog = "docs/router.md explains the states of a node, handoff counts, and how the router stops."
+    add_serving_arguments(parser, port=DEFAULT_PORT)
+    add_admin_arguments(parser)
+    group = parser.add_argument_group("nodes")
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"a {role} node, e.g. http://127.0.0.1:8100, or dns://NAME:PORT (dns+https://NAME:PORT) for a node at each "
+            "address of a DNS name; may be repeated",
+        )
+    group.add_argument(
+        "--nodes-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the lists prefill and decode of nodes' URLs, JSON if its name ends with .json, otherwise TOML; it is read "
+        "again when it changes (default: none)",
+    )
+    group.add_argument(
+        "--dns-interval-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds between two look-ups of a DNS name (default: %(default)g)",
+    )
+    group.add_argument(
+        "--check-interval-s",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between two health checks of a node (default: %(default)g)",
+    )
+    group.add_argument(
+        "--check-timeout-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help=f"seconds after which a health check has failed; after {FAILED_CHECKS_UNTIL_GONE} failures in a row the node counts "
+        "as gone, and its requests end (default: %(default)g)",
+    )
+    add_node_access_arguments(group)
+    group.add_argument(
+        "--eject-after",
+        type=int,
+        default=EjectionRule.num_failures,
+        metavar="N",
+        help="failed requests in a row that eject a node whose health checks succeed; 0 ejects none (default: %(default)d)",
+    )
+    group.add_argument(
+        "--eject-s",
+        type=float,
+        default=EjectionRule.first_s,
+        metavar="S",
+        help="seconds of the first ejection of a node; each further one lasts twice as long, until a request succeeds "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--prefill-policy",
+        choices=get_args(PolicyName),
+        default="least-loaded",
+        help="which prefill node gets a prompt: least-loaded takes the one with the fewest requests; prefix sends prompts with "
+        "the same beginning to the same node, which has it in its prefix cache (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-length",
+        type=int,
+        default=DEFAULT_PREFIX_LENGTH,
+        metavar="N",
+        help="characters of the prompt that --prefill-policy prefix compares; of a prompt of token ids, a quarter as many "
+        "tokens (default: %(default)d)",
+    )
+    group.add_argument(
+        "--prefix-load-factor",
+        type=float,
+        default=DEFAULT_LOAD_FACTOR,
+        metavar="F",
+        help="with --prefill-policy prefix, a node takes at most this multiple of the mean number of requests per node; the next "
+        "prompts go to another node (default: %(default)g)",
+    )
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--answer-timeout-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds from a request to the last byte of its answer; a later answer ends with error 504, which affects no other "
+        "request and no node's state; 0 sets no limit (default: %(default)g)",
+    )
+    group.add_argument(
+        "--decode-alone",
+        choices=get_args(DecodeAlone),
+        default="auto",
+        help="whether decode nodes compute prompts while no prefill node can: auto uses nodes that report the load "
+        "failure policy recompute; always uses any node (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ask-for-answers",
+        action="store_true",
+        help="after a streamed answer, ask the decode node for the offer of its cache to the conversation's next turn, with one more "
+        "request; vLLM's nodes with the option offer_answer need that, because their streams cannot carry it (default: off)",
+    )
+    add_drain_arguments(group)
+    group.add_argument(
+        "--reuse-port",
+        action="store_true",
+        help="share the port with another router of this user that has this option (SO_REUSEPORT): start the new router, then "
+        "stop the old one, and no request is lost (default: the port belongs to one process)",
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that requests in flight have to finish after SIGTERM or SIGINT; a second signal ends the router at "
+        "once (default: %(default)g)",
+    )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="start the decode while the prompt is still being computed, and transfer its KV cache chunk by chunk; "
+        "needs reference nodes (default: off)",
+    )
+    group.add_argument(
+        "--rendezvous",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto asks the prefill and the decode node at once, where both can do that: the cache crosses while the prompt is "
+        "computed; off asks one after the other (default: %(default)s)",
+    )
+    group.add_argument(
+        "--first-token",
+        choices=("auto", "off"),
+        default="auto",
+        help="who streams an answer's first token: auto sends it as soon as the prefill node has it, where nodes and request make "
+        "the answer provably that of a single node, and the rest comes from the decode node; off leaves it to the decode node "
+        "(default: %(default)s)",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    set_up_logging(options.log_level, "router", options.log_format)
+    set_up_tracing(options.otlp_traces_endpoint, "router")
+    _check_times(options)
+    limits = limits_of(options, descriptors_each=DESCRIPTORS_EACH)
+    access = checked_access(options)
+    admin = admin_of(options, access.tls)
+    pools, sources = _nodes(options)
+    node_access = _node_access(options, pools)
+    router = Router(
+        *pools,
+        overlap=options.overlap,
+        rendezvous=options.rendezvous == "auto",
+        first_token=options.first_token == "auto",
+        answer_timeout_s=options.answer_timeout_s,
+        check_interval_s=options.check_interval_s,
+        check_timeout_s=options.check_timeout_s,
+        decode_alone=options.decode_alone,
+        node_access=node_access,
+        # A key of the router's own clients is no key of the nodes.
+        passes_keys_on=not access.keys,
+        asks_for_answers=options.ask_for_answers,
+        sources=sources,
+    )
+    link = open_link(options.launcher_fd)
+    try:
+        with bind(options.host, options.port, is_shared=options.reuse_port) as listener:
+            asyncio.run(_serve(router, listener, link, options, limits, access, admin))
+    except StartupError as error:
+        link.report(failed=str(error))
+        raise
+    finally:
+        link.close()
+
+
+def _node_access(options: argparse.Namespace, pools: Sequence[NodePool]) -> NodeAccess:
+    try:
+        access = node_access_of(options)
+    except ConfigurationError as error:
+        raise StartupError(str(error)) from None
+    # Nodes that the router learns of later are refused by their checks.
+    for url in (node.url for pool in pools for node in pool.nodes):
+        if refusal := access.refusal(URL(url)):
+            raise StartupError(f"{url}: {refusal}")
+    return access
+
+
+def _check_times(options: argparse.Namespace) -> None:
+    for name in (
+        "check_interval_s",
+        "check_timeout_s",
+        "answer_timeout_s",
+        "drain_timeout_s",
+        "drain_delay_s",
+        "dns_interval_s",
+    ):
+        value = getattr(options, name)
+        may_be_0 = not name.startswith(("check", "dns"))
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0):
+            option = "--" + name.replace("_", "-")
+            raise StartupError(
+                f"{option} {value:g}: it must be {'0 or more' if may_be_0 else 'positive'} seconds"
+            )
+
+
+async def _serve(
+    router: Router,
+    listener: socket.socket,
+    link: Link,
+    options: argparse.Namespace,
+    limits: ConnectionLimits,
+    access: Access,
+    admin: Admin | None,
+) -> None:
+    stop = StopRequest(link)
+    host, port = listener.getsockname()[:2]
+    async with (
+        serving_admin(router.admin_application(stop.begin_drain), admin),
+        serving(router.application(), listener, limits, access) as server,
+    ):
+        link.report(listening=port, **({} if admin is None else {"admin": admin.port}))
+        if admin is not None:
+            say(f"router's admin endpoints on {admin.url}")
+        say(f"router listening on {access.scheme}://{host}:{port}")
+        ready = asyncio.create_task(router.wait_until_ready())
+        ready.add_done_callback(lambda task: None if task.cancelled() else link.report(ready=True))
+        await stop.drain.wait()
+        ready.cancel()
+        if not stop.now.is_set():
+            draining = asyncio.create_task(_drain(router, server, listener, options))
+            stopped = asyncio.create_task(stop.now.wait())
+            await asyncio.wait({draining, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            stopped.cancel()
+        router.stop()
+
+
+async def _drain(
+    router: Router, server: asyncio.Server, listener: socket.socket, options: argparse.Namespace
+) -> None:
+    """Accept no more requests, and wait for those in flight."""
+    timeout_s = options.drain_timeout_s
+    logger.info("draining for up to %g s; a second signal ends the router at once", timeout_s)
+    router.announce_drain()
+    await asyncio.sleep(options.drain_delay_s)
+    if options.reuse_port:
+        # The other router serves new connections. This one serves what it has accepted, and closes the connections after it.
+        steer_to_newest(listener)
+        await asyncio.sleep(HALF_OPEN_S)  # accept the connections that were being made
+        server.close()
+    else:
+        router.refuse_requests()
+    await router.finish(timeout_s, quiet_s=HALF_OPEN_S if options.reuse_port else 0.0)
+
+
+def _nodes(options: argparse.Namespace) -> tuple[tuple[NodePool, NodePool], list[NodeSource]]:
+    """Return the pools of prefill and decode nodes, and the sources that will change them.
+
+    Raises:
+        StartupError: An option is wrong, or the file of nodes cannot be read.
+    """
+    sources: list[NodeSource] = []
+    urls: dict[str, list[str]] = {}
+    try:
+        ejection = EjectionRule(options.eject_after, options.eject_s)
+        affinity = PrefixAffinity(length=options.prefix_length, factor=options.prefix_load_factor)
+        for role in ROLES:
+            targets = [parse_target(text) for text in getattr(options, role)]
+            urls[role] = [target for target in targets if isinstance(target, str)]
+            names = dict.fromkeys(target for target in targets if isinstance(target, DnsTarget))
+            sources += [DnsName(role, name, options.dns_interval_s) for name in names]
+        if options.nodes_file is not None:
+            file = NodesFile(options.nodes_file)
+            # Later mistakes only delay a change, but now the user can correct the file at once.
+            file.read()
+            sources.append(file)
+    except (ValueError, LookUpError) as error:
+        raise StartupError(str(error)) from None
+    missing = [role for role in ROLES if not getattr(options, role)]
+    if missing and options.nodes_file is None:
+        what = f"the router knows no {' and no '.join(missing)} node"
+        if options.admin_port is None:
+            logger.warning("%s: give --%s, --nodes-file, or --admin-port to add one later", what, missing[0])
+        else:
+            logger.info("%s until one is added at /admin/nodes", what)
+    policy = affinity if options.prefill_policy == "prefix" else LeastLoaded()
+    prefill = NodePool("prefill", urls["prefill"], policy=policy, ejection=ejection)
+    return (prefill, NodePool("decode", urls["decode"], ejection=ejection)), sources

@@ -1,0 +1,224 @@
+"""Export the router's metrics for Prometheus, all named `kvferry_router_*`, in a registry of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Literal, get_args
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..connector.stats import export_build_info
+from .handoffs import RESULTS, Handoffs
+from .membership import ROLES, Role
+from .nodes import UpstreamNode
+from .states import NodeState
+
+DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+FIRST_PIECE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PIECE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+#: How a decode node got the cache of a prompt.
+Way = Literal["rendezvous", "in_turn", "without_offer", "alone"]
+#: Called with each piece of a streamed answer: the way of the prompt's cache, and the role of the node that gave the piece.
+NotePiece = Callable[[Way, Role], None]
+
+#: What became of the answers that decode nodes offered.
+ANSWER_RESULTS = ("loaded", "failed", "none", "unknown", "unused")
+
+
+class RouterMetrics:
+    """Hold the metrics of one router.
+
+    Args:
+        nodes: Returns the nodes that there are now.
+    """
+
+    def __init__(self, nodes: Callable[[], Iterable[UpstreamNode]], handoffs: Handoffs) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_NodeCollector(nodes))
+        self._registry.register(_HandoffCollector(handoffs))
+        self.requests = Counter(
+            "kvferry_router_requests_total",
+            "Requests answered, by HTTP status; 499: the client left before its answer was complete",
+            ["status"],
+            registry=self._registry,
+        )
+        self.request_duration = Histogram(
+            "kvferry_router_request_duration_seconds",
+            "Time from a request's arrival to the last byte of its answer",
+            registry=self._registry,
+            buckets=DURATION_BUCKETS,
+        )
+        self._inter_piece = Histogram(
+            "kvferry_router_inter_token_latency_seconds",
+            "Time between two pieces of a streamed answer, which have a token each unless the network joins them",
+            registry=self._registry,
+            buckets=PIECE_BUCKETS,
+        )
+        self._first_piece = Histogram(
+            "kvferry_router_time_to_first_token_seconds",
+            "Time from a streamed request's arrival to the first piece of its answer, by the way of the prompt's cache (rendezvous: both "
+            "nodes were asked at once; in_turn: the decode node was asked after the prefill node; without_offer: the prefill node offered "
+            "none; alone: without a prefill node) and by the node that gave the token",
+            ["way", "first_token"],
+            registry=self._registry,
+            buckets=FIRST_PIECE_BUCKETS,
+        )
+        for way in get_args(Way):
+            for role in ROLES:
+                self._first_piece.labels(way, role)
+        export_build_info(partial(Gauge, registry=self._registry))
+        ProcessCollector(registry=self._registry)
+        self.retries = Counter(
+            "kvferry_router_retries_total",
+            "Requests sent to another node, by the role of the node that failed",
+            ["role"],
+            registry=self._registry,
+        )
+        for role in ("prefill", "decode"):
+            self.retries.labels(
+                role
+            )  # at zero, because an alert cannot use a counter that appears with its first event
+        self.without_handoff = Counter(
+            "kvferry_router_without_handoff_total",
+            "Requests whose prompt the decode node computed again, because no KV cache was offered and it loaded none",
+            registry=self._registry,
+        )
+        self.decoded_alone = Counter(
+            "kvferry_router_decoded_alone_total",
+            "Requests sent to a decode node alone, because no prefill node could take them",
+            registry=self._registry,
+        )
+        self.rendezvous = Counter(
+            "kvferry_router_rendezvous_total",
+            "Requests sent to a prefill and a decode node at once",
+            registry=self._registry,
+        )
+        self.first_tokens = Counter(
+            "kvferry_router_first_tokens_total",
+            "Answers whose first token the client received from the prefill node",
+            registry=self._registry,
+        )
+        self.other_first_tokens = Counter(
+            "kvferry_router_other_first_tokens_total",
+            "Streams whose decode node had chosen another first token than the client has, and was asked again to continue after that",
+            registry=self._registry,
+        )
+        self.answers = Counter(
+            "kvferry_router_answers_total",
+            "Answers that a decode node offered to the next turn of its conversation, by what the prefill node did with them: loaded, "
+            "failed (it computed them), none (it had them), unknown (it did not say); or unused (no turn came for them)",
+            ["result"],
+            registry=self._registry,
+        )
+        for result in ANSWER_RESULTS:
+            self.answers.labels(result)
+        self.kept_answers = Gauge(
+            "kvferry_router_kept_answers",
+            "Offers of answers that the router keeps for the next turn of their conversations",
+            registry=self._registry,
+        )
+        self.lost_prefills = Counter(
+            "kvferry_router_lost_prefills_total",
+            "Prefills that failed after their decode had begun",
+            registry=self._registry,
+        )
+
+    def begin_stream(self, arrived_s: float) -> NotePiece:
+        """Return a function to call with each piece of one streamed answer.
+
+        Args:
+            arrived_s: When the request arrived, by `time.monotonic`.
+        """
+        latest: float | None = None
+
+        def note_piece(way: Way, role: Role) -> None:
+            nonlocal latest
+            now = time.monotonic()
+            if latest is None:
+                self._first_piece.labels(way, role).observe(now - arrived_s)
+            else:
+                self._inter_piece.observe(now - latest)
+            latest = now
+
+        return note_piece
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _NodeCollector(Collector):
+    def __init__(self, nodes: Callable[[], Iterable[UpstreamNode]]) -> None:
+        self._nodes = nodes
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        healthy = GaugeMetricFamily(
+            "kvferry_router_node_healthy", "1 while the node is ready", labels=["role", "url"]
+        )
+        in_flight = GaugeMetricFamily(
+            "kvferry_router_node_in_flight",
+            "Requests that the node is working on for this router",
+            labels=["role", "url"],
+        )
+        states = GaugeMetricFamily(
+            "kvferry_router_node_state",
+            "1 for the state that the node is in, 0 for every other state",
+            labels=["role", "url", "state"],
+        )
+        failures = CounterMetricFamily(
+            "kvferry_router_connection_failures_total",
+            "Connections to the node that could not be made, or broke",
+            labels=["role", "url"],
+        )
+        ejections = CounterMetricFamily(
+            "kvferry_router_node_ejections_total",
+            "Ejections of the node, because several requests in a row failed",
+            labels=["role", "url"],
+        )
+        for node in self._nodes():
+            failures.add_metric([node.role, node.url], node.num_connection_failures)
+            ejections.add_metric([node.role, node.url], node.num_ejections)
+            healthy.add_metric([node.role, node.url], float(node.state is NodeState.READY))
+            in_flight.add_metric([node.role, node.url], node.in_flight)
+            for state in NodeState:
+                states.add_metric([node.role, node.url, state.value], float(node.state is state))
+        yield healthy
+        yield in_flight
+        yield states
+        yield failures
+        yield ejections
+
+
+class _HandoffCollector(Collector):
+    def __init__(self, handoffs: Handoffs) -> None:
+        self._handoffs = handoffs
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "kvferry_router_handoffs_total",
+            "Offers given to a decode node, by result",
+            labels=["prefill", "decode", "result"],
+        )
+        for (prefill, decode), pair in self._handoffs.pairs.items():
+            for result in RESULTS:
+                family.add_metric([prefill, decode, result], pair.counts[result])
+        yield family

@@ -1,0 +1,598 @@
+"""The nodes of a role: which there are, how each of them is, and which one gets the next request.
+
+Checks decide whether a node is ready, draining or gone. If a request's connection breaks, the node is checked at once. Requests
+that fail in a row eject a node whose checks succeed. `states` has the rules, `membership` those about sources, and `policies`
+the choice between nodes that are equally well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from ..connector.handoff.messages import RENDEZVOUS_VERSION
+from ..web.errors import ApiError
+from .first_tokens import Abilities
+from .health import Prober, is_local, reason_of
+from .membership import OPTION, ROLES, Contributions, Role, server_name_of
+from .policies import DEFAULT_LOAD_FACTOR, LeastLoaded, Policy
+from .ring import bound
+from .states import FAILED_CHECKS_UNTIL_GONE, USABLE, EjectionRule, Health, NodeState, NodeStatus
+
+logger = logging.getLogger(__name__)
+
+#: The next check follows a failed one within this time.
+RECHECK_S = 1.0
+#: How long a client's error waits for the result of a fresh check.
+CAUSE_WAIT_S = 2.0
+#: By then a restarted node, or another one, may take the request.
+RETRY_AFTER_S = 2
+#: Fields in which two nodes may differ that hand over.
+_NOT_OF_A_CACHE = frozenset({"tokenizer", "chat_template", "sampling", "logits_processors"})
+#: Of what a client wrote, in a message.
+MAX_SHOWN_CHARS = 80
+#: The role of a node that cannot do what nodes of a pool are for. The others fit, `kv_both` among them.
+_CONTRARY_ROLES: Mapping[Role, str] = {"prefill": "kv_consumer", "decode": "kv_producer"}
+
+
+class NodeGoneError(Exception):
+    """A node failed in its phase; another node may succeed. The message names the node and the reason.
+
+    Attributes:
+        reason: Why, without the node's name.
+        is_explained: The reason comes from a health check; otherwise from the request itself.
+        may_eject: The failure counts towards an ejection. False if the node only takes no request now, for example because it
+            drains, or if the router itself failed.
+    """
+
+    def __init__(
+        self, node: UpstreamNode, reason: str, *, is_explained: bool = False, may_eject: bool = True
+    ) -> None:
+        super().__init__(f"{node.url}: {reason}")
+        self.node = node
+        self.reason = reason
+        self.is_explained = is_explained
+        self.may_eject = may_eject
+
+    async def explained(self) -> str:
+        """Return the message, with the result of a fresh health check. Takes up to `CAUSE_WAIT_S`."""
+        if not self.is_explained:
+            await self.node.await_check(CAUSE_WAIT_S)
+            if self.node.last_error:
+                return f"{self}; {self.node.last_error}"
+        return str(self)
+
+
+class NoNodeError(ApiError):
+    """No node of a role can take a request (503)."""
+
+    def __init__(self, message: str, *, retry_after_s: int | None = RETRY_AFTER_S) -> None:
+        super().__init__(
+            503,
+            message,
+            kind="service_unavailable_error",
+            code="unavailable",
+            retry_after_s=retry_after_s,
+        )
+
+
+class UpstreamNode:
+    """One node as the router sees it.
+
+    Attributes:
+        in_flight: The router's requests at the node.
+        num_offers: Offers of the node that the router has given, or is about to give, to a decode node that has not answered.
+        kv_role: What the node does by its own account; see `Health`.
+        models: What the node serves; see `Health`.
+        load_failure_policy: The policy that the node reported last. Empty if it does not report one.
+        meeting_place: The `kv_transfer_params` of the node's last answer, which say where a decode node can claim from it. Empty
+            before its first one, and after its process was gone.
+        continues_answers: As the node reported last; see `Health`.
+    """
+
+    def __init__(self, role: Role, url: str, ejection: EjectionRule | None = None) -> None:
+        self.role = role
+        self.url = url.rstrip("/")
+        self.in_flight = 0
+        self.num_connection_failures = 0
+        self.num_offers = 0
+        self.last_used = 0
+        self.load_failure_policy = ""
+        self.meeting_place: Mapping[str, Any] = {}
+        self.continues_answers = ""
+        self.kv_role = ""
+        self.models: frozenset[str] = frozenset()
+        self._status = NodeStatus(ejection)
+        self._prober = Prober(self.url)
+        self._exchanges: set[asyncio.Timeout] = set()
+        self._why_ended = ""
+        self._waiting: list[asyncio.Future[None]] = []
+        self._check_is_wanted = asyncio.Event()
+
+    @property
+    def state(self) -> NodeState:
+        return self._status.state
+
+    @property
+    def last_error(self) -> str:
+        """Why the last check failed. Empty if it succeeded."""
+        return self._status.check_error
+
+    @property
+    def why(self) -> str:
+        """Why the node is not ready. Empty if it is."""
+        return self._status.why
+
+    @property
+    def num_ejections(self) -> int:
+        return self._status.num_ejections
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether the node says that it can claim an offer by a name before the offer exists."""
+        return self._prober.protocol >= RENDEZVOUS_VERSION
+
+    def note_params(self, params: Mapping[str, Any] | None) -> None:
+        """Note the `kv_transfer_params` of an answer. Without the block ids, which are many."""
+        self.meeting_place = {
+            key: value for key, value in (params or {}).items() if key != "remote_block_ids"
+        }
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the node can do with the first token of an answer."""
+        return Abilities(self.continues_answers, self._prober.vllm_max_model_len)
+
+    def serves(self, model: object) -> bool:
+        """Whether the node can answer a request for this model, as far as it is known. None is the node's own model."""
+        return not isinstance(model, str) or not model or not self.models or model in self.models
+
+    def difference_to(self, producer: UpstreamNode) -> str:
+        """Say why no cache can be handed over from another node to this one, by what both have said; empty if it can."""
+        ours, theirs = self._prober.fields, producer._prober.fields
+        compared = (ours.keys() | theirs.keys()) - _NOT_OF_A_CACHE if ours and theirs else set()
+        if not (differing := sorted(key for key in compared if ours.get(key) != theirs.get(key))):
+            return ""
+        return (
+            f"the prompt's cache cannot be handed over from {producer.url} to {self.url}: these nodes differ in "
+            f"{', '.join(differing)}; start both with the same model and the same version of vLLM"
+        )
+
+    def doubt_identity(self) -> None:
+        """Pass no first token on to the node until a check has found out again what it is."""
+        self.continues_answers = ""
+        self._prober.forget()
+        self._check_is_wanted.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the router has nothing under way at the node."""
+        return self.in_flight == 0 and self.num_offers == 0
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """The lower, the better to use. Nodes of the same rank are equally well."""
+        # A node on trial gets one request at a time.
+        is_doubtful = self._status.num_failed_checks > 0 or (self._status.is_on_trial and self.in_flight > 0)
+        return USABLE.index(self.state), is_doubtful
+
+    def report(self) -> dict[str, Any]:
+        """Return the router's view of the node as JSON."""
+        probe = self._prober.last
+        return {
+            "url": self.url,
+            "role": self.role,
+            "kv_role": self.kv_role or None,
+            "models": sorted(self.models) or None,
+            "state": self.state.value,
+            "why": self.why,
+            "in_flight": self.in_flight,
+            "offers": self.num_offers,
+            "ejections": self.num_ejections,
+            "version": self._prober.version or None,
+            "last_probe": None
+            if probe is None
+            else {
+                "path": probe.path,
+                "at": round(probe.at, 3),
+                "seconds": round(probe.took_s, 6),
+                "error": probe.error,
+            },
+        }
+
+    def note(self, health: Health) -> None:
+        """Apply the result of a check."""
+        if health.is_local and health.error != self.last_error:
+            logger.error("the router cannot check %s node %s: %s", self.role, self.url, health.error)
+        if NodeState.GONE in (self.state, health.state):
+            # The next process at this address has another epoch. Also when the node is back, because a late answer of the
+            # old process may have come meanwhile.
+            self.meeting_place = {}
+        if health.state in (NodeState.READY, NodeState.OVERLOADED):
+            self.kv_role = health.kv_role
+            if self.kv_role == _CONTRARY_ROLES[self.role]:
+                other = next(role for role in ROLES if role != self.role)
+                error = f"its own kv_role is {self.kv_role!r}: name it as a {other} node, or start it with another role"
+                health = Health(NodeState.REFUSED, error, models=health.models)
+        with self._changing():
+            self._status.checked(health, time.monotonic())
+        if health.state in (NodeState.READY, NodeState.REFUSED):
+            self.models = health.models
+        if health.state is NodeState.READY:
+            self.load_failure_policy = health.load_failure_policy
+            self.continues_answers = health.continues_answers
+        is_over = self._status.num_failed_checks >= FAILED_CHECKS_UNTIL_GONE
+        if health.ends_requests and (health.state is NodeState.GONE or is_over):
+            # Do this at each such check, not only at the first: at the first one a request may have been writing to its client
+            # rather than waiting for the node.
+            self.end_exchanges()
+
+    def note_answered(self) -> None:
+        """Note a request that the node answered to its end."""
+        self._status.request_answered()
+
+    def note_failed(self, error: NodeGoneError, *, has_substitute: bool) -> None:
+        """Note a request that the node failed. This may eject it, if another node of its role is ready."""
+        if error.is_explained or not error.may_eject:
+            return  # a check has found the node gone, or will find out what it is doing
+        with self._changing():
+            self._status.request_failed(error.reason, time.monotonic(), has_substitute=has_substitute)
+
+    def drop(self) -> None:
+        """Give the node no new request. `watch` returns once those that it has have ended."""
+        with self._changing():
+            self._status.drop()
+        self._check_is_wanted.set()
+
+    def name_again(self) -> None:
+        """Use the node again after a `drop`, as soon as a check finds it ready."""
+        with self._changing():
+            self._status.name_again()
+        self._check_is_wanted.set()
+
+    def end_watch_if_idle(self) -> None:
+        """End `watch` if the node was dropped and nothing is under way at it any more."""
+        if self.state is NodeState.LEAVING and self.is_idle:
+            self._check_is_wanted.set()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Log the change of state that happens inside the block, if any."""
+        before = self.state
+        yield
+        if self.state is before:
+            return
+        if {before, self.state} == {NodeState.READY, NodeState.OVERLOADED}:
+            # Under load this happens every second.
+            logger.debug("%s node %s is %s", self.role, self.url, self.state.value)
+            return
+        is_gone = self.state is NodeState.GONE
+        # A node that starts together with the router is no loss, and neither is one that announced its end.
+        is_loss = is_gone and before not in (NodeState.DRAINING, NodeState.UNKNOWN)
+        what = "not ready yet" if is_gone and before is NodeState.UNKNOWN else self.state.value
+        why = f": {self.why}" if self.why else ""
+        is_bad = is_loss or self.state in (NodeState.EJECTED, NodeState.REFUSED)
+        level = logging.WARNING if is_bad else logging.INFO
+        logger.log(level, "%s node %s is %s%s", self.role, self.url, what, why)
+
+    def suspect(self) -> None:
+        """Request a check now, because a request failed in a way that suggests that the node is gone."""
+        self._status.suspect()
+        self._check_is_wanted.set()
+
+    def stop(self, why: str) -> None:
+        """End every exchange in flight, and give `why` as the reason."""
+        self._status.check_error = why
+        self.end_exchanges()
+
+    @contextlib.asynccontextmanager
+    async def exchange(self) -> AsyncIterator[None]:
+        """Wait for the node inside the block until health checks find it gone. There is no other limit.
+
+        Raises:
+            NodeGoneError: The connection broke, or health checks found the node gone.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._exchanges.add(limit)
+                try:
+                    yield
+                finally:
+                    self._exchanges.discard(limit)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if limit.expired():
+                raise NodeGoneError(self, self._why_ended, is_explained=True) from None
+            self.num_connection_failures += 1
+            self.doubt_identity()  # another process may be at this address by now
+            self.suspect()
+            raise NodeGoneError(self, reason_of(error), may_eject=not is_local(error)) from error
+
+    def end_exchanges(self) -> None:
+        """End every exchange in flight with `last_error`."""
+        # A check may succeed before the exchanges are awake.
+        self._why_ended = self.last_error
+        exchanges, self._exchanges = self._exchanges, set()
+        now = asyncio.get_running_loop().time()
+        for limit in exchanges:
+            limit.reschedule(now)
+
+    async def await_check(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of a check that begins after this call."""
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.append(ended)
+        self._check_is_wanted.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await ended
+
+    async def watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
+        """Check the node again and again, and at once when a check is requested. Returns once it was dropped and is idle."""
+        try:
+            await self._watch(session, interval_s, timeout_s)
+        finally:
+            self._prober.close()
+
+    async def _watch(self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float) -> None:
+        while not (self.state is NodeState.LEAVING and self.is_idle):
+            self._check_is_wanted.clear()
+            waiting, self._waiting = self._waiting, []
+            try:
+                health = await self._prober.probe(session, timeout_s)
+                if health.state is NodeState.READY:
+                    health = await self._prober.completed(session, timeout_s, health)
+                self.note(health)
+            except Exception:
+                # These checks are the only deadline of requests at this node, so a bug of ours must not end them.
+                logger.exception("checking %s node %s failed", self.role, self.url)
+                self.note(
+                    Health(None, "the health check failed by a bug of the router; its log has the traceback")
+                )
+            for ended in waiting:
+                if not ended.done():
+                    ended.set_result(None)
+            is_in_doubt = 0 < self._status.num_failed_checks < FAILED_CHECKS_UNTIL_GONE
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(interval_s, RECHECK_S) if is_in_doubt else interval_s):
+                    await self._check_is_wanted.wait()
+
+
+#: The nodes tried for one request, each with its error. None: no error so far.
+Tried = dict[UpstreamNode, NodeGoneError | None]
+
+
+class NodePool:
+    """The nodes of one role. It is the only owner of the set of nodes; sources say which nodes they contribute.
+
+    Args:
+        urls: What the source `option` contributes.
+        policy: Chooses between nodes that are equally well. By default, the node with the fewest requests gets the next one.
+        ejection: When requests that fail eject a node.
+
+    Attributes:
+        policy: See above.
+        on_forgotten: Called with the URL of a node that is no longer in the pool.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        urls: Iterable[str] = (),
+        *,
+        policy: Policy | None = None,
+        ejection: EjectionRule | None = None,
+    ) -> None:
+        self.role = role
+        self.policy = policy or LeastLoaded()
+        self.on_forgotten: Callable[[str], None] = lambda url: None
+        self._ejection = ejection
+        self._contributions = Contributions()
+        self._nodes: dict[str, UpstreamNode] = {}
+        self._start_watching: Callable[[UpstreamNode], None] = lambda node: None
+        self._turns = itertools.count(1)
+        self._is_closed = False
+        self.contribute(OPTION, urls)
+
+    @property
+    def nodes(self) -> tuple[UpstreamNode, ...]:
+        """All nodes, those that are leaving included, in the order in which they came."""
+        return tuple(self._nodes.values())
+
+    @property
+    def has_ready_node(self) -> bool:
+        return any(node.state is NodeState.READY for node in self._nodes.values())
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the router's view of the nodes as JSON."""
+        return [
+            {**node.report(), "sources": self._contributions.sources_of(node.url)}
+            for node in self._nodes.values()
+        ]
+
+    # -- membership ----------------------------------------------------------------------------------
+
+    def contribute(self, source: str, urls: Iterable[str]) -> None:
+        """Replace what a source contributes.
+
+        A node that no source names any more finishes its requests before it is forgotten. If a source names it again in the
+        meantime, it stays.
+        """
+        named = dict.fromkeys(url.rstrip("/") for url in urls)
+        change = self._contributions.update(source, named)
+        for url in (url for url in named if url in change.added):
+            if url in self._nodes:
+                self._nodes[url].name_again()
+            else:
+                node = self._nodes[url] = UpstreamNode(self.role, url, self._ejection)
+                if source != OPTION:
+                    logger.info("added %s node %s: the source %r names it", self.role, url, source)
+                self._start_watching(node)
+        for url in sorted(change.dropped):
+            self._nodes[url].drop()
+        if change.added or change.dropped:
+            self.policy.nodes_changed(self._contributions.urls())
+
+    def server_name(self, url: str) -> str:
+        """Return the name that a node's certificate must have, if that is not the host of its URL. Otherwise empty."""
+        return next(filter(None, map(server_name_of, self.sources_of(url))), "")
+
+    def named_by(self, source: str) -> frozenset[str]:
+        """Return the URLs that a source contributes."""
+        return self._contributions.named_by(source)
+
+    def sources_of(self, url: str) -> tuple[str, ...]:
+        """Return the sources that name a node."""
+        return self._contributions.sources_of(url)
+
+    @contextlib.asynccontextmanager
+    async def watching(
+        self, session: aiohttp.ClientSession, interval_s: float, timeout_s: float
+    ) -> AsyncIterator[None]:
+        """Check the nodes inside the block, and forget those that have left."""
+        watchers: set[asyncio.Task[None]] = set()
+
+        async def watch(node: UpstreamNode) -> None:
+            await node.watch(session, interval_s, timeout_s)
+            # No `await` between the end of the watch and this: a source could name the node again.
+            del self._nodes[node.url]
+            logger.info("removed %s node %s: it has finished its requests", self.role, node.url)
+            self.on_forgotten(node.url)
+
+        def start(node: UpstreamNode) -> None:
+            watcher = asyncio.create_task(watch(node))
+            watchers.add(watcher)
+            watcher.add_done_callback(watchers.discard)
+
+        self._start_watching = start
+        for node in self.nodes:
+            start(node)
+        try:
+            yield
+        finally:
+            self._start_watching = lambda node: None
+            ending = tuple(watchers)
+            for watcher in ending:
+                watcher.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    # -- choice --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the exchanges in flight, and refuse to choose nodes from now on."""
+        self._is_closed = True
+        for node in self._nodes.values():
+            node.stop("the router is stopping")
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @contextlib.asynccontextmanager
+    async def use_one(
+        self,
+        tried: Tried,
+        may_use: Callable[[UpstreamNode], bool] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        preferred: str = "",
+    ) -> AsyncIterator[UpstreamNode]:
+        """Choose a node that is not in `tried`, and add it there. The policy chooses between the best ones.
+
+        Ready nodes are the best ones. If there is none, choose one that was never checked: a router that has just started has no
+        others. Overloaded nodes come next, which may answer 429 themselves, and ejected nodes are the last resort.
+
+        Args:
+            preferred: URL of the node to choose if it is one of the best and has at most its share of the requests.
+
+        The block is one request to the node. If it ends without an error in `tried`, the node has answered the request.
+
+        Raises:
+            NoNodeError: There is no such node (the message gives the reason for each node), or the pool is closed.
+        """
+        if self._is_closed:
+            raise NoNodeError(
+                f"the router is stopping: no {self.role} node can take the request", retry_after_s=None
+            )
+        candidates = self._candidates(tried, may_use or _any, body or {})
+        if not candidates:
+            raise await self._no_node(tried, body or {})
+        node = _chosen(candidates, self.policy, body or {}, preferred)
+        tried[node] = None
+        node.last_used = next(self._turns)
+        node.in_flight += 1
+        try:
+            yield node
+            if tried[node] is None:
+                node.note_answered()
+        except NodeGoneError as error:
+            tried[node] = error
+            raise
+        finally:
+            node.in_flight -= 1
+            if failure := tried[node]:
+                others = (other for other in self._nodes.values() if other is not node)
+                has_substitute = any(other.state is NodeState.READY for other in others)
+                node.note_failed(failure, has_substitute=has_substitute)
+            node.end_watch_if_idle()
+
+    def likely(self, body: Mapping[str, Any], preferred: str = "") -> UpstreamNode | None:
+        """Return the node that `use_one` would choose now; None if there is none."""
+        candidates = [] if self._is_closed else self._candidates({}, _any, body)
+        if not candidates:
+            return None
+        # A copy of the policy, because it counts its choices and this one may come to nothing.
+        return _chosen(candidates, copy.copy(self.policy), body, preferred)
+
+    async def require_one(self, tried: Tried, body: Mapping[str, Any]) -> None:
+        """Check that `use_one` would find a node for a request.
+
+        Raises:
+            NoNodeError: It would not.
+        """
+        if not self._is_closed and not self._candidates(tried, _any, body):
+            raise await self._no_node(tried, body)
+
+    def _candidates(
+        self, tried: Tried, may_use: Callable[[UpstreamNode], bool], body: Mapping[str, Any]
+    ) -> list[UpstreamNode]:
+        usable = (node for node in self.nodes if node.state in USABLE and node.serves(body.get("model")))
+        return [node for node in usable if node not in tried and may_use(node)]
+
+    async def _no_node(self, tried: Tried, body: Mapping[str, Any]) -> NoNodeError:
+        if not self._nodes:
+            return NoNodeError(
+                f"no {self.role} node can take the request: the router knows no {self.role} node"
+            )
+        reasons = await asyncio.gather(*(_why_not(node, tried, body) for node in self.nodes))
+        return NoNodeError(f"no {self.role} node can take the request ({'; '.join(reasons)})")
+
+
+def _chosen(
+    candidates: Sequence[UpstreamNode], policy: Policy, body: Mapping[str, Any], preferred: str
+) -> UpstreamNode:
+    best = min(node.rank for node in candidates)
+    equals = [node for node in candidates if node.rank == best]
+    share = bound({node.url: node.in_flight for node in equals}, DEFAULT_LOAD_FACTOR)
+    known = (node for node in equals if node.url == preferred and node.in_flight < share)
+    return next(known, None) or policy.choose(equals, body)
+
+
+def _any(node: UpstreamNode) -> bool:
+    return True
+
+
+async def _why_not(node: UpstreamNode, tried: Tried, body: Mapping[str, Any]) -> str:
+    error = tried.get(node)
+    if error is not None:
+        return await error.explained()
+    if not node.why and not node.serves(body.get("model")):
+        return f"{node.url}: it does not serve the model {body['model'][:MAX_SHOWN_CHARS]!r}"
+    return f"{node.url}: {node.why or ('already tried' if node in tried else 'not suitable')}"
