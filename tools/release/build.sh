@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Build and check what a release publishes, in dist/: an sdist, and one manylinux wheel per machine type.
-#   release/build.sh                  the wheel for this machine, with its own compiler
-#   release/build.sh x86_64 aarch64   wheels for these machine types, in manylinux containers (needs Docker or Podman,
-#                                     and QEMU for machine types other than this machine's)
+#   tools/release/build.sh                  the wheel for this machine, with its own compiler
+#   tools/release/build.sh x86_64 aarch64   wheels for these machine types, in manylinux containers (needs Docker or Podman,
+#                                           and QEMU for machine types other than this machine's)
 # PYTHON (python3) must be 3.11 or later.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 build=build/release
 mkdir -p "$build"
 tools="$PWD/$build/tools"
 "${PYTHON:-python3}" -m venv "$tools"
 export PATH="$tools/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
-pip install --quiet -r release/requirements.txt
+pip install --quiet -r tools/release/requirements.txt
 
 rm -rf dist "$build/raw"
 if [ $# = 0 ]; then
@@ -38,7 +38,7 @@ for wheel in dist/*"_$(uname -m).whl"; do
 	rm -rf "$build/empty"
 	python -m venv "$build/empty"
 	"$build/empty/bin/python" -m pip install --quiet "$wheel"
-	"$build/empty/bin/python" release/check_install.py
+	"$build/empty/bin/python" tools/release/check_install.py
 done
 
 if grep -q '^[A-Z][a-z]* = "https://kvferry\.example' pyproject.toml; then

