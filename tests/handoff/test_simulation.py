@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 
@@ -15,7 +16,13 @@ from kvferry.connector.handoff.consumer import ConsumerProtocol
 from kvferry.connector.handoff.events import ClearGuard, LoadEnded, SetGuard
 from kvferry.connector.handoff.loads import Verdict
 from kvferry.connector.handoff.producer import ProducerProtocol
-from kvferry.connector.handoff.testing import PromiseBroken, Simulation, Spread, explore
+from kvferry.connector.handoff.testing import (
+    PromiseBroken,
+    Simulation,
+    Spread,
+    explore,
+    explore_without_faults,
+)
 from kvferry.connector.handoff.testing.simulated import BLOCK_SIZE
 from kvferry.transports.regions import Guard
 
@@ -38,6 +45,7 @@ def test_promises_hold_in_thousands_of_schedules() -> None:
     assert min(outcomes.values()) >= 30
 
 
+ALIKE = (Spread(), Spread(), Spread())
 SPREADS = {
     "tensor-parallel": (Spread(2), Spread(1), Spread(2)),
     "four-two-one": (Spread(4), Spread(2), Spread(1)),
@@ -66,6 +74,29 @@ def test_nodes_of_several_ranks_load_everything_without_faults(spreads: tuple[Sp
         simulation.settle()
     assert set(simulation.outcomes) == {"load loaded", "offer delivered"}
     simulation.finish()
+
+
+@pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
+def test_no_handoff_between_several_ranks_waits_for_a_deadline(spreads: tuple[Spread, ...]) -> None:
+    """Each rank comes to its orders and messages in its own time. Nothing breaks, and no time passes."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(60):
+        simulation = Simulation(spreads=spreads)
+        explore_without_faults(simulation, seed, num_steps=80)
+        outcomes.update(simulation.outcomes)
+    assert outcomes["load loaded"] >= 200
+    assert {"offer delivered", "offer aborted", "load failed"} <= set(outcomes)
+    assert outcomes["offer expired"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(30_000, 30_600, 150))
+@pytest.mark.parametrize("spreads", [ALIKE, *SPREADS.values()], ids=["alike", *SPREADS])
+def test_no_handoff_waits_for_a_deadline_in_many_more_schedules(
+    spreads: tuple[Spread, ...], first_seed: int
+) -> None:
+    for seed in range(first_seed, first_seed + 150):
+        explore_without_faults(Simulation(spreads=spreads), seed, num_steps=200)
 
 
 @pytest.mark.slow
@@ -172,9 +203,9 @@ class AnySchedule(RuleBasedStateMachine):
     def settle(self) -> None:
         self.simulation.settle()
 
-    @rule(seconds=st.sampled_from([0.01, 0.2, 2.0, 6.0, 40.0]))
-    def tick(self, seconds: float) -> None:
-        self.simulation.tick(seconds)
+    @rule(seconds=st.sampled_from([0.01, 0.2, 2.0, 6.0, 40.0]), late=st.integers(0, 7))
+    def tick(self, seconds: float, late: int) -> None:
+        self.simulation.tick(seconds, late)
 
     @rule(node=numbers, weights=numbers)
     def change_weights(self, node: int, weights: int) -> None:
@@ -231,10 +262,10 @@ class NeverExpires(ProducerProtocol):
 
 
 class UsesOneGuardValue(ProducerProtocol):
-    def offer(self, *args, **flags):
-        actions = super().offer(*args, **flags)
+    def _make(self, offer):
         return [
-            replace(action, value=ONE_VALUE) if isinstance(action, SetGuard) else action for action in actions
+            replace(action, value=ONE_VALUE) if isinstance(action, SetGuard) else action
+            for action in super()._make(offer)
         ]
 
 
@@ -319,15 +350,36 @@ class KeepsLoadsOfOtherWeights(ConsumerProtocol):
         return []
 
 
+class ForgetsClaimsThatCameFirst(ProducerProtocol):
+    """A claim that reaches a rank before its request."""
+
+    def announce(self, request_id, lease, name="", now=0.0):
+        self._offers.pop(lease, None)
+        return super().announce(request_id, lease, name, now)
+
+
+class ForgetsProgressWhileItReads(ConsumerProtocol):
+    def _progressed(self, load, part, progress, now):
+        return [] if load.num_reads else super()._progressed(load, part, progress, now)
+
+
+class ReleasesTheFirstRankOnly(ConsumerProtocol):
+    def _release_all(self, load, *, delivered):
+        for part in load.parts[1:]:
+            load.forgive(part)
+        return super()._release_all(load, delivered=delivered)
+
+
 def first_broken_promise(
     producer: type[ProducerProtocol],
     consumer: type[ConsumerProtocol],
     checks_after_copy: bool,
-    spreads: tuple[Spread, ...] = (Spread(), Spread(), Spread()),
+    spreads: tuple[Spread, ...] = ALIKE,
+    drive: Callable[..., None] = explore,
 ) -> str:
     for seed in range(5000):
         try:  # long enough that blocks and guards are reused while a peer still reads
-            explore(Simulation(producer, consumer, checks_after_copy, spreads), seed, num_steps=160)
+            drive(Simulation(producer, consumer, checks_after_copy, spreads), seed, num_steps=160)
         except PromiseBroken as broken:
             return broken.promise
     return "none"
@@ -345,7 +397,6 @@ WRONG_BYTES = "loaded bytes are the offered ones"
         ),
         pytest.param(NeverClears, ConsumerProtocol, True, FREED_TOO_EARLY, id="guard-never-cleared"),
         pytest.param(NeverExpires, ConsumerProtocol, True, "every offer", id="lease-never-expires"),
-        pytest.param(UsesOneGuardValue, ExpectsOneGuardValue, True, WRONG_BYTES, id="guard-value-used-again"),
         pytest.param(
             ProducerProtocol, ConsumerProtocol, False, WRONG_BYTES, id="guard-checked-before-the-copy"
         ),
@@ -376,7 +427,7 @@ WRONG_BYTES = "loaded bytes are the offered ones"
             ProducerProtocol, ReadsWhateverIsGranted, True, "the same prompt", id="content-not-compared"
         ),
         pytest.param(
-            ForgetsWhatItAnnounced, ConsumerProtocol, True, "what was announced", id="announced-forever"
+            ForgetsWhatItAnnounced, ConsumerProtocol, True, "something still waits", id="announced-forever"
         ),
         pytest.param(
             KeepsOffersOfOtherWeights, ConsumerProtocol, True, "the same weights", id="offers-outlive-weights"
@@ -410,3 +461,28 @@ def test_a_planted_bug_is_found(producer, consumer, checks_after_copy, promise) 
 )
 def test_a_planted_bug_that_shows_only_with_several_ranks_is_found(producer, consumer, promises) -> None:
     assert first_broken_promise(producer, consumer, True, SPREADS["four-two-one"]) in promises
+
+
+def test_a_guard_value_that_is_used_again_is_found() -> None:
+    """Without faults nearly every offer is read, so blocks and a guard are reused under a read soonest."""
+    promise = first_broken_promise(
+        UsesOneGuardValue, ExpectsOneGuardValue, True, drive=explore_without_faults
+    )
+    assert promise == WRONG_BYTES
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (ForgetsClaimsThatCameFirst, ConsumerProtocol),
+        (ProducerProtocol, ForgetsProgressWhileItReads),
+        (ProducerProtocol, ReleasesTheFirstRankOnly),
+    ],
+    ids=["claim-forgotten", "progress-forgotten", "rank-not-released"],
+)
+def test_a_planted_bug_that_a_deadline_would_hide_is_found(producer, consumer) -> None:
+    """A timeout or the end of a lease ends these handoffs, so with time they all end."""
+    promise = first_broken_promise(
+        producer, consumer, True, SPREADS["tensor-parallel"], explore_without_faults
+    )
+    assert promise == "no handoff waits for a deadline"

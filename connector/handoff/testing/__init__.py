@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .simulated import PromiseBroken, Spread
-from .simulation import Simulation, explore
+from .simulation import Simulation, explore, explore_without_faults
 
-__all__ = ["PromiseBroken", "Simulation", "Spread", "explore"]
+__all__ = ["PromiseBroken", "Simulation", "Spread", "explore", "explore_without_faults"]

@@ -85,8 +85,10 @@ class SimulatedOffer:
     Attributes:
         content: The digest of its prompt.
         guard_value: What its guards hold.
-        num_ready: Blocks whose contents are computed.
+        num_ready: Blocks that are computed, or ordered to be.
         is_finished: Whether its request has finished. Until then its blocks are the engine's, whatever becomes of the offer.
+        closed: The ranks that know that it has finished.
+        ended: The ranks at which it has ended.
     """
 
     lease: int
@@ -95,6 +97,7 @@ class SimulatedOffer:
     block_ids: tuple[int, ...]
     num_ready: int
     is_finished: bool
+    closed: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
 
 
@@ -109,8 +112,8 @@ class SimulatedLoad:
     ended: set[int] = field(default_factory=set)
 
 
-#: An order of a scheduler to a rank: (request, what to do).
-Order = tuple[str, Callable[[], list[Action]]]
+#: An order of a scheduler to a rank. It is carried out when the rank comes to it, which is not when the others do.
+Order = Callable[[], list[Action]]
 PeerEvent = bool | bytes | KVTransferError  # connected (incoming or not), a message, lost
 
 
@@ -147,6 +150,13 @@ class SimulatedRank:
             for layer, slot, head, offset in self.places():
                 self.pool[offset + block_id * stride] = content[layer, slot, head]
 
+    def scribble(self, block_ids: Iterable[int], value: int) -> None:
+        """Overwrite blocks that were freed, so that a late reader gets wrong bytes."""
+        for layer in self.identity.layout.layers:
+            for block_id in block_ids:
+                start = layer.base_offset + block_id * layer.block_stride
+                self.pool[start : start + layer.page_bytes] = value
+
     def holds(self, block_ids: Iterable[int], contents: Iterable[Bytes]) -> bool:
         """Whether blocks have these contents."""
         stride = self.identity.layout.layers[0].block_stride
@@ -159,7 +169,14 @@ class SimulatedRank:
 
 @dataclass
 class SimulatedEngine:
-    """A node: its ranks, its block allocator, the state of its scheduler, and what it computes with now."""
+    """A node: its ranks, its block allocator, and the state of its scheduler.
+
+    Attributes:
+        offers: By request; those whose end is owed.
+        preempted: Requests that lost their blocks while they were offered. No end of their offers is owed.
+        claims: By request.
+        loads: By request; those whose end is owed.
+    """
 
     address: str
     epoch: int
@@ -167,9 +184,9 @@ class SimulatedEngine:
     ranks: list[SimulatedRank] = field(default_factory=list)
     free_blocks: list[int] = field(default_factory=lambda: list(range(1, NUM_BLOCKS)))
     offers: dict[str, SimulatedOffer] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
     claims: dict[str, RemoteOffer] = field(default_factory=dict)
     loads: dict[str, SimulatedLoad] = field(default_factory=dict)
-    weights: int = 0
 
     @property
     def is_doomed(self) -> bool:
@@ -184,15 +201,12 @@ class SimulatedEngine:
         """Take free blocks; none if there are too few."""
         if len(self.free_blocks) < num_blocks:
             return ()
-        return tuple(self.free_blocks.pop(0) for _ in range(num_blocks))
+        return tuple(self.free_blocks.pop() for _ in range(num_blocks))
 
     def free(self, block_ids: tuple[int, ...], scribble: int) -> None:
-        """Free blocks, and overwrite them at once, so that a late reader gets wrong bytes."""
+        """Free blocks that no rank has a use for any more."""
         for rank in self.ranks:
-            for layer in rank.identity.layout.layers:
-                for block_id in block_ids:
-                    start = layer.base_offset + block_id * layer.block_stride
-                    rank.pool[start : start + layer.page_bytes] = scribble
+            rank.scribble(block_ids, scribble)
         self.free_blocks.extend(block_ids)
 
 

@@ -131,13 +131,19 @@ class SimulatedWorld(ABC):
             is_fresh = holds if self._checks_after_copy else read.held_before
             self._end_read(rank, key, None if is_fresh else StaleRegionError("the guard changed"))
 
-    def tick(self, seconds: float) -> None:
-        """Let time pass."""
+    def tick(self, seconds: float, late: int = 0) -> None:
+        """Let time pass.
+
+        Args:
+            late: The ranks whose thread does not run meanwhile, as bits. They do what is due at the end of a later tick.
+        """
         self.now += seconds
-        for rank in self.ranks:
+        for index, rank in enumerate(self.ranks):
             for read in rank.reads.values():
                 if read.deadline <= self.now and read.error is None:
                     read.error = TransferTimeoutError("the read took too long")
+            if late >> index & 1:
+                continue
             self.do(rank, rank.protocol.advance(self.now))
             self.require(rank.protocol.next_deadline() > self.now, "advance does everything that is due")
 
